@@ -29,6 +29,7 @@ import gpuaccel as ga  # noqa: E402
 
 MICRO_BATCHES, ROWS, T = 4, 8, 64
 ROUNDS = 60
+THREADS = (1, 2)
 OURS = ("autograd", "arena", "fused")
 
 
@@ -104,7 +105,7 @@ def measure() -> dict:
         "model": f"tiny, {MICRO_BATCHES} micro-batches of {ROWS // MICRO_BATCHES} x {T} tokens",
         "rows": {},
     }
-    for threads in (1, 2):
+    for threads in THREADS:
         torch.set_num_threads(threads)
         steps = {"torch": torch_step(config)}
         steps |= {mode: our_step(config, mode) for mode in OURS}

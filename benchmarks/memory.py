@@ -35,9 +35,12 @@ def available_GiB() -> float:
 
 def obey_limit():
     """Let this process allocate no more than LIMIT says, if it says something."""
-    if LIMIT in os.environ:
-        import torch
+    if LIMIT not in os.environ:
+        return
+    # Not at the top: it takes seconds, and most of the time nothing is limited.
+    import torch
 
+    if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         fraction = available_GiB() * 2**30 / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))

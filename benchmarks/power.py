@@ -28,8 +28,8 @@ NAMES = ("W", "limit_W", "SM_MHz", "C")
 EVERY = 50
 LATE = 2.0
 
-# (name, began, ended) of each measurement of this process and of its closed workers, by time.time();
-# the name is "" for one that is only part of the whole
+# (name, began, ended) of each measurement of this process and of its closed workers, by
+# time.time(); the name is "" for one that is only part of the whole
 SPANS: "list[tuple]" = []
 # Samplers that run; the last one is read.
 _running: "list[Sampler]" = []

@@ -6,8 +6,9 @@ python benchmarks/report.py --check    # fails where the pages show other result
 Both name the results that are stale, and what has changed since they were measured.
 
 A generated part stands between two markers, <!-- name: made by benchmarks/report.py --> and
-<!-- /name -->. A table that has no result keeps its text. Results of several GPUs: the tables of the
-first one are open, those of another one are folded below them; short tables have a column for each.
+<!-- /name -->. A table that has no result keeps its text. Results of several GPUs: the tables of
+the first one are open, those of another one are folded below them; short tables have a column for
+each.
 """
 
 import contextlib
@@ -1082,9 +1083,9 @@ def cpu_table() -> str:
                     )
     return section(
         paragraph(
-            f"Clipping and AdamW of all parameters, and whole steps in each accumulation mode ({r['model']}).",
-            "torch: foreach clipping, fused AdamW, gradients that add up in `.grad`",
-            f"(`benchmarks/cpu.py`). On {r['cores']} cores of {r['processor']}.",
+            "Clipping and AdamW of all parameters, and whole steps in each accumulation mode",
+            f"({r['model']}). torch: foreach clipping, fused AdamW, gradients that add up in",
+            f"`.grad` (`benchmarks/cpu.py`). On {r['cores']} cores of {r['processor']}.",
         ),
         markdown(("what", "threads", "torch", "ours", "against torch"), rows),
         conditions(result),
@@ -1121,7 +1122,7 @@ TITLES = {
 }
 
 
-def shown(name: str) -> "list[str]":
+def gpus_of(name: str) -> "list[str]":
     """The GPUs that have a result for this table, in the order of the page."""
     return machines(*FILES.get(name, (name,)))
 
@@ -1129,7 +1130,7 @@ def shown(name: str) -> "list[str]":
 def table(name: str) -> str:
     """A table of every GPU that has a result: that of the first one, and the others folded."""
     parts = []
-    for index, gpu in enumerate(shown(name)):
+    for index, gpu in enumerate(gpus_of(name)):
         with showing(gpu):
             text = TABLES[name]()
         summary = f"<details>\n<summary>The same on {short(gpu)}</summary>"
@@ -1163,7 +1164,7 @@ def missed_table() -> str:
     rows = []
     for name, make in TABLES.items():
         link = f"[{TITLES[name]}](#{TITLES[name].lower().replace(' ', '-')})"
-        gpus = shown(name)
+        gpus = gpus_of(name)
         # what -> GPU -> value and goal
         missed: "dict[str, dict[str, str]]" = {}
         for gpu in gpus:
@@ -1376,7 +1377,7 @@ def filled(text: str) -> str:
             text,
             re.DOTALL,
         )
-        if part and (name not in TABLES or shown(name)):
+        if part and (name not in TABLES or gpus_of(name)):
             made = table(name) if name in TABLES else make()
             text = f"{text[: part.end(1)]}{made}\n{text[part.start(2) :]}"
     return text

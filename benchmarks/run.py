@@ -94,7 +94,7 @@ def is_done(name: str, here: dict) -> bool:
     return True
 
 
-def missing(name: str, here: dict) -> "str | None":
+def lacks(name: str, here: dict) -> "str | None":
     """What a benchmark needs and this machine lacks, in words."""
     gpus = ALL[name].gpus
     if here["gpus"] < gpus:
@@ -112,7 +112,7 @@ def chosen(names, again: bool, here: dict) -> "tuple[list[str], dict[str, str]]"
     names: those that were asked for; [] for all"""
     todo, left_out = [], {}
     for name in names or ALL:
-        if reason := missing(name, here):
+        if reason := lacks(name, here):
             left_out[name] = reason
         elif not names and name in ONLY_WITHOUT_A_GPU and here["gpus"]:
             minutes = ALL[name].seconds // 60
