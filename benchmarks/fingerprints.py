@@ -98,7 +98,7 @@ def staleness(result: dict, root: pathlib.Path = ROOT) -> str:
         return ""
     return (
         f"measured on {result['date']}, before changes to {', '.join(parts)}: "
-        f"run python benchmarks/{result['benchmark']}.py on a GPU"
+        f"run make bench ONLY={result['benchmark']}"
     )
 
 

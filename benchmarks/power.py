@@ -38,12 +38,17 @@ _running: "list[Sampler]" = []
 @contextlib.contextmanager
 def measuring(*names):
     """Mark the time inside as a measurement. names: of the variant, for readings()."""
-    flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
     began = time.time()
     try:
         yield
     finally:
-        SPANS.append((", ".join(str(part) for part in flat if part != ""), began, time.time()))
+        SPANS.append((joined(*names), began, time.time()))
+
+
+def joined(*names) -> str:
+    """Names in one; each may be a tuple of names, or empty."""
+    flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
+    return ", ".join(str(part) for part in flat if part != "")
 
 
 class Sampler:

@@ -190,7 +190,7 @@ def main() -> int:
     here = machine()
     todo, left_out = chosen(args.names, args.again, here)
     seconds = sum(ALL[name].seconds for name in todo)
-    print(f"{here['gpu']}: {', '.join(todo) or 'nothing'} to run, about {seconds / 60:.0f} minutes")
+    print(f"{here['gpu']}: {', '.join(todo) or 'nothing'} to run, about {seconds / 60:.0f} min")
     for name, reason in left_out.items():
         print(f"left out: {name} {reason}")
     layout = "{percentage:3.0f}% |{bar:20}| {elapsed}, about {remaining} left: {desc}"
@@ -207,7 +207,8 @@ def main() -> int:
         failed["report"] = f"{log.relative_to(ROOT)}"
     for name, how in failed.items():
         print(f"failed: {name} ({how})")
-    return bool(failed)
+    # What was asked for by name and cannot run here is a failure, too.
+    return int(bool(failed or (args.names and left_out)))
 
 
 if __name__ == "__main__":

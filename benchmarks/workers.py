@@ -143,7 +143,11 @@ class Workers:
                 with contextlib.suppress(WorkerError, OSError):
                     kernels, spans = self.ask(name, REPORT)
                     KERNELS_USED.update(kernels)
-                    power.SPANS += spans
+                    # Another worker may have variants of the same name.
+                    power.SPANS += [
+                        (variant and power.joined(name, variant), began, ended)
+                        for variant, began, ended in spans
+                    ]
                 # The worker's recv() raises EOFError, and the worker ends.
                 self._pipes.pop(name).close()
             self._waiting.pop(name, None)

@@ -202,7 +202,7 @@ def test_a_stale_result_says_which_parts_changed(probe, fingerprints):
     probe.edit("kernels_cu/scale.cu", "*=", "+=")
     assert fingerprints.staleness(probe.result, probe.root) == (
         "measured on 2026-11-23, before changes to ops/scale.py, optim/clip.py, other.py, "
-        "scale.cu: run python benchmarks/probe.py on a GPU"
+        "scale.cu: run make bench ONLY=probe"
     )
 
 
@@ -759,6 +759,11 @@ def test_run_goes_on_after_a_failure_and_says_so(scripts, monkeypatch, tmp_path,
         assert "bad (2 of 3); then last" in err
         run.ALL.pop("bad")
         assert run.main() == 0
+        run.ALL["last"] = run.Benchmark(1, 1)
+        assert run.main() == 0
+        monkeypatch.setattr(sys, "argv", ["run.py", "last"])
+        assert run.main() == 1
+        assert "left out: last needs a GPU; this machine has none" in capsys.readouterr()[0]
     finally:
         signal.signal(signal.SIGTERM, handler)
 
