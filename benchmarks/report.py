@@ -102,27 +102,24 @@ def section(*parts) -> str:
 
 def conditions(result) -> str:
     """Where and when a result was measured, the GPU's medians meanwhile, and a smaller size."""
-    words = place(result)
+    gpu = "Without a GPU" if result["gpu"] == "none" else result["gpu"]
+    words = f"{gpu}, {versions(result)}"
     if result.get("power"):
         words += f"; {power_words(result['power'], limit=True)}"
     # More variants than these are in the result file only.
     variants = result.get("power_by_variant") or {}
     if 1 < len(variants) <= 10:
-        each = (f"{name} {power_words(power)}" for name, power in variants.items())
+        each = (f"{name}: {power_words(power)}" for name, power in variants.items())
         words += f". By variant: {'; '.join(each)}"
     if result.get("size"):
         words += f". Smaller than the text says, to fit into the memory: {result['size']}"
     return paragraph(f"*{words}.*")
 
 
-def place(result) -> str:
-    """Where and when a result was measured."""
-    gpu = (
-        "Without a GPU"
-        if result["gpu"] == "none"
-        else f"{result['gpu']}, driver {result['driver']}"
-    )
-    return f"{gpu}, torch {result['torch']}, NVRTC {result['nvrtc']}, {result['date']}"
+def versions(result) -> str:
+    """Driver, versions and date of a result."""
+    driver = "" if result["gpu"] == "none" else f"driver {result['driver']}, "
+    return f"{driver}torch {result['torch']}, NVRTC {result['nvrtc']}, {result['date']}"
 
 
 def power_words(power: dict, limit: bool = False) -> str:
@@ -1172,7 +1169,7 @@ def missed_table() -> str:
                 for what, cell in missed_in(make()):
                     missed.setdefault(what, {})[gpu] = cell
         for what, cells in missed.items():
-            measured = [f"{short(gpu)}: {cells.get(gpu, 'reached')}" for gpu in gpus]
+            measured = [f"{short(gpu)}: {cell}" for gpu, cell in cells.items()]
             rows.append((link, what, "; ".join(measured) if len(gpus) > 1 else cells[gpus[0]]))
     if not rows:
         return "Every goal is reached."
@@ -1262,13 +1259,15 @@ def ratios_table() -> str:
     """The README's table: one line for each claim, a column for each GPU."""
     gpus = machines("step")
     speeds: "dict[tuple[str, str], dict[str, str]]" = {}
-    lines: "dict[str, None]" = {}
+    # versions -> the GPUs with these, in their order
+    conditions: "dict[str, dict[str, None]]" = {}
     for gpu in gpus:
         for claim in claims(gpu):
             speeds.setdefault((claim.what, claim.against), {})[gpu] = claim.words
-            lines[f"*{place(claim.result)}.*"] = None
+            conditions.setdefault(versions(claim.result), {})[gpu] = None
     heads = map(short, gpus) if len(gpus) > 1 else ["speed"]
     rows = [(*words, *(values.get(gpu, "") for gpu in gpus)) for words, values in speeds.items()]
+    lines = (f"*{' and '.join(names)}, {words}.*" for words, names in conditions.items())
     return section(markdown(("what", "against", *heads), rows), *lines)
 
 
