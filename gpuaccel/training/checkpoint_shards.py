@@ -6,15 +6,16 @@ files of ours.
                 step=200, state=state, group=None)
 
 torch plans: tensors that are whole on several ranks are divided among these by size, and that all
-ranges together make up each tensor is checked before anything is written. Each rank then writes its
-file, one tensor at a time, into a folder beside `path`; no rank receives another one's tensors. When
-all have, rank 0 writes the manifest and renames the folder. An error of one rank is an error of all.
+ranges together make up each tensor is checked before anything is written. Each rank then writes
+its file, one tensor at a time, into a folder beside `path`; no rank receives another one's tensors.
+When all have, rank 0 writes the manifest and renames the folder. An error of one rank is an error
+of all.
 
 torch's own writers were not taken. FileSystemWriter's `.metadata` is a pickle.
 HuggingFaceStorageWriter writes safetensors, but it has a second copy of a rank's whole share in
-memory, syncs no folder, and writes neither a checksum nor a list of files: where the last shard of a
-tensor is missing, its reader takes the tensor for a shorter one. The files are of its format all the
-same, so that HuggingFaceStorageReader reads them.
+memory, and writes neither a checksum nor a list of files: where the last shard of a tensor is
+missing, its reader takes the tensor for a shorter one. The files are of its format all the same, so
+that HuggingFaceStorageReader reads them.
 """
 
 import os

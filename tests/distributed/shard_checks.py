@@ -243,9 +243,10 @@ def full_disk_of_a_rank(rank: Rank, folder):
 
 
 def train_and_die_in_a_save(folder, who=None, at=None, steps=6):
-    """ga.train on ranks of ga.launch, sharded, with a checkpoint after every second step. Rank `who`
-    is killed inside of the second one: at the at-th tensor that it writes, or before the renaming
-    (at="rename")."""
+    """ga.train on ranks of ga.launch, sharded, with a checkpoint after every second step.
+
+    Rank `who` is killed inside of the second one: at the at-th tensor that it writes, or before the
+    renaming (at="rename")."""
     config = ga.Distributed(ordered=True, sharded=True, bucket_mb=0.1)
     left = at if isinstance(at, int) else 1
     module, name = checkpoint_file, "digest"
