@@ -162,7 +162,7 @@ class Peer:
         self.optimizer.zero_grad(set_to_none=not self.in_buckets)
 
     def state(self) -> "list[torch.Tensor]":
-        """Everything on this rank that a step changes: the weights, then the optimizer's state."""
+        """What a step changes on this rank: the weights, then the optimizer's state."""
         moments = [t for state in self.optimizer.state.values() for t in state.values()]
         return [local(t.detach()) for t in (*self.parameters, *moments)]
 
@@ -171,8 +171,8 @@ class Peer:
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        """Of all bits of this rank's weights: of each tensor a sum, bits times an odd number of each
-        element."""
+        """Of all bits of this rank's weights: of each tensor a sum, bits times an odd number of
+        each element."""
         sums = []
         for p in self.parameters:
             bits = local(p.detach()).flatten().view(torch.int32).long()
