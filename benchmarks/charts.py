@@ -127,7 +127,7 @@ def several(gpu: str) -> "str | None":
                 rows.append((f"{n} GPUs, {words}", group))
     legend = [
         (BLUE, None, "ours, replayed"),
-        (ORANGE, None, "torch's fastest DDP in a CUDA graph, where measured"),
+        (ORANGE, None, "torch's fastest, DDP or FSDP2, in a CUDA graph"),
     ]
     return rows and bars(
         f"Rate of each GPU, as a share of ours on one GPU, {gpu}", rows, "one GPU", legend=legend

@@ -1,4 +1,4 @@
-"""Data-parallel steps against one GPU and against torch's DDP: python benchmarks/ddp.py [part ...]
+"""Data-parallel steps against one GPU, torch's DDP and FSDP2: python benchmarks/ddp.py [part ...]
 
 Needs 2 GPUs or more.
 
@@ -6,10 +6,12 @@ llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay o
 at 1.0. torch (ddp_ranks.py): fp32 weights, bf16 autocast, foreach clip, fused AdamW,
 DistributedDataParallel with no_sync() in all micro-batches but the last; eager, compiled, and
 compiled with the whole step captured in one CUDA graph, the model as one compiled graph or split at
-DDP's buckets (DDPOptimizer). Ours: bf16 weights with fp32 masters, launched from Python (mode
+DDP's buckets (DDPOptimizer); and FSDP2 as torchtitan sets it up (fsdp.py), each block compiled, no
+reshard after forward, bf16 parameters and fp32 reduction, launched and captured in one CUDA graph.
+Ours: bf16 weights with fp32 masters, launched from Python (mode
 `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by copy
 engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, and other bucket sizes. Our
-tokens/s are also compared with those of torch's fastest DDP in the same run.
+tokens/s are also compared with those of torch's fastest row in the same run.
 
 Each group of variants has its own base, the same step without communication: on one GPU while the
 others rest (`one GPU`, the reference of the rates), and on all GPUs at once (`each for itself`:
@@ -28,6 +30,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import sys
@@ -47,6 +50,8 @@ ONE, EACH = "one GPU", "each for itself"
 COMPILED = "torch, compiled"
 CAPTURED = "torch, captured"
 SPLIT = "torch, captured, DDPOptimizer"
+FSDP = "torch, compiled FSDP2"
+CAPTURED_FSDP = "torch, captured FSDP2"
 EAGER = "torch, eager"
 OURS_EAGER = "ours, eager"
 REPLAYED = "ours, replayed"
@@ -54,6 +59,10 @@ REPLAYED = "ours, replayed"
 
 def torch_captured(**options) -> Variant:
     return Variant("torch", compiled=True, replayed=True, **options)
+
+
+def fsdp_captured(**options) -> Variant:
+    return Variant("FSDP2", compiled=True, replayed=True, **options)
 
 
 def replayed(options=None, **more) -> Variant:
@@ -76,6 +85,14 @@ GROUPS = {
     SPLIT: {
         ONE: ("torch, split", torch_captured()),
         "DDP": ("torch, split DDP", torch_captured(options=BUCKET, optimize_ddp=True)),
+    },
+    FSDP: {
+        ONE: ("torch, FSDP2 alone", Variant("FSDP2", compiled=True)),
+        "FSDP2": ("torch, FSDP2", Variant("FSDP2", compiled=True, options={})),
+    },
+    CAPTURED_FSDP: {
+        ONE: ("torch, captured FSDP2 alone", fsdp_captured()),
+        "FSDP2": ("torch, captured FSDP2", fsdp_captured(options={})),
     },
     EAGER: {
         ONE: ("eager", Variant("torch")),
@@ -192,7 +209,11 @@ class Run:
         for group, name, workers, variant in pending:
             self.workers.send(workers, "make", (group, name), variant)
         for group, name, workers, _ in pending:
-            self.stage(f"making of {group}: {name}", self._made, group, name, workers)
+            what = f"making of {group}: {name}"
+            self.stage(what, self._made, group, name, workers)
+            if what in self.results["failed"]:
+                reason = error_sentence(self.results["failed"][what])
+                self.results.setdefault("why_not", {}).setdefault(group, {})[name] = reason
 
     def _made(self, group, name, workers):
         """The same model and batches everywhere: the first losses agree."""
@@ -275,7 +296,8 @@ class Run:
         workers, variant = self.groups[group][name]
         answers = self.workers.ask(workers, "last", (group, name))
         assert all(math.isfinite(loss) for _, loss, _ in answers), f"last losses {answers}"
-        if variant.options is not None:
+        # A rank of FSDP2 has weights of its own.
+        if variant.options is not None and variant.make != "FSDP2":
             equal = len({weights for weights, *_ in answers}) == 1
             checks = self.results.setdefault("equal_on_all_ranks", {}).setdefault(group, {})
             checks[name] = {"equal": equal, "steps": answers[0][2]}
@@ -399,13 +421,14 @@ class Run:
                 }
 
     def against_torch(self):
-        """Tokens/s of our variants over those of torch's fastest DDP of this run."""
+        """Tokens/s of our variants over those of torch's fastest row of this run, DDP or FSDP2."""
         groups = self.results["groups"]
         for count in map(str, self.bench.micro_batches):
             rates = {
-                group: counts[count]["DDP"]["tokens_per_s_per_gpu"]
+                group: row["tokens_per_s_per_gpu"]
                 for group, counts in groups.items()
-                if "DDP" in counts.get(count, {})
+                for name, row in counts.get(count, {}).items()
+                if name in ("DDP", "FSDP2")
             }
             if not rates:
                 continue
@@ -415,6 +438,14 @@ class Run:
                 for name, row in groups[group].get(count, {}).items():
                     if name not in (ONE, EACH):
                         row["times_torch"] = row["tokens_per_s_per_gpu"] / rates[fastest]
+
+
+def error_sentence(text: str) -> str:
+    """The last error that a report names, without its traceback."""
+    errors = re.findall(
+        r"^(?:[\w.]+: |rank \d+ )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.M
+    )
+    return errors[-1] if errors else text.strip().splitlines()[-1]
 
 
 def slowest(answers) -> "list[float]":
@@ -465,7 +496,7 @@ def show(r):
         "tokens/s/GPU",
         "of one GPU",
         "exposed ms",
-        "torch's DDP",
+        "torch's fastest",
         "peak GiB",
         "optimizer GiB",
     )
@@ -492,7 +523,7 @@ def show(r):
             show_table(f"{r['ranks']} GPUs, {group}, {micro_batches_text(count)}", rows, head)
     if "fastest_torch" in r:
         names = (f"{group} ({count})" for count, group in r["fastest_torch"].items())
-        print(f"\ntorch's fastest DDP: {', '.join(names)}")
+        print(f"\ntorch's fastest: {', '.join(names)}")
     for name, m in r.get("buckets", {}).items():
         print(
             f"buckets of {name} MB: {m['ms']:.2f} ms, default {m['default_ms']:.2f} ms, "
@@ -516,7 +547,7 @@ def show(r):
 def arguments() -> argparse.Namespace:
     """The command line: parts are names of PARTS, gpus are numbers of ranks."""
     parser = argparse.ArgumentParser(
-        description="Data-parallel steps against one GPU and against torch's DDP."
+        description="Data-parallel steps against one GPU and against torch's DDP and FSDP2."
     )
     parser.add_argument(
         "parts",

@@ -18,6 +18,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from fingerprints import kernels_in_use
+from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
 from timing import host_milliseconds, queued, release, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
@@ -63,7 +64,7 @@ class Bench:
 class Variant:
     """One variant of a step.
 
-    make: "torch" or "ours"
+    make: "torch", "FSDP2" (torch's, too) or "ours"
     options: arguments of DDP or of ga.Distributed; None: no communication
     optimize_ddp: torch.compile splits the model at DDP's buckets (DDPOptimizer)
     counts: numbers of micro-batches; (): all of the benchmark's
@@ -109,22 +110,29 @@ def step_times(run, calls: int, cuda: bool) -> "list[float]":
 class Peer:
     """The step in torch: fp32 weights, bf16 autocast, foreach clip, fused AdamW.
 
-    DDP synchronizes gradients in the last micro-batch only."""
+    DDP and FSDP2 (fsdp.py) synchronize gradients in the last micro-batch only."""
 
     def __init__(self, rank, bench, variant):
         self.bench = bench
-        self.module = WithLoss(build(bench.config, device=bench.device))
+        self.shards = variant.make == "FSDP2"
+        compiled = variant.compiled and bench.compile
+        reduces = variant.options is not None
+        if self.shards:
+            self.module = fully_sharded(bench, compiled, mesh_of(bench.device, not reduces))
+        else:
+            self.module = WithLoss(build(bench.config, device=bench.device))
         self.parameters = list(self.module.parameters())
-        self.reduces = variant.options is not None
+        # DDP's gradients stay in its buckets.
+        self.in_buckets = reduces and not self.shards
         self.no_sync = contextlib.nullcontext
         if variant.replayed and bench.graph:
             self.optimizer = captured_adamw(self.parameters, bench.device)
         else:
             groups = decay_groups(self.parameters)
             self.optimizer = torch.optim.AdamW(groups, **SETTINGS, fused=True)
-        if variant.compiled and bench.compile:
+        if compiled and not self.shards:
             self.module.compile(dynamic=False)
-        if self.reduces:
+        if self.in_buckets:
             self.module = DistributedDataParallel(
                 self.module,
                 device_ids=[rank] if bench.device == "cuda" else None,
@@ -139,6 +147,8 @@ class Peer:
         total, micro_batches = 0.0, list(zip(*(t.chunk(count) for t in batch)))
         for index, (inputs, targets) in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
+            if self.shards:
+                synchronize(self.module, last)
             with contextlib.nullcontext() if last else self.no_sync():
                 loss = self.module(inputs, targets) / count
                 loss.backward()
@@ -149,23 +159,23 @@ class Peer:
 
     def run(self, batch, count: int):
         self.loss = self.step(batch, count)
-        # DDP's gradients stay in its buckets.
-        self.optimizer.zero_grad(set_to_none=not self.reduces)
+        self.optimizer.zero_grad(set_to_none=not self.in_buckets)
 
     def state(self) -> "list[torch.Tensor]":
-        """Everything that a step changes: the weights, then the optimizer's state."""
+        """What a step changes on this rank: the weights, then the optimizer's state."""
         moments = [t for state in self.optimizer.state.values() for t in state.values()]
-        return [*(p.detach() for p in self.parameters), *moments]
+        return [local(t.detach()) for t in (*self.parameters, *moments)]
 
     def peak(self) -> int:
         """Most bytes allocated in a step, and while it is compiled."""
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        """Of all weights' bits: of each tensor a sum, bits times an odd number of each element."""
+        """Of all bits of this rank's weights: of each tensor a sum, bits times an odd number of
+        each element."""
         sums = []
         for p in self.parameters:
-            bits = p.detach().flatten().view(torch.int32).long()
+            bits = local(p.detach()).flatten().view(torch.int32).long()
             sums.append(bits.mul_(torch.arange(1, 2 * len(bits), 2, device=p.device)).sum())
         return digest(torch.stack(sums))
 
@@ -273,8 +283,11 @@ class Captured(Peer):
     def _reset(self):
         """The first weights and an optimizer without a step, in the same memory."""
         state = self.state()
-        model = build(self.bench.config, device=self.bench.device)
-        first = [p.detach() for p in model.parameters()]
+        if self.shards:
+            first = first_weights(self.bench, self.parameters)
+        else:
+            model = build(self.bench.config, device=self.bench.device)
+            first = [p.detach() for p in model.parameters()]
         torch._foreach_copy_(state[: len(first)], first)
         torch._foreach_zero_(state[len(first) :])
         if self.to_none:
@@ -401,7 +414,7 @@ class Rank:
         result = {
             "seconds": time.perf_counter() - began,
             "first_loss": first_loss,
-            "optimizer_GiB": sum(t.nbytes for t in moments) / 2**30,
+            "optimizer_GiB": sum(local(t).nbytes for t in moments) / 2**30,
             "kernels": sorted(kernels_in_use()),
         }
         if self.cuda:

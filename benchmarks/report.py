@@ -692,10 +692,13 @@ def ddp_table() -> str:
             "(`benchmarks/ddp_ranks.py`).",
             "*Captured*: compiled, the whole step with DDP in one CUDA graph. The model is one",
             "compiled graph, or split at DDP's buckets (*DDPOptimizer*).",
+            "*FSDP2*: `fully_shard` with bf16 parameters and fp32 reduction",
+            "(`benchmarks/fsdp.py`), blocks compiled one by one, nothing resharded between",
+            "forward and backward; *captured*: the whole step in one CUDA graph.",
             "Ours: eager steps in mode `arena`; replayed steps compiled and in mode `fused`.",
             "*Sharded* is ZeRO-1; *ordered* adds every micro-batch in global order",
             "([several-gpus.md](several-gpus.md)).",
-            "The last number of ours is the rate against torch's fastest DDP.",
+            "The last number of ours is the rate against torch's fastest row.",
         ),
         *parts,
     )
@@ -739,6 +742,10 @@ def ddp_rows(r, n: int) -> str:
                 optimizer = against_goal(optimizer, f"1/{n} and 1% at most", share <= 1.01)
             peak = f"{kept['peak_GiB']:.1f} GiB" if "peak_GiB" in kept else ""
             rows.append((f"{group}: {name}", *cells, peak, optimizer))
+    for group, reasons in r.get("why_not", {}).items():
+        for name, reason in reasons.items():
+            sentence = html.escape(reason, quote=False).replace("|", "\\|")
+            rows.append((f"{group}: {name}", *[f"failed: {sentence}"] * len(counts), "", ""))
     heads = (f"{count} micro-batch{'es' * (count != '1')}" for count in counts)
     return markdown(("", *heads, "peak memory", "optimizer's state"), rows)
 
@@ -759,22 +766,28 @@ def ddp_ours(r, count: str) -> "dict | None":
 
 
 def ddp_peer(r, n: int) -> str:
-    """Our replayed step against the fastest torch DDP."""
+    """Our replayed step against the fastest one of torch, DDP or FSDP2."""
     sentences = []
     for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
         peer, ours = fastest_ddp(r, count), ddp_ours(r, count)
         if peer and ours:
             name, m = peer
             sentences.append(
-                f'With {micro_batches} the fastest torch DDP is "{name}" ({m["ms"]:.1f} ms); '
+                f'With {micro_batches} the fastest of torch is "{name}" ({m["ms"]:.1f} ms); '
                 f"ours, replayed, is {m['ms'] / ours['ms']:.2f}x as fast ({ours['ms']:.1f} ms)."
             )
-            if "captured" not in name:
+            if not captured_measured(r, count):
                 sentences.append(
-                    "That DDP is launched from Python, which limits it here; DDP captured in a "
+                    "That one is launched from Python, which limits it here; DDP captured in a "
                     "CUDA graph, a stronger peer, was not measured in this run."
                 )
     return paragraph(*sentences)
+
+
+def captured_measured(r, count: str) -> bool:
+    """Whether a torch step on several GPUs was measured in a CUDA graph."""
+    groups = (m[count] for group, m in r["groups"].items() if "captured" in group and count in m)
+    return any(names.keys() & {"DDP", "FSDP2"} for names in groups)
 
 
 def ddp_bits(r) -> str:
@@ -1283,12 +1296,15 @@ def charts_part() -> str:
 
 
 def ddp_headline(result) -> Claim:
-    """Two GPUs: against DDP in a CUDA graph if measured, else the share of one GPU's rate."""
+    """Two GPUs: against torch's fastest step if one in a CUDA graph was measured too, else the
+    share of one GPU's rate."""
     r = result["results"]["2"]
     ours, peer = ddp_ours(r, "4"), fastest_ddp(r, "4")
-    if peer and "captured" in peer[0]:
+    if peer and captured_measured(r, "4"):
         ratio, what = peer[1]["ms"] / ours["ms"], "one step of `llama-350m` on two GPUs"
-        return Claim(what, "torch: DDP in a CUDA graph", ratio, result)
+        kind = "FSDP2" if "FSDP2" in peer[0] else "DDP"
+        how = "in a CUDA graph" if "captured" in peer[0] else "compiled"
+        return Claim(what, f"torch: {kind} {how}", ratio, result)
     what = "rate of each of two GPUs"
     return Claim(what, "ours on one GPU", ours["of_one_gpu"], result, against_peer=False)
 

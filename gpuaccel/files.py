@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import threading
 
 import torch
@@ -73,13 +74,41 @@ def written_aside(path):
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path):
     # Windows has no handle for a folder.
     if os.name != "nt":
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def replace_folder(aside, path):
+    """Rename a folder to `path`, in the place of the folder that may be there.
+
+    A process that is killed in between leaves the old one as `<path>.tmp-0`."""
+    aside, path = pathlib.Path(aside), pathlib.Path(path)
+    old = _moved_aside(path) if path.is_dir() else None
+    os.replace(aside, path)
+    _sync_folder(path.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path):
+    """Delete a folder, which is there as a whole or not at all if the process is killed."""
+    shutil.rmtree(_moved_aside(pathlib.Path(path)), ignore_errors=True)
+
+
+def _moved_aside(path):
+    old = path.with_name(f"{path.name}.tmp-0")
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(path, old)
+    return old
 
 
 def digest(tensor):

@@ -1247,8 +1247,18 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     torch_groups = [group for group in groups if "DDP" in groups[group]]
     assert torch_groups == [ddp.COMPILED, ddp.CAPTURED, ddp.SPLIT, ddp.EAGER]
     for count, fastest in r["fastest_torch"].items():
-        ddps = {group: r["groups"][group][count]["DDP"] for group in torch_groups}
-        assert fastest == max(ddps, key=lambda group: ddps[group]["tokens_per_s_per_gpu"])
+        peers = {group: r["groups"][group][count]["DDP"] for group in torch_groups}
+        peers |= {g: r["groups"][g][count]["FSDP2"] for g in (ddp.FSDP, ddp.CAPTURED_FSDP)}
+        assert fastest == max(peers, key=lambda group: peers[group]["tokens_per_s_per_gpu"])
+    # bf16 parameters beside bf16 autocast, and half of the optimizer's state on each of two ranks.
+    (loss,), (expected,) = (
+        {answer["first_loss"] for answer in r["made"][group][name][:1]}
+        for group, name in ((ddp.FSDP, "FSDP2"), (ddp.COMPILED, "DDP"))
+    )
+    assert abs(loss - expected) < 1e-2
+    for group in (ddp.FSDP, ddp.CAPTURED_FSDP):
+        kept = {name: m["optimizer_GiB"] for name, m in r["memory"][group].items()}
+        assert kept["FSDP2"] == pytest.approx(kept[ddp.ONE] / 2, rel=0.05)
     memory = {name: m["optimizer_GiB"] for name, m in r["memory"][ddp.REPLAYED].items()}
     assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0
     operations = {"all_reduce", "reduce_scatter", "all_gather"}
@@ -1257,17 +1267,20 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
 
     report = scripts("report")
     r = json.loads(json.dumps(r))
+    r["why_not"] = {"torch, captured": {"other": "RuntimeError: a | b"}}
     r |= {"failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}
     result = {**FACTS, "results": {"2": r}}
     monkeypatch.setattr(report, "load", {"ddp_2gpus": result}.get)
     table = report.ddp_table()
-    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 16 + (7 + 10) + 1 + 3
+    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 21 + (7 + 10) + 1 + 3
     assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 10 and CONDITIONS in table
     assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
     words = " ".join(table.split())
     for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
         fastest = r["fastest_torch"][count]
-        assert f'With {micro_batches} the fastest torch DDP is "{fastest}: DDP"' in words
+        name = "FSDP2" if "FSDP2" in fastest else "DDP"
+        assert f'With {micro_batches} the fastest of torch is "{fastest}: {name}"' in words
+    assert table.count(r"failed: RuntimeError: a \| b") == 2
     assert "NCCL 9 with `NCCL_X=1`.\n\nFailed or left out: bits." in table
 
 
@@ -1325,7 +1338,7 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
         group, name = key
         if name == "sharded" and count == 1:
             return error
-        replays = group in (ddp.CAPTURED, ddp.SPLIT, ddp.REPLAYED)
+        replays = group in (ddp.CAPTURED, ddp.SPLIT, ddp.CAPTURED_FSDP, ddp.REPLAYED)
         timed.add((replays, count, calls))
         # The clocks have not settled in the first quarter.
         unsettled = [99.0] * (calls // 4) if replays else []
@@ -1333,7 +1346,7 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
             ms = (10.0,)
         elif name == ddp.ONE:
             ms = (11.0, 12.0)
-        elif name == "DDP":
+        elif name in ("DDP", "FSDP2"):
             ms = (18.75 if group == ddp.CAPTURED else 20.0, 14.0)
         else:
             ms = (15.0, 14.0)
@@ -1414,6 +1427,24 @@ def test_ddp_says_which_bits_differ(ddp, groups, bench, spoil, unequal):
     assert [what for what, equal in checks.items() if not equal] == unequal
 
 
+def test_the_row_of_a_peer_that_cannot_be_captured_has_the_errors_sentence(
+    ddp, groups, bench, scripts
+):
+    sentence = "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+    error = scripts("workers").WorkerError(
+        f"all: rank 0 failed:\nTraceback (most recent call last):\n  x()\n{sentence}\nA hint."
+    )
+
+    def make(key, variant):
+        return error if key == (ddp.CAPTURED_FSDP, "FSDP2") else making(key, variant)
+
+    run = ddp.Run(ScriptedWorkers(make=make), bench, groups, "all")
+    run.make({ddp.CAPTURED_FSDP: groups[ddp.CAPTURED_FSDP]})
+    assert run.results["why_not"] == {ddp.CAPTURED_FSDP: {"FSDP2": sentence}}
+    assert run.results["failed"].keys() == {f"making of {ddp.CAPTURED_FSDP}: FSDP2"}
+    assert ddp.error_sentence("one\nrank 1 has not answered") == "rank 1 has not answered"
+
+
 # ---- ddp_ranks.py -------------------------------------------------------------------------------
 
 
@@ -1432,12 +1463,16 @@ def small_bench(ranks, **options):
     return ranks.Bench(config, rows=2, device="cpu", compile=False, **options)
 
 
-@pytest.mark.parametrize("options", [None, {"bucket_cap_mb": 100}], ids=["one GPU", "DDP"])
+@pytest.mark.parametrize(
+    "make, options",
+    [("torch", None), ("torch", {"bucket_cap_mb": 100}), ("FSDP2", {})],
+    ids=["one GPU", "DDP", "FSDP2"],
+)
 def test_torchs_captured_step_is_checked_and_begins_with_the_first_weights(
-    one_rank, monkeypatch, options
+    one_rank, monkeypatch, make, options
 ):
     bench = small_bench(one_rank, graph=False)
-    variant = one_rank.Variant("torch", replayed=True, options=options)
+    variant = one_rank.Variant(make, replayed=True, options=options)
     captured = one_rank.Captured(0, bench, variant)
     launched = one_rank.Peer(0, bench, dataclasses.replace(variant, replayed=False))
     batch = one_rank.rank_batch(bench, 1)

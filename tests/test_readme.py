@@ -244,6 +244,9 @@ def test_the_peer_on_several_gpus_is_the_fastest_ddp(report):
     assert report.ddp_headline(result).against == "torch: DDP in a CUDA graph"
     assert report.ddp_headline(result).words == "1.20x"
     assert "1.20x" in report.ddp_peer(r, 2) and "launched from Python" not in report.ddp_peer(r, 2)
+    families["torch, compiled FSDP2"] = {"4": {"FSDP2": {"ms": 11.0}}}
+    assert report.ddp_headline(result).against == "torch: FSDP2 compiled"
+    assert report.ddp_headline(result).words == "1.10x"
 
 
 def test_the_readme_is_short():

@@ -11,6 +11,7 @@ from ..training import (
     ByteTokenizer,
     Config,
     generate,
+    is_checkpoint,
     latest_checkpoint,
     load_checkpoint,
 )
@@ -55,11 +56,12 @@ def add_parser(commands):
 
 def run(args) -> int:
     path = pathlib.Path(args.checkpoint).expanduser()
-    checkpoint = latest_checkpoint(path) if path.is_dir() else path
-    if checkpoint is None or not checkpoint.is_file():
+    is_run = path.is_dir() and not is_checkpoint(path)
+    checkpoint = latest_checkpoint(path) if is_run else path
+    if checkpoint is None or not checkpoint.exists():
         raise CheckpointError(
             f"{path} holds no checkpoint; "
-            "expected a file step-*.safetensors, or the folder of a run"
+            "expected step-*.safetensors, step-*.sharded, or the folder of a run"
         )
     description = read_description(checkpoint.with_name("run.json"))
     try:

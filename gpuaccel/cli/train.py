@@ -26,6 +26,7 @@ from ..training import (
     check_log,
     evaluate,
     flops_per_token,
+    is_checkpoint,
     latest_checkpoint,
     make_dataset,
     preset,
@@ -159,7 +160,7 @@ def add_parser(commands):
     add(
         "--sharded",
         action="store_true",
-        help="ranks: each keeps its share of the optimizer's memory",
+        help="ranks: each keeps its share of the optimizer's memory, and writes it to a checkpoint",
     )
     add(
         "--timeout",
@@ -347,7 +348,7 @@ def _checkpoint_to_resume(args) -> "pathlib.Path | None":
     if args.resume == NEWEST:
         return newest
     path = args.out / pathlib.Path(args.resume).name
-    if newest is None or not path.is_file() or path.suffix != newest.suffix:
+    if newest is None or not is_checkpoint(path):
         raise ArgumentError(
             f"--resume is {args.resume}; expected a checkpoint in {args.out}"
             + (f", such as {newest.name}" if newest else ", which has none")

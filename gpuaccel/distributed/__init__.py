@@ -8,6 +8,7 @@ copies),
 zero1 (sharded optimizer state), nonfinite (whose gradient is not finite), trace (what was sent
 when)."""
 
+from .collectives import raises_dist_error
 from .config import Distributed
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
@@ -23,5 +24,6 @@ __all__ = [
     "ReducerBase",
     "launch",
     "make_reducer",
+    "raises_dist_error",
     "sent_early",
 ]

@@ -14,8 +14,15 @@ import functools
 import torch.distributed as dist
 
 
-def _raises_dist_error(function):
-    """`function`, whose plain RuntimeErrors become DistBackendErrors."""
+def raises_dist_error(function):
+    """`function`, which may be a collective or consist of some, with one kind of error.
+
+    Args:
+        function: its plain RuntimeErrors become DistBackendErrors.
+
+    Returns:
+        A function with the same arguments and result.
+    """
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -35,15 +42,15 @@ def _wait(work):
 
 
 # torch 2.13 has the names all_gather_single and reduce_scatter_single, and warns of the older ones.
-all_gather = _raises_dist_error(
+all_gather = raises_dist_error(
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-reduce_scatter = _raises_dist_error(
+reduce_scatter = raises_dist_error(
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-all_reduce = _raises_dist_error(dist.all_reduce)
-all_to_all = _raises_dist_error(dist.all_to_all_single)
-broadcast = _raises_dist_error(dist.broadcast)
-gather_objects = _raises_dist_error(dist.all_gather_object)
-barrier = _raises_dist_error(dist.barrier)
-wait = _raises_dist_error(_wait)
+all_reduce = raises_dist_error(dist.all_reduce)
+all_to_all = raises_dist_error(dist.all_to_all_single)
+broadcast = raises_dist_error(dist.broadcast)
+gather_objects = raises_dist_error(dist.all_gather_object)
+barrier = raises_dist_error(dist.barrier)
+wait = raises_dist_error(_wait)

@@ -1,14 +1,16 @@
 """The sharded optimizer (ZeRO stage 1): each rank keeps and updates its share of the state.
 
     step = ga.TrainStep(model, ga.AdamW(arena), distributed=ga.Distributed(sharded=True))
+    # On every rank: a folder, into which each rank writes its share.
+    ga.save_checkpoint(path, model=model, optimizer=step.opt, arena=arena)
     with step.gathered():             # on every rank: the state is whole, as one process has it
-        ga.save_checkpoint(path, model=model, optimizer=step.opt, arena=arena)
+        torch.save(step.opt.state_dict(), "optimizer.pt")
 
 The memory for the state is divided by the number of ranks. A bucket is cut into as many equal
 ranges of whole chunks as there are ranks, one for each. What is left at its end (fewer chunks than
 ranks) every rank updates. Gradients arrive by reduce-scatter, weights leave by all-gather. The norm
-is made of the same partial sums as without shares, in the same order. A checkpoint holds whole
-tensors: a run may go on with another number of ranks, or with one.
+is made of the same partial sums as without shares, in the same order. A checkpoint names each
+tensor's elements: a run may go on with another number of ranks, or with one.
 
 Any optimizer of ours over an arena can be sharded: a ShardedLayout takes the place of its
 ArenaLayout (optim/state_layout.py).
@@ -25,7 +27,7 @@ from ..compiler import zero_
 from ..errors import ArgumentError
 from ..ops import CHUNK, arena_launch, arena_runs, torch_step
 from ..optim import ParameterLayout, own_storage
-from .collectives import all_gather
+from .collectives import all_gather, gather_objects
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,46 @@ class ShardedLayout(ParameterLayout):
             return 0, 0
         first, last, offset = parts[-1]
         return parts[0][2], offset + last - first
+
+    # ---- what this rank reads and writes of a checkpoint ----
+
+    def held(self, i: int) -> "list[tuple[int, int, int]]":
+        """What is here of the state of tensor i.
+
+        Args:
+            i: the tensor's number in the arena.
+
+        Returns:
+            (first, last, place): elements [first, last) of the tensor lie at `place` in its state.
+        """
+        numel = self.arena.segments[i].numel
+        start, _ = self._span(i)
+        return [
+            (first, min(last, numel), offset - start)
+            for first, last, offset in self._parts[i]
+            if first < numel
+        ]
+
+    def saved(self, i: int) -> "tuple[int, int, int]":
+        """(first, last, place) of the elements of tensor i that this rank saves.
+
+        They are one range: what every rank updates is saved by the last one, whose own range ends
+        where that begins."""
+        held = self.held(i)
+        bucket = next(b for b in self.buckets if b.first <= i < b.last)
+        common = bucket.start + self.ranks * share(bucket, self.ranks)
+        if self.rank < self.ranks - 1:
+            offset = self.arena.segments[i].offset
+            held = [part for part in held if offset + part[0] < common]
+        if not held:
+            return 0, 0, 0
+        return held[0][0], held[-1][1], held[0][2]
+
+    def gather_texts(self, text: str) -> "list[str]":
+        """A text of each rank, in the order of the ranks. Collective."""
+        texts = [""] * self.ranks
+        gather_objects(texts, text, group=self.group)
+        return texts
 
     # ---- memory ----
 

@@ -1,6 +1,6 @@
 """A whole step and what is around it: data, models, the loop, checkpoints, LoRA."""
 
-from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import is_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from .data import (
     Batches,
     BPETokenizer,
@@ -38,6 +38,7 @@ __all__ = [
     "evaluate",
     "flops_per_token",
     "generate",
+    "is_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
     "load_lora",

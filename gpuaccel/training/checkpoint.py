@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted: one safetensors file; a resumed run is bit-identical.
+"""Checkpoints that can be trusted: safetensors without pickle; a resumed run is bit-identical.
 
     path = checkpoint_path("runs", 200)
     save_checkpoint(path, model=model, optimizer=opt, batches=batches, step=200)
@@ -12,10 +12,14 @@ Requirements that led to this design:
 * the arena's views survive a load: tensors are copied into, never replaced;
 * any tool can read the weights: they are safetensors entries `model.<name in the state dict>`.
 
-A file holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and `rng.*`, and as
-JSON the hyper-parameters, the scheduler, the data position, the random state of Python and NumPy,
-and `extra`. A tensor with two names (tied weights) is stored twice. The format is
+A checkpoint holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and `rng.*`,
+and as JSON the hyper-parameters, the scheduler, the data position, the random state of Python and
+NumPy, and `extra`. A tensor with two names (tied weights) is stored twice. The format is
 checkpoint_file.py.
+
+It is one file, or, where an optimizer's state is spread over ranks, a folder into which each of
+them writes its share (checkpoint_shards.py). Either is loaded by one process and by any number of
+ranks, and none of them holds more of the state than it trains with, and one tensor.
 """
 
 import pathlib
@@ -29,9 +33,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, GpuaccelError
+from ..files import remove_folder
 from ..nn import frozen_state_dict
 from ..optim import Arena
-from .checkpoint_file import Contents, describe, pack, read_file, unpack, write_file
+from .checkpoint_file import (
+    Contents,
+    describe,
+    pack,
+    read_checkpoint,
+    unpack,
+    write_file,
+)
 from .models import uncompiled
 
 # How an optimizer computes, not what: a load keeps the choice that the optimizer was built with.
@@ -62,14 +74,13 @@ def _master_tensors(arena) -> "dict[str, Tensor]":
     return {f"master.{name}": tensor for name, tensor in arena.named_master().items()}
 
 
+def _shares_of(optimizer) -> "_Shares | None":
+    """None: the whole state is here."""
+    return _Shares(optimizer) if getattr(optimizer, "ranks", 1) > 1 else None
+
+
 def _optimizer_groups(path, model, optimizer, arena) -> "list[dict[str, Tensor]]":
     """Per parameter group, name -> parameter. An fp32 master has the name of its parameter."""
-    ranks = getattr(optimizer, "ranks", 1)
-    if ranks > 1:
-        raise CheckpointError(
-            f"{path}: the optimizer's state is sharded over {ranks} ranks, and only one shard of "
-            "it is here; expected all of it: `with step.gathered(): ...` on every rank"
-        )
     names = {id(parameter): name for name, parameter in uncompiled(model).named_parameters()}
     if arena is not None:
         pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
@@ -96,9 +107,12 @@ def _group_options(group: dict) -> dict:
     }
 
 
-def _optimizer_state(groups, optimizer) -> "tuple[dict[str, Tensor], dict]":
-    """(tensors, JSON) of all that is in `optimizer.state` and `optimizer.param_groups`."""
-    tensors: "dict[str, Tensor]" = {}
+def _optimizer_state(groups, optimizer) -> "tuple[dict[str, Any], dict]":
+    """(tensors, JSON) of all that is in `optimizer.state` and `optimizer.param_groups`.
+
+    Of a state that is spread over ranks the tensors are FlatRanges."""
+    tensors: "dict[str, Any]" = {}
+    shares = _shares_of(optimizer)
     state: dict = {
         "class": _class_name(optimizer),
         "groups": [],
@@ -113,6 +127,8 @@ def _optimizer_state(groups, optimizer) -> "tuple[dict[str, Tensor], dict]":
             for key, value in optimizer.state.get(parameter, {}).items():
                 stored_name = f"optim.{name}.{key}"
                 if isinstance(value, Tensor):
+                    if shares is not None and key in shares.keys:
+                        value = shares.range_of(parameter, value)
                     tensors[stored_name] = value
                     values[key] = {"!stored": stored_name}
                 else:
@@ -125,6 +141,39 @@ def _optimizer_state(groups, optimizer) -> "tuple[dict[str, Tensor], dict]":
 def _stored_name(value) -> "str | None":
     """The name of the tensor that a value of `_optimizer_state` stands for, if it is one."""
     return value.get("!stored") if isinstance(value, dict) else None
+
+
+# ---- a state that is spread over ranks ---------------------------------------------------------
+
+
+class _Shares:
+    """This rank's part of an optimizer's state that is spread over ranks."""
+
+    def __init__(self, optimizer):
+        self.layout = optimizer.layout
+        # The state that is spread; a step count is on every rank.
+        self.keys = optimizer.rule.state_keys
+        self.numbers = {id(p): i for i, p in enumerate(self.layout.arena.masters)}
+
+    def range_of(self, tensor: Tensor, state: "Tensor | None" = None):
+        """What this rank saves of a parameter of the optimizer, or of a state of it."""
+        # torch.distributed.checkpoint is imported only where it is needed.
+        from .checkpoint_shards import FlatRange
+
+        first, last, place = self.layout.saved(self.numbers[id(tensor)])
+        if state is None:
+            data = tensor.detach().reshape(-1)[first:last]
+        else:
+            data = state[place : place + last - first]
+        return FlatRange(data, first, tensor.shape) if tensor.numel() else data.view(tensor.shape)
+
+    def restore(self, parameter, current: dict, key: str, name: str, contents: Contents):
+        """Copy what is here of the tensor `name` to its place."""
+        number = self.numbers[id(parameter)]
+        if key not in current:
+            current[key] = self.layout.allocate(key, parameter, number).zero_()
+        for first, last, place in self.layout.held(number):
+            current[key][place : place + last - first] = contents.elements(name, first, last)
 
 
 # ---- random state --------------------------------------------------------------------------------
@@ -155,11 +204,12 @@ def _restore_random_state(contents: Contents, rank: int):
     values = unpack(contents.state["random"])
     random.setstate(values["python"])
     np.random.set_state(values["numpy"])
-    cpu = contents.tensors["rng.cpu"]
-    cuda = contents.tensors.get("rng.cuda", cpu[:0])
+    cpu = contents.tensor("rng.cpu")
+    cuda = contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0]
     if rank:
-        # A rank that the file does not know keeps its own.
-        both = contents.tensors.get(f"rng.rank{rank}", random_state())
+        # A rank that the checkpoint does not know keeps its own.
+        name = f"rng.rank{rank}"
+        both = contents.tensor(name) if name in contents else random_state()
         cpu, cuda = both.tensor_split([len(cpu)])
     torch.set_rng_state(cpu.clone())
     if len(cuda) and torch.cuda.is_available():
@@ -183,11 +233,15 @@ def save_checkpoint(
 ) -> pathlib.Path:
     """Write one checkpoint, a safetensors file; missing folders are made.
 
+    With an optimizer whose state is spread over ranks every rank calls this, with the same
+    arguments, and the checkpoint is a folder, into which each rank writes its share. Inside of
+    step.gathered() it is a file, which one rank writes.
+
     Copies from the device, hence synchronises.
 
     Args:
-        path: of the file.
-        model: its `state_dict` is stored.
+        path: of the file, or of the folder.
+        model: its `state_dict` is stored; several ranks: with rank 0's buffers.
         optimizer: any torch optimizer whose state is tensors and numbers per parameter. Default:
             none.
         arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Default:
@@ -195,15 +249,15 @@ def save_checkpoint(
         scheduler, batches: anything with a `state_dict()` of plain values. Default: none.
         step: optimizer steps done. Default: 0.
         extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
-        ranks: random_state() of each rank of a data-parallel run.
+        ranks: random_state() of each rank of a data-parallel run. A folder has it without this.
 
     Returns:
         The path.
 
     Raises:
         CheckpointError: for a value that cannot be stored without pickle, a read-only folder, a
-            full disk. The file that was at `path`, if any, is then untouched, and nothing is left
-            beside it.
+            full disk; on every rank, where it is one's. What was at `path`, if anything, is then
+            untouched, and nothing is left beside it.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -213,6 +267,7 @@ def save_checkpoint(
         'first.safetensors'
     """
     path = pathlib.Path(path).expanduser()
+    shares = _shares_of(optimizer)
     tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
     tensors.update((f"rng.rank{rank}", state) for rank, state in enumerate(ranks))
     state = {
@@ -230,8 +285,31 @@ def save_checkpoint(
         }
     if batches is not None:
         state["batches"] = {"values": pack(batches.state_dict(), "the data position")}
-    write_file(path, tensors, step, state)
+    if shares is None:
+        write_file(path, tensors, step, state)
+    else:
+        from .checkpoint_shards import save_shards
+
+        mine = _of_one_rank(shares, model, arena, tensors)
+        save_shards(path, mine, step, state, shares.layout.group)
     return path
+
+
+def _of_one_rank(shares: _Shares, model, arena, tensors: "dict[str, Any]") -> "dict[str, Any]":
+    """What one rank of several offers to write: parameters, which all ranks have alike, its ranges,
+    and its random state. Rank 0 also what may differ: buffers, and its generators."""
+    rank = shares.layout.rank
+    parameters = dict(uncompiled(model).named_parameters(remove_duplicate=False))
+    alike = {f"model.{name}" for name in parameters}
+    mine = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if rank == 0 or name in alike or name.startswith("optim.")
+    }
+    for name, tensor in _master_tensors(arena).items():
+        mine[name] = shares.range_of(tensor)
+    mine[f"rng.rank{rank}"] = random_state()
+    return mine
 
 
 # ---- what is checked on load ---------------------------------------------------------------------
@@ -259,23 +337,20 @@ def _check_same(path, stored: dict, expected: dict, what: str):
 
 def _check_tensors(path, contents: Contents, prefix: str, expected: "dict[str, Tensor]", what):
     """The file's tensors whose names begin with `prefix` are those of `expected`."""
-    stored = {
-        name: describe(tensor)
-        for name, tensor in contents.tensors.items()
-        if name.startswith(prefix)
-    }
+    stored = {name: entry for name, entry in contents.entries.items() if name.startswith(prefix)}
     _check_same(path, stored, {name: describe(t) for name, t in expected.items()}, what)
 
 
 def _check_tied(path, contents: Contents, weights: "dict[str, Tensor]"):
     """Weights that are one tensor in the model have one value in the file."""
+    digests = contents.digests
     first_names: "dict[tuple, str]" = {}
     for name, tensor in weights.items():
         if not tensor.numel():
             continue
         memory = (tensor.data_ptr(), *tensor.shape, *tensor.stride())
         first = first_names.setdefault(memory, name)
-        if contents.digests[first] != contents.digests[name]:
+        if digests[first] != digests[name]:
             raise CheckpointError(
                 f"{path} does not fit this model: {name} and {first} are one tensor here, "
                 "but differ in the file"
@@ -302,13 +377,19 @@ def _check_optimizer(path, contents: Contents, optimizer, groups):
             f"{path} does not fit this optimizer: its groups have {list(map(len, stored_names))} "
             f"parameters, expected {list(map(len, names))}, the same ones in each"
         )
+    shares = _shares_of(optimizer)
+    spread = () if shares is None else shares.keys
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             full_name = _stored_name(stored["values"][name].get(key))
             if full_name and isinstance(value, Tensor):
-                tensor = contents.tensors[full_name]
+                # Of a spread state a part is here, of a tensor like the parameter.
+                expected = describe(parameter if key in spread else value)
                 _check_same(
-                    path, {full_name: describe(tensor)}, {full_name: describe(value)}, "optimizer"
+                    path,
+                    {full_name: contents.entries[full_name]},
+                    {full_name: expected},
+                    "optimizer",
                 )
 
 
@@ -326,36 +407,37 @@ def _restore_group(group: dict, options: dict):
             group[key] = value
 
 
-def _restore_parameter_state(parameter, group, current: dict, values: dict, contents: Contents):
+def _restore_parameter_state(parameter, group, current: dict, values: dict, contents, shares):
     """The optimizer's state of one parameter: a tensor that is there is copied into.
 
     A new tensor goes to its parameter's device, except a step count, which torch keeps on the CPU
-    unless the optimizer is capturable or fused."""
+    unless the optimizer is capturable or fused. shares: None, or a _Shares."""
     for key in current.keys() - values.keys():
         del current[key]
     for key, value in values.items():
         name = _stored_name(value)
         if name is None:
             current[key] = unpack(value)
-            continue
-        tensor = contents.tensors[name]
-        if isinstance(current.get(key), Tensor):
-            current[key].copy_(tensor)
+        elif shares is not None and key in shares.keys:
+            shares.restore(parameter, current, key, name, contents)
+        elif isinstance(current.get(key), Tensor):
+            current[key].copy_(contents.tensor(name))
         elif key == "step" and not (group.get("capturable") or group.get("fused")):
-            current[key] = tensor.clone()
+            current[key] = contents.tensor(name).clone()
         else:
-            current[key] = tensor.to(parameter.device, copy=True)
+            current[key] = contents.tensor(name).to(parameter.device, copy=True)
 
 
 def _restore_optimizer(contents: Contents, optimizer, groups):
     stored = contents.state["optimizer"]
+    shares = _shares_of(optimizer)
     for group, stored_group, members in zip(optimizer.param_groups, stored["groups"], groups):
         _restore_group(group, unpack(stored_group["options"]))
         for name, parameter in members.items():
             values = stored["values"][name]
             if values:
                 current = optimizer.state[parameter]
-                _restore_parameter_state(parameter, group, current, values, contents)
+                _restore_parameter_state(parameter, group, current, values, contents, shares)
             else:
                 optimizer.state.pop(parameter, None)
 
@@ -406,7 +488,10 @@ def load_checkpoint(
         True
     """
     path = pathlib.Path(path).expanduser()
-    contents = read_file(path)
+    shares = _shares_of(optimizer)
+    layout = shares and shares.layout
+    group = (layout.rank, layout.ranks, layout.gather_texts) if layout else ()
+    contents = read_checkpoint(path, *group)
     state = contents.state
     weights = _model_tensors(path, model)
     masters = _master_tensors(arena)
@@ -438,10 +523,10 @@ def load_checkpoint(
         except GpuaccelError as error:
             raise CheckpointError(f"{path} does not fit these batches: {error}") from error
     uncompiled(model).load_state_dict(
-        {name.removeprefix("model."): contents.tensors[name] for name in weights}
+        {name.removeprefix("model."): contents.tensor(name) for name in weights}
     )
     for name, tensor in masters.items():
-        tensor.copy_(contents.tensors[name])
+        tensor.copy_(contents.tensor(name))
     if arena is not None:
         arena.weights_current()
     if optimizer is not None:
@@ -456,16 +541,26 @@ def load_checkpoint(
 # ---- a folder of checkpoints ---------------------------------------------------------------------
 
 
-def checkpoint_path(folder: "str | pathlib.Path", step: int) -> pathlib.Path:
-    """`<folder>/step-00000200.safetensors`: the name that `latest_checkpoint` looks for."""
-    return pathlib.Path(folder).expanduser() / f"step-{int(step):08d}.safetensors"
+def checkpoint_path(
+    folder: "str | pathlib.Path", step: int, optimizer: "torch.optim.Optimizer | None" = None
+) -> pathlib.Path:
+    """`<folder>/step-00000200.safetensors`: a name that `latest_checkpoint` looks for.
+
+    Args:
+        folder: of checkpoints.
+        step: optimizer steps done.
+        optimizer: decides the ending: where its state is spread over ranks, the checkpoint is a
+            folder, `step-00000200.sharded`.
+    """
+    ending = ".safetensors" if _shares_of(optimizer) is None else ".sharded"
+    return pathlib.Path(folder).expanduser() / f"step-{int(step):08d}{ending}"
 
 
 def _checkpoints(folder, ending="") -> "list[tuple[int, pathlib.Path]]":
     """[(step, path)], oldest first."""
     folder = pathlib.Path(folder).expanduser()
     files = folder.iterdir() if folder.is_dir() else ()
-    pattern = re.compile(r"step-(\d{8,})\.safetensors" + ending)
+    pattern = re.compile(r"step-(\d{8,})\.(?:safetensors|sharded)" + ending)
     matches = [(pattern.fullmatch(file.name), file) for file in files]
     return sorted((int(match[1]), file) for match, file in matches if match)
 
@@ -482,10 +577,21 @@ def latest_checkpoint(folder: "str | pathlib.Path") -> "pathlib.Path | None":
     return checkpoints[-1][1] if checkpoints else None
 
 
+def is_checkpoint(path: "str | pathlib.Path") -> bool:
+    """Whether a file *.safetensors or a folder *.sharded is there. It may be damaged.
+
+    Args:
+        path: of anything.
+    """
+    path = pathlib.Path(path).expanduser()
+    file = path.suffix == ".safetensors" and path.is_file()
+    return file or (path.suffix == ".sharded" and path.is_dir())
+
+
 def is_whole(path: pathlib.Path) -> bool:
-    """Whether a file is a checkpoint that is not damaged. Reads all of it."""
+    """Whether a path is a checkpoint that is not damaged. Reads all of it."""
     try:
-        read_file(path)
+        read_checkpoint(path)
     except CheckpointError:
         return False
     return True
@@ -497,18 +603,34 @@ def older_whole_checkpoints(path: pathlib.Path) -> "list[pathlib.Path]":
     return [other for other in reversed(older) if is_whole(other)]
 
 
-def prune_checkpoints(folder: "str | pathlib.Path", keep: int = 3) -> "list[pathlib.Path]":
+def prune_checkpoints(
+    folder: "str | pathlib.Path", keep: int = 3, saved: "pathlib.Path | None" = None
+) -> "list[pathlib.Path]":
     """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
 
-    Also deletes unfinished files that killed runs left, up to the newest step."""
+    Also deletes what killed runs left unfinished, up to the newest step.
+
+    Args:
+        folder: of checkpoints.
+        keep: how many stay.
+        saved: the one that was written now. Another one of its step, which a run with another
+            number of ranks has left, is deleted.
+    """
     if keep < 1:
         raise CheckpointError(f"{folder}: keep is {keep}, expected at least 1")
     checkpoints = _checkpoints(folder)
+    gone = []
+    if saved is not None:
+        gone = [path for _, path in checkpoints if path.stem == saved.stem and path != saved]
+        checkpoints = [(step, path) for step, path in checkpoints if path not in gone]
     if not checkpoints:
         return []
     newest = checkpoints[-1][0]
-    unfinished = [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= newest]
-    gone = [path for _, path in checkpoints[:-keep]] + unfinished
+    gone += [path for _, path in checkpoints[:-keep]]
+    gone += [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= newest]
     for path in gone:
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            remove_folder(path)
+        else:
+            path.unlink(missing_ok=True)
     return gone

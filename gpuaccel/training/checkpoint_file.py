@@ -1,19 +1,26 @@
-"""One checkpoint as a file: safetensors without pickle, verified by sha256 when it is read.
+"""One checkpoint as a file, or as a folder of shards that the ranks of a run have written:
+safetensors without pickle, verified by sha256 when it is read.
 
     write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
-    contents = read_file(path)
-    contents.tensors, contents.step, unpack(contents.state["extra"])
+    contents = read_checkpoint(path)
+    contents.tensor("model.head.weight"), contents.step, unpack(contents.state["extra"])
 
-The metadata of the safetensors file hold the format, the step, one sha256 per tensor, one over all
+The metadata of a safetensors file hold the format, the step, one sha256 per tensor, one over all
 of it, and as JSON the state: everything that is no tensor. Any tool that reads safetensors can read
 the tensors.
+
+A folder has a file per rank, and manifest.json with the step, the state, and size and sha256 of
+each file. A tensor lies whole in one file, or as flat ranges of its elements in several. The files
+also have the metadata by which torch.distributed.checkpoint.HuggingFaceStorageReader reads them.
+The folder is written by checkpoint_shards.py.
 """
 
 import collections
 import hashlib
 import json
+import math
 import pathlib
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,6 +31,10 @@ from ..errors import CheckpointError
 from ..files import damage, digest, written_aside
 
 FORMAT = "gpuaccel-checkpoint-1"
+SHARDS_FORMAT = "gpuaccel-sharded-checkpoint-1"
+MANIFEST = "manifest.json"
+# torch's name in a file's metadata for where each tensor's elements begin in the whole tensor.
+TORCH_OFFSETS = "DCP_SHARDING_INFO"
 # safetensors' names.
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -41,14 +52,77 @@ DTYPE_NAMES = {
 }
 
 
-@dataclass(frozen=True)
 class Contents:
-    """What a verified file holds."""
+    """What a verified checkpoint holds.
 
-    tensors: "dict[str, Tensor]"  # may be views of the mapped file: read only
-    digests: "dict[str, str]"  # sha256 of each tensor's bytes
-    step: int
-    state: dict  # JSON; `unpack` restores the values that `pack` made
+    Args:
+        step: optimizer steps done.
+        state: JSON; `unpack` restores the values that `pack` made.
+        shapes: [dtype, shape] of the tensors that are stored as flat ranges.
+
+    Attributes:
+        entries: name -> [dtype, shape] of each tensor.
+        digests: name -> sha256 of each tensor's bytes; of several ranges, joined in their order.
+    """
+
+    def __init__(self, step: int, state: dict, shapes: "dict[str, list] | None" = None):
+        self.step = step
+        self.state = state
+        self.entries: "dict[str, list]" = dict(shapes or {})
+        # Of each tensor: (first element, (n,) elements, their sha256). Tensors are views of the
+        # mapped file, which is read when they are.
+        self._ranges: "dict[str, list[tuple[int, Tensor, str]]]" = {
+            name: [] for name in self.entries
+        }
+
+    def add(self, name: str, tensor: Tensor, sha256: str, first: int = 0):
+        """Add a whole tensor, or the range of it that begins with element `first`."""
+        self.entries.setdefault(name, describe(tensor))
+        self._ranges.setdefault(name, []).append((first, tensor.reshape(-1), sha256))
+
+    @property
+    def digests(self) -> "dict[str, str]":
+        return {
+            name: " ".join(sha256 for _, _, sha256 in sorted(ranges, key=lambda r: r[0]))
+            for name, ranges in self._ranges.items()
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def elements(self, name: str, first: int, last: int) -> Tensor:
+        """(last - first,) elements of a tensor in C order; read only, it may be the mapped file."""
+        parts = [
+            data[max(first - start, 0) : last - start]
+            for start, data, _ in sorted(self._ranges[name], key=lambda r: r[0])
+            if start < last and start + len(data) > first
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor; read only, it may be the mapped file."""
+        shape = self.entries[name][1]
+        numel = math.prod(shape)
+        if not numel:
+            return self._ranges[name][0][1].view(shape)
+        return self.elements(name, 0, numel).view(shape)
+
+    def gaps(self) -> "list[str]":
+        """The tensors of which elements are missing, or are there twice."""
+        return [
+            name
+            for name, (_, shape) in self.entries.items()
+            if not _covers(self._ranges[name], math.prod(shape))
+        ]
+
+
+def _covers(ranges, numel: int) -> bool:
+    end = 0
+    for first, data, _ in sorted(ranges, key=lambda r: r[0]):
+        if first != end:
+            return False
+        end += len(data)
+    return bool(ranges) and end == numel
 
 
 def describe(tensor: Tensor) -> list:
@@ -128,17 +202,11 @@ def _header(entries, offsets, metadata, digests) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, state: dict):
-    """Write a file aside and rename it to `path`; missing folders are made.
+def _write(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: "dict[str, str]") -> str:
+    """Write a safetensors file aside and rename it to `path`; returns the sha256 of what it says.
 
     One pass, with one tensor at a time on the host. The header holds the digests, so it is written
-    last, over zeros of its own length.
-
-    Raises:
-        CheckpointError: for a tensor that safetensors cannot hold, and for any error of the disk;
-            what was at `path` is then untouched.
-    """
-    metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
+    last, over zeros of its own length."""
     # Largest elements first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries = {}
@@ -156,27 +224,127 @@ def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, stat
         end = end + tensor.numel() * tensor.element_size()
         offsets[name] = [start, end]
     digests = {name: "0" * 64 for name in names}
+    with written_aside(path) as file:
+        file.write(bytes(len(_header(entries, offsets, metadata, digests))))
+        for name in names:
+            digests[name], data = digest(tensors[name])
+            file.write(data)
+        file.seek(0)
+        file.write(_header(entries, offsets, metadata, digests))
+    return _checksum(entries, digests, metadata)
+
+
+def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, state: dict):
+    """Write a checkpoint aside and rename it to `path`; missing folders are made.
+
+    Raises:
+        CheckpointError: for a tensor that safetensors cannot hold, and for any error of the disk;
+            what was at `path` is then untouched.
+    """
+    metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(path) as file:
-            file.write(bytes(len(_header(entries, offsets, metadata, digests))))
-            for name in names:
-                digests[name], data = digest(tensors[name])
-                file.write(data)
-            file.seek(0)
-            file.write(_header(entries, offsets, metadata, digests))
+        _write(path, tensors, metadata)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written ({error.strerror or error}); "
-            "what was there before is untouched"
-        ) from error
+        raise cannot_be_written(path, error) from error
+
+
+def cannot_be_written(path: pathlib.Path, error: OSError, who: str = "") -> CheckpointError:
+    """For an error of the disk. who: the rank, in front of its error."""
+    return CheckpointError(
+        f"{path} cannot be written ({who}{error.strerror or error}); "
+        "what was there before is untouched"
+    )
+
+
+# ---- writing shards ------------------------------------------------------------------------------
+
+
+def shard_name(rank: int, ranks: int) -> str:
+    """The file of a rank."""
+    return f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+
+
+def _torch_offsets(names, firsts: "dict[str, int]", entries: "dict[str, list]") -> str:
+    """What torch's reader expects in a file's metadata."""
+    offsets = {
+        name: {"saved_offsets": [firsts[name]] if name in firsts else [0] * len(entries[name][1])}
+        for name in sorted(names)
+    }
+    return json.dumps(offsets)
+
+
+def write_shard(
+    path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, firsts: "dict[str, int]"
+) -> "tuple[int, str]":
+    """Write one rank's file of a folder.
+
+    Args:
+        path: of the file.
+        tensors: whole ones, and flat ranges.
+        step: optimizer steps done.
+        firsts: of each range its first element in the whole tensor.
+
+    Returns:
+        (bytes, sha256 of what the file says), for the manifest.
+
+    Raises:
+        CheckpointError: for a tensor that safetensors cannot hold.
+        OSError: of the disk.
+    """
+    entries = {name: describe(tensor) for name, tensor in tensors.items()}
+    metadata = {
+        "format": SHARDS_FORMAT,
+        "step": str(int(step)),
+        "state": json.dumps(firsts, sort_keys=True),
+        TORCH_OFFSETS: _torch_offsets(tensors, firsts, entries),
+    }
+    sha256 = _write(path, tensors, metadata)
+    return path.stat().st_size, sha256
+
+
+def write_manifest(
+    folder: pathlib.Path,
+    files: "dict[str, tuple[int, str]]",
+    step: int,
+    state: dict,
+    shapes: "dict[str, list]",
+):
+    """Write what a folder of shards consists of: the last file of it.
+
+    Args:
+        folder: where the shards are.
+        files: name -> what write_shard returned.
+        step: optimizer steps done.
+        state: JSON.
+        shapes: [dtype, shape] of each tensor that is stored as ranges.
+
+    Raises:
+        OSError: of the disk.
+    """
+    manifest = {
+        "format": SHARDS_FORMAT,
+        "step": int(step),
+        "files": files,
+        "shapes": shapes,
+        "state": state,
+    }
+    manifest["sha256"] = _manifest_sha256(manifest)
+    with written_aside(folder / MANIFEST) as file:
+        file.write(json.dumps(manifest).encode())
+
+
+def _manifest_sha256(manifest: dict) -> str:
+    """Over all but itself."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read_safetensors(path: pathlib.Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
-    """(tensors, metadata) of a file of this format, not yet verified."""
+def _read_safetensors(path: pathlib.Path, expected: str) -> "tuple[dict[str, Tensor], dict]":
+    """(tensors, metadata) of a file of the format `expected`, not yet verified."""
     if not path.is_file():
         raise CheckpointError(
             f"{path} is not a file; expected a checkpoint written by save_checkpoint"
@@ -190,23 +358,20 @@ def _read_safetensors(path: pathlib.Path) -> "tuple[dict[str, Tensor], dict[str,
             f"{path} cannot be read as safetensors: {damage(path)} ({error})"
         ) from error
     missing = {"format", "step", "state", "digests", "sha256"} - metadata.keys()
-    if missing or metadata["format"] != FORMAT:
+    if missing or metadata["format"] != expected:
+        hint = ""
+        if metadata.get("format") == SHARDS_FORMAT:
+            hint = f": it is one of several shards; give the folder, {path.parent}"
         raise CheckpointError(
             f"{path} is a safetensors file, but not a checkpoint of this version: its format is "
-            f"{metadata.get('format')!r}, expected {FORMAT!r}"
+            f"{metadata.get('format')!r}, expected {expected!r}{hint}"
             + (f"; {', '.join(sorted(missing))} is missing" if missing else "")
         )
     return tensors, metadata
 
 
-def read_file(path: pathlib.Path) -> Contents:
-    """Everything in a file, verified.
-
-    Raises:
-        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged;
-            the error names the tensor.
-    """
-    tensors, metadata = _read_safetensors(path)
+def _verify(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: dict) -> "dict[str, str]":
+    """The sha256 of each tensor of a file; CheckpointError where it is not the one it says."""
     try:
         digests = dict(json.loads(metadata["digests"]))
     except (ValueError, TypeError) as error:
@@ -224,6 +389,11 @@ def read_file(path: pathlib.Path) -> Contents:
             raise CheckpointError(
                 f"{path} is damaged: tensor {name} has sha256 {sha256}, expected {digests[name]}"
             )
+    _verify_header(path, tensors, metadata, digests)
+    return digests
+
+
+def _verify_header(path, tensors, metadata, digests):
     entries = {name: describe(tensor) for name, tensor in tensors.items()}
     sha256 = _checksum(entries, digests, metadata)
     if sha256 != metadata["sha256"]:
@@ -231,4 +401,132 @@ def read_file(path: pathlib.Path) -> Contents:
             f"{path} is damaged: its names, shapes and state have sha256 {sha256}, "
             f"expected {metadata['sha256']}"
         )
-    return Contents(tensors, digests, int(metadata["step"]), json.loads(metadata["state"]))
+
+
+def read_file(path: pathlib.Path) -> Contents:
+    """Everything in a file, verified.
+
+    Raises:
+        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged;
+            the error names the tensor.
+    """
+    tensors, metadata = _read_safetensors(path, FORMAT)
+    digests = _verify(path, tensors, metadata)
+    contents = Contents(int(metadata["step"]), json.loads(metadata["state"]))
+    for name, tensor in tensors.items():
+        contents.add(name, tensor, digests[name])
+    return contents
+
+
+# ---- reading shards ------------------------------------------------------------------------------
+
+
+def _read_manifest(folder: pathlib.Path) -> dict:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        expected = manifest["sha256"]
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); expected a checkpoint written by "
+            "save_checkpoint"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: it cannot be read ({error})") from error
+    sha256 = _manifest_sha256(manifest)
+    if sha256 != expected:
+        raise CheckpointError(f"{path} is damaged: it has sha256 {sha256}, expected {expected}")
+    if manifest["format"] != SHARDS_FORMAT:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint of this version: its format is {manifest['format']!r}, "
+            f"expected {SHARDS_FORMAT!r}"
+        )
+    return manifest
+
+
+def _check_files(folder: pathlib.Path, files: "dict[str, list]"):
+    """The folder has the shards of its manifest, and no other."""
+    present = {path.name for path in folder.glob("*.safetensors")}
+    for name in sorted(present - files.keys()):
+        raise CheckpointError(f"{folder} is damaged: {name} does not belong to it")
+    for name, (size, _) in sorted(files.items()):
+        if name not in present:
+            raise CheckpointError(f"{folder} is damaged: shard {name} is missing")
+        actual = (folder / name).stat().st_size
+        if actual != size:
+            raise CheckpointError(
+                f"{folder} is damaged: shard {name} has {actual} bytes, expected {size}"
+            )
+
+
+def _verify_shard(path: pathlib.Path, sha256: str):
+    """Read all of a shard; CheckpointError unless it is the one that the manifest means."""
+    tensors, metadata = _read_safetensors(path, SHARDS_FORMAT)
+    _verify(path, tensors, metadata)
+    entries = {name: describe(tensor) for name, tensor in tensors.items()}
+    firsts = json.loads(metadata["state"])
+    if metadata["sha256"] != sha256:
+        raise CheckpointError(
+            f"{path} is damaged or of another checkpoint: what it says has sha256 "
+            f"{metadata['sha256']}, expected {sha256}"
+        )
+    if metadata.get(TORCH_OFFSETS) != _torch_offsets(tensors, firsts, entries):
+        raise CheckpointError(f"{path} is damaged: its {TORCH_OFFSETS} contradicts its ranges")
+
+
+def read_folder(
+    folder: pathlib.Path,
+    rank: int = 0,
+    ranks: int = 1,
+    gather: "Callable[[str], list[str]]" = lambda text: [text],
+) -> Contents:
+    """Everything in a folder of shards, verified.
+
+    Args:
+        folder: of the checkpoint.
+        rank, ranks: of a group that reads it together: each rank verifies every ranks-th file.
+        gather: with several ranks, a collective: a text of each of them.
+
+    Raises:
+        CheckpointError: for no such folder, one that is not a checkpoint, and one that is damaged;
+            the error names the shard and the tensor. Of several ranks all raise it.
+    """
+    problem = ""
+    manifest: dict = {}
+    try:
+        manifest = _read_manifest(folder)
+        files = manifest["files"]
+        _check_files(folder, files)
+        for name in sorted(files)[rank::ranks]:
+            _verify_shard(folder / name, files[name][1])
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in gather(problem) if text]
+    if problems:
+        raise CheckpointError(problems[0])
+    contents = Contents(manifest["step"], manifest["state"], manifest["shapes"])
+    for name in sorted(manifest["files"]):
+        tensors, metadata = _read_safetensors(folder / name, SHARDS_FORMAT)
+        digests = json.loads(metadata["digests"])
+        firsts = json.loads(metadata["state"])
+        for key, tensor in tensors.items():
+            contents.add(key, tensor, digests[key], firsts.get(key, 0))
+    gaps = contents.gaps()
+    if gaps:
+        raise CheckpointError(
+            f"{folder} is damaged: its shards have not every element of {gaps[0]} once"
+        )
+    return contents
+
+
+def read_checkpoint(path: pathlib.Path, *group) -> Contents:
+    """Everything in a checkpoint, verified.
+
+    Args:
+        path: of a file, or of a folder of shards.
+        group: rank, ranks and gather of read_folder.
+
+    Raises:
+        CheckpointError: see read_file and read_folder.
+    """
+    return read_folder(path, *group) if path.is_dir() else read_file(path)

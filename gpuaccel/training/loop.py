@@ -125,8 +125,7 @@ class _Checkpoints:
     def _load(self, path: pathlib.Path):
         rank = 0 if self.step.reducer is None else self.step.reducer.rank
         try:
-            with self.step.gathered():
-                self.step.count = load_checkpoint(path, **self.state, rank=rank)["step"]
+            self.step.count = load_checkpoint(path, **self.state, rank=rank)["step"]
         except CheckpointError as error:
             if is_whole(path):
                 # It belongs to something else, as the older ones do.
@@ -140,14 +139,15 @@ class _Checkpoints:
         if not self.folder or self.saved_step == self.step.count:
             return
         reducer = self.step.reducer
-        ranks = () if reducer is None else reducer.gather(random_state())
-        with self.step.gathered():
-            if reducer is None or reducer.rank == 0:
-                path = checkpoint_path(self.folder, self.step.count)
-                save_checkpoint(
-                    path, step=self.step.count, extra=self.extra, ranks=ranks, **self.state
-                )
-                prune_checkpoints(self.folder, self.keep)
+        is_first = reducer is None or reducer.rank == 0
+        sharded = reducer is not None and reducer.sharded
+        # A folder of shards holds each rank's generators anyway.
+        ranks = () if reducer is None or sharded else reducer.gather(random_state())
+        path = checkpoint_path(self.folder, self.step.count, self.step.opt)
+        if is_first or sharded:
+            save_checkpoint(path, step=self.step.count, extra=self.extra, ranks=ranks, **self.state)
+        if is_first:
+            prune_checkpoints(self.folder, self.keep, path)
         # No rank may look for a checkpoint that is not there yet.
         if reducer is not None:
             reducer.barrier()
@@ -172,9 +172,10 @@ def train(
 
     With several ranks each calls it with the same arguments and its own batches, and leaves it
     after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
-    stop (Reducer.asked_to_stop()). Rank 0 writes logs and checkpoints. All ranks read the
-    checkpoints, so the folder has to be shared; a run can be resumed with another number of ranks.
-    A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0.
+    stop (Reducer.asked_to_stop()). Rank 0 writes logs and checkpoints; of a sharded optimizer each
+    rank writes its share. All ranks read the checkpoints, so the folder has to be shared; a run can
+    be resumed with another number of ranks, sharded or not. A checkpoint holds torch's generators
+    of each rank, and Python's and NumPy's of rank 0.
 
     Args:
         step: the TrainStep; its meter is used, or one is made.
