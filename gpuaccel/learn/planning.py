@@ -300,7 +300,10 @@ def inputs(
     if known:
         measured.append(f"a pass over GPU memory, {machine.memory_GBs:.0f} GB/s")
     network = NETWORK
-    assumed = [f"{network.latency_us:g} us latency and {network.message_us:g} us between messages"]
+    assumed = [
+        f"latencies of {network.latency_us:g} us between machines and {HOP_US:g} us inside, "
+        f"{network.message_us:g} us between messages to different machines"
+    ]
     if network_GBs is None:
         assumed.insert(0, f"the network of each GPU, {network.GBs:g} GB/s")
     else:
