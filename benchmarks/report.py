@@ -23,8 +23,16 @@ import textwrap
 import common
 from fingerprints import staleness
 
+from gpuaccel.distributed.plan import BUCKET_SIZES, best_bucket, predict
+from gpuaccel.learn import planning
+
 DOCS = common.ROOT / "docs"
-PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "models.md")
+PAGES = (
+    common.ROOT / "README.md",
+    DOCS / "benchmarks.md",
+    DOCS / "models.md",
+    DOCS / "planning.md",
+)
 
 
 # The GPU whose results load() returns where none is asked for; None: the newest result of any GPU.
@@ -1375,8 +1383,113 @@ def models_conditions(columns: dict) -> str:
     )
 
 
+# ---- the model of several GPUs ------------------------------------------------------------------
+
+PLANNED = (8, 64, 1024, 10_000)
+
+
+def plan_inputs() -> str:
+    """What the model of planning.md is given."""
+    known = planning.inputs()
+    steps = load("ddp_2gpus")["results"]["2"]["groups"]["ours, replayed"]["4"]
+    behind = steps["each for itself"]["ms"] / steps["one GPU"]["ms"] - 1
+    lines = [
+        paragraph(f"* **{kind}**: {words}.").replace("\n", "\n  ") for kind, words in known.sources
+    ]
+    return section(
+        "\n".join(lines),
+        paragraph(
+            f"For comparison: where two GPUs train each for itself, the slower one is {behind:.1%}",
+            "behind one that trains alone. So ranks that differ in speed explain a part of the",
+            "spread only, and the rest of it has no known cause.",
+        ),
+    )
+
+
+def plan_errors() -> str:
+    """Each recorded row of several GPUs and what the model says."""
+    known = planning.calibrated()
+    rows = [
+        (
+            f"{row.gpus} GPUs, {row.variant}, {row.micro_batches} micro-batch"
+            + ("es" if row.micro_batches > 1 else ""),
+            f"{row.measured_ms:.2f} ms",
+            f"{row.predicted_ms:.2f} ms",
+            f"fitted: `{row.fitted}`" if row.fitted else f"{row.error:+.2%}",
+        )
+        for row in known.rows
+    ]
+    errors = [abs(row.error) for row in known.rows if not row.fitted]
+    missed = sum(error > 0.02 for error in errors)
+    return section(
+        markdown(("step", "measured", "model", "off by"), rows),
+        paragraph(
+            f"Of {len(errors)} predicted rows {missed} are off by more than 2%; the largest error",
+            f"is {max(errors):.2%}.",
+        ),
+        f"*{known.label}.*",
+    )
+
+
+def plan_scales() -> str:
+    """Predicted steps of many GPUs."""
+    known = planning.inputs()
+    rows = []
+    for count in (4, 1):
+        workload = dataclasses.replace(known.workload, micro_batches=count)
+        for gpus in PLANNED:
+            for name, options in planning.SUMS.items():
+                p = predict(workload, known.machine, gpus, **options)
+                size, best = best_bucket(workload, known.machine, gpus, **options)
+                rows.append(
+                    (
+                        f"{count} micro-batch{'es' if count > 1 else ''}, {gpus:,} GPUs, {name}",
+                        f"{p.step_ms:.1f} ms",
+                        f"{p.rate:.0%}",
+                        f"{p.slowed_ms:.1f} ms",
+                        f"{p.exposed_ms:.1f} ms",
+                        f"{p.waiting_ms:.1f} ms",
+                        f"{size} MB: {best.step_ms:.1f} ms",
+                    )
+                )
+    head = ("step", "time", "of one GPU's rate", "slowed", "exposed", "waiting", "best bucket")
+    return markdown(head, rows)
+
+
+def plan_buckets() -> str:
+    """Predicted steps of one micro-batch with buckets of 1 to 256 MB."""
+    known = planning.inputs(micro_batches=1)
+    rows = []
+    for size in BUCKET_SIZES:
+        steps = [
+            predict(known.workload, known.machine, gpus, bucket_mb=size, **options).step_ms
+            for options in planning.SUMS.values()
+            for gpus in (64, 1024)
+        ]
+        count = len(known.workload.buckets(size))
+        rows.append((f"{size} MB", str(count), *(f"{ms:.1f} ms" for ms in steps)))
+    head = [f"{name}, {gpus:,}" for name in planning.SUMS for gpus in (64, 1024)]
+    return markdown(("bucket_mb", "buckets", *head), rows)
+
+
+def plan_failures() -> str:
+    """Failures and checkpoints of many GPUs."""
+    workload = planning.inputs().workload
+    rows = []
+    for gpus in PLANNED:
+        c = planning.checkpoint_plan(workload, gpus)
+        every = f"{c.interval_s / 60:.0f} minutes"
+        rows.append((f"{gpus:,}", f"{c.failures_per_day:.3g}", every, f"{c.lost:.2%}"))
+    return markdown(("GPUs", "failures in a day", "a checkpoint every", "time lost"), rows)
+
+
 PARTS = {
     **TABLES,
+    "plan-inputs": plan_inputs,
+    "plan-errors": plan_errors,
+    "plan-scales": plan_scales,
+    "plan-buckets": plan_buckets,
+    "plan-failures": plan_failures,
     "charts": charts_part,
     "missed": missed_table,
     "ratios": ratios_table,

@@ -41,6 +41,7 @@ GUIDES = (
     "layers",
     "lora",
     "several-gpus",
+    "planning",
     "kernels-on-the-cpu",
     "replacing-a-kernel",
     "models",

@@ -1,8 +1,10 @@
 """Buckets, as DistributedDataParallel's: ranges of the arena that one collective reduces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..optim import Arena
+from ..optim.arena import Block
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,15 @@ def buckets_of(arena: Arena, bucket_bytes: float) -> "list[Bucket]":
     """Neighbouring blocks of an arena, joined until they have `bucket_bytes` of fp32.
 
     The last bucket may have less. A block is never cut."""
+    return join_blocks(arena.blocks, bucket_bytes)
+
+
+def join_blocks(blocks: "Sequence[Block]", bucket_bytes: float) -> "list[Bucket]":
+    """buckets_of() of an arena with these blocks, which need not have memory."""
     buckets = []
     start, first = 0, 0
-    for block in arena.blocks:
-        if 4 * (block.stop - start) >= bucket_bytes or block.stop == arena.numel:
+    for block in blocks:
+        if 4 * (block.stop - start) >= bucket_bytes or block.stop == blocks[-1].stop:
             buckets.append(Bucket(start, block.stop, first, block.last))
             start, first = block.stop, block.last
     return [b for b in buckets if b.stop > b.start] or buckets[-1:]

@@ -89,15 +89,20 @@ def result_paths(
     return sorted((folder or results_folder()).glob(f"*/{benchmark}.json"))
 
 
-def recorded(benchmark: str) -> Recorded:
-    """The newest result of benchmarks/<benchmark>.py; a damaged file counts as none."""
+def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
+    """The newest result of benchmarks/<benchmark>.py; a damaged file counts as none.
+
+    Args:
+        benchmark: name of the file.
+        gpu: only of this GPU. Default: of any.
+    """
     contents = []
     for path in result_paths(benchmark):
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(content, dict):
+        if isinstance(content, dict) and gpu in (None, content.get("gpu")):
             contents.append(content)
     return Recorded(benchmark, max(contents, key=lambda c: str(c.get("date", "")), default=None))
 

@@ -1,0 +1,591 @@
+"""A model of one data-parallel step on N GPUs: how much of the communication does backward hide?
+
+    workload = Workload.of(model, "llama-350m", micro_ms=22.3, tail_ms=4.5, micro_batches=4)
+    machine = Machine(gpus=8, link=Link(GBs=326), network=Link(GBs=50, latency_us=10))
+    prediction = predict(workload, machine, gpus=64)
+    prediction.step_ms, prediction.rate            # of the step; of one GPU that trains alone
+
+The step is the one of distributed/reducer.py. All micro-batches but the last only compute. In the
+backward of the last one each bucket is sent as soon as its gradients are complete, behind the
+bucket before it. Clipping and the update follow when backward and the last bucket are over. Buckets
+are those of the arena (distributed/buckets.py).
+
+A bucket passes through stages, each on a lane that serves one bucket at a time, first come, first
+served: `link` (between the GPUs of a machine), `network` (between machines), `memory` (a pass over
+GPU memory). While a stage runs, backward may be slowed. `overlap` is this simulation; `predict`
+makes the stages, counts what is outside of them, and adds the wait for the slowest rank.
+
+What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
+"""
+
+import functools
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError
+from ..ops import CHUNK
+from ..optim.arena import Block, lay_out
+from .buckets import join_blocks
+
+# Of a micro-batch's time: two of the three matrix products of a weight are those of backward.
+BACKWARD = 2 / 3
+# MB that best_bucket tries.
+BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+# ---- what is asked about -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the time of its step on one GPU that trains alone.
+
+    Attributes:
+        name: of the model.
+        blocks: of its arena, in the order in which backward finishes them.
+        work: of each block, the share of backward that computes it; their sum is 1.
+        micro_ms: forward and backward of one micro-batch.
+        tail_ms: clipping and the update.
+        micro_batches: of one step.
+
+    Example:
+        >>> from gpuaccel.distributed.plan import Workload
+        >>> with torch.device("meta"):
+        ...     model = ga.preset("tiny").build()
+        >>> workload = Workload.of(model, "tiny", micro_ms=2.0, tail_ms=1.0, micro_batches=4)
+        >>> workload.step_ms, len(workload.blocks)
+        (9.0, 6)
+    """
+
+    name: str
+    blocks: "tuple[Block, ...]"
+    work: "tuple[float, ...]"
+    micro_ms: float
+    tail_ms: float = 0.0
+    micro_batches: int = 1
+
+    def __post_init__(self):
+        """Check the times.
+
+        Raises:
+            ArgumentError: for times that are not positive, and for less than one micro-batch.
+        """
+        if not (0 < self.micro_ms < math.inf and 0 <= self.tail_ms < math.inf):
+            raise ArgumentError(
+                f"micro_ms is {self.micro_ms} and tail_ms {self.tail_ms}; expected milliseconds "
+                "above 0, and of the tail not below it"
+            )
+        if self.micro_batches < 1:
+            raise ArgumentError(f"micro_batches is {self.micro_batches}; expected 1 or more")
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        name: str,
+        micro_ms: float,
+        tail_ms: float = 0.0,
+        micro_batches: int = 1,
+    ) -> "Workload":
+        """The workload of a module, which may be on the meta device.
+
+        A block's share of backward is its share of the elements: the products of a weight take
+        time in proportion to its elements. An embedding has no product.
+
+        Args:
+            module: an nn.Module with trainable parameters.
+            name: of the model.
+            micro_ms: forward and backward of one micro-batch, in ms.
+            tail_ms: clipping and the update, in ms.
+            micro_batches: of one step.
+
+        Returns:
+            The workload; its arena is laid out, and takes no memory.
+        """
+        segments, blocks = lay_out(module)
+        products = [
+            sum(s.numel for s in segments[b.first : b.last] if not s.embedding) for b in blocks
+        ]
+        total = sum(products) or 1
+        work = tuple(count / total for count in products)
+        return cls(name, tuple(blocks), work, micro_ms, tail_ms, micro_batches)
+
+    @property
+    def step_ms(self) -> float:
+        """Of one GPU that trains alone."""
+        return self.micro_batches * self.micro_ms + self.tail_ms
+
+    @property
+    def numel(self) -> int:
+        """Elements of the arena, with padding."""
+        return self.blocks[-1].stop
+
+    def buckets(self, bucket_mb: float) -> "list[tuple[int, float]]":
+        """Buckets of at least this size, as the reducer makes them.
+
+        Args:
+            bucket_mb: in megabytes of fp32; blocks are not cut.
+
+        Returns:
+            (elements, ms of backward that completes it) of each bucket, in the order of sending.
+        """
+        backward = BACKWARD * self.micro_ms
+        result, first = [], 0
+        for bucket in join_blocks(self.blocks, bucket_mb * 1e6):
+            count = sum(b.stop <= bucket.stop for b in self.blocks)
+            work = backward * sum(self.work[first:count])
+            result.append((bucket.stop - bucket.start, work))
+            first = count
+        return result
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects one GPU with others.
+
+    Attributes:
+        GBs: gigabytes (1e9) per second that a GPU sends, and receives at the same time.
+        latency_us: of a message between two neighbours.
+        message_us: least time between two messages that a GPU sends to different receivers.
+
+    Raises:
+        ArgumentError: for a bandwidth that is not positive, and for negative times.
+    """
+
+    GBs: float = math.inf
+    latency_us: float = 0.0
+    message_us: float = 0.0
+
+    def __post_init__(self):
+        if not self.GBs > 0:
+            raise ArgumentError(f"GBs is {self.GBs}; expected gigabytes per second above 0")
+        if self.latency_us < 0 or self.message_us < 0:
+            raise ArgumentError(
+                f"latency_us is {self.latency_us} and message_us {self.message_us}; "
+                "expected microseconds, 0 or more"
+            )
+
+    def ms(self, count: float) -> float:
+        """Milliseconds of so many bytes, without latency.
+
+        Args:
+            count: of the bytes.
+        """
+        return count / self.GBs / 1e6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines that train. What is left out costs nothing.
+
+    Attributes:
+        gpus: of each machine.
+        link: of a GPU to the others of its machine.
+        network: of a GPU to other machines: a machine's network cards over its GPUs.
+        start_us: fixed cost of a collective or of a barrier with its copies.
+        memory_GBs: rate of a pass over GPU memory, bytes read and written together.
+        copies_slow: while peer-to-peer copies run, backward takes 1 + copies_slow times as long.
+        nccl_slow: the same while an NCCL kernel runs.
+        spread: standard deviation of a rank's step time, as a share of it.
+
+    Raises:
+        ArgumentError: for less than one GPU, and for numbers below 0.
+    """
+
+    gpus: int = 8
+    link: Link = Link()
+    network: Link = Link()
+    start_us: float = 0.0
+    memory_GBs: float = math.inf
+    copies_slow: float = 0.0
+    nccl_slow: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self):
+        if self.gpus < 1:
+            raise ArgumentError(f"gpus is {self.gpus}; expected 1 or more")
+        for name in ("start_us", "copies_slow", "nccl_slow", "spread"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if not self.memory_GBs > 0:
+            raise ArgumentError(f"memory_GBs is {self.memory_GBs}; expected more than 0")
+
+    def pass_ms(self, count: float) -> float:
+        """Milliseconds of a pass that reads and writes so many bytes of GPU memory.
+
+        Args:
+            count: of the bytes.
+        """
+        return count / self.memory_GBs / 1e6
+
+
+# ---- the simulation ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a bucket's way.
+
+    Attributes:
+        lane: serves one bucket at a time.
+        ms: how long this bucket occupies it.
+        slows: backward takes 1 + slows times as long meanwhile; infinite: it stands still.
+    """
+
+    lane: str
+    ms: float
+    slows: float = 0.0
+
+
+def overlap(
+    work: "Sequence[float]", stages: "Sequence[Sequence[Stage]]"
+) -> "list[tuple[float, float]]":
+    """When each bucket is complete, and when its last stage is over.
+
+    Args:
+        work: of each bucket, ms of backward behind the bucket before it, were nothing sent.
+        stages: of each bucket, what it passes through when it is complete.
+
+    Returns:
+        (complete, over) of each bucket, in ms from the beginning of backward.
+
+    Example:
+        >>> from gpuaccel.distributed.plan import Stage, overlap
+        >>> overlap([2.0, 2.0], [[Stage("link", 3.0)], [Stage("link", 3.0)]])
+        [(2.0, 5.0), (4.0, 8.0)]
+        >>> overlap([2.0, 2.0], [[Stage("link", 3.0, slows=1.0)], []])
+        [(2.0, 5.0), (5.5, 5.5)]
+    """
+    now, computing = 0.0, 0
+    left = list(work)
+    complete = [0.0] * len(work)
+    over = [0.0] * len(work)
+    waiting = [deque(bucket) for bucket in stages]
+    queues: "dict[str, deque[tuple[int, Stage]]]" = {}
+    # lane -> [ms that are left, bucket, slows]
+    busy: "dict[str, list]" = {}
+
+    def go_on(bucket):
+        if waiting[bucket]:
+            stage = waiting[bucket].popleft()
+            queues.setdefault(stage.lane, deque()).append((bucket, stage))
+        else:
+            over[bucket] = now
+
+    while True:
+        for lane, queue in queues.items():
+            if queue and lane not in busy:
+                bucket, stage = queue.popleft()
+                busy[lane] = [stage.ms, bucket, stage.slows]
+        speed = 1 / (1 + sum(slows for _, _, slows in busy.values()))
+        events = [ms for ms, _, _ in busy.values()]
+        if computing < len(work):
+            events.append(left[computing] / speed if speed else math.inf)
+        if not events:
+            return list(zip(complete, over))
+        # To the next event. Whatever ends there ends exactly, whatever its rounding.
+        elapsed = min(events)
+        ended = [lane for lane, (ms, _, _) in busy.items() if ms <= elapsed]
+        completed = computing < len(work) and events[-1] <= elapsed
+        now += elapsed
+        for entry in busy.values():
+            entry[0] -= elapsed
+        if completed:
+            complete[computing] = now
+            computing += 1
+        elif computing < len(work):
+            left[computing] = max(0.0, left[computing] - elapsed * speed)
+        for lane in ended:
+            go_on(busy.pop(lane)[1])
+        if completed:
+            go_on(computing - 1)
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def all_reduce_ms(count: float, machine: Machine, gpus: int) -> float:
+    """NCCL's all-reduce over all GPUs: the faster one of its ring and its double binary tree.
+
+    In a ring every GPU sends 2 (N - 1) / N of the bytes; a machine sends as much through all its
+    network cards together. In a tree it sends and receives the bytes twice, in fewer hops.
+
+    Args:
+        count: bytes that each GPU has.
+        machine: of the GPUs.
+        gpus: N; more than machine.gpus are several machines.
+
+    Returns:
+        Milliseconds.
+
+    Source:
+        The latencies of ring and tree are counted as in src/graph/tuning.cc of NCCL.
+    """
+    if gpus == 1:
+        return 0.0
+    inside = min(gpus, machine.gpus)
+    machines = -(-gpus // machine.gpus)
+    hop, far_hop = machine.link.latency_us / 1e3, machine.network.latency_us / 1e3
+
+    def bytes_ms(sent):
+        through_network = machine.network.ms(sent / inside) if machines > 1 else 0.0
+        return max(machine.link.ms(sent) if inside > 1 else 0.0, through_network)
+
+    far_hops = 2 * (machines - 1)
+    ring = bytes_ms(2 * (gpus - 1) / gpus * count)
+    ring += (2 * (gpus - 1) - far_hops) * hop + far_hops * far_hop
+    tree = bytes_ms(2 * count) + 2 * (inside - 1) * hop + 2 * math.log2(machines) * far_hop
+    return machine.start_us / 1e3 + min(ring, tree)
+
+
+def exchange_ms(count: float, network: Link, machines: int) -> float:
+    """Direct messages between machines: each GPU sends 1/machines of the bytes to each other one.
+
+    Args:
+        count: bytes that each GPU has, its share of a bucket.
+        network: of a GPU.
+        machines: number of them.
+
+    Returns:
+        Milliseconds of an all-to-all, or of an all-gather of the results.
+    """
+    sent = network.ms((machines - 1) / machines * count)
+    return network.latency_us / 1e3 + max(sent, (machines - 1) * network.message_us / 1e3)
+
+
+def flat_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) -> "list[Stage]":
+    """A bucket that NCCL reduces over all GPUs at once.
+
+    The search for non-finite gradients reads it first. In bf16 it is rounded before and restored
+    behind. These are passes over memory, beside which backward stands still.
+
+    Args:
+        elements: of the bucket.
+        machine: of the GPUs.
+        gpus: of all machines.
+        dtype: of what is sent, fp32 or bf16.
+
+    Returns:
+        The stages.
+    """
+    low = dtype != torch.float32
+    lane = "network" if gpus > machine.gpus else "link"
+    message = all_reduce_ms(elements * (2 if low else 4), machine, gpus)
+    passes = [elements * (10 if low else 4), elements * 6 if low else 0]
+    before, behind = (Stage("memory", machine.pass_ms(count), math.inf) for count in passes)
+    stages = [before, Stage(lane, message, machine.nccl_slow), behind]
+    return [stage for stage in stages if stage.ms]
+
+
+def hierarchical_stages(elements: int, machine: Machine, gpus: int) -> "list[Stage]":
+    """A bucket that is reduced in each machine, between machines, and copied back, in fp32.
+
+    Each of the g GPUs of a machine copies in what the others have in its block (1/g of the bucket)
+    and adds. GPUs with the same block exchange it between the machines and add. Then each copies
+    the other blocks' sums.
+
+    Args:
+        elements: of the bucket.
+        machine: of the GPUs.
+        gpus: of all machines.
+
+    Returns:
+        The stages; on one machine those of peer-to-peer copies alone.
+    """
+    inside = min(gpus, machine.gpus)
+    machines = gpus // inside
+    count, start, slow = 4 * elements, machine.start_us / 1e3, machine.copies_slow
+    stages, back = [], []
+    if inside > 1:
+        copy_ms = start + machine.link.ms((inside - 1) / inside * count)
+        stages.append(Stage("link", copy_ms, slow))
+        stages.append(Stage("memory", machine.pass_ms((inside + 1) / inside * count), slow))
+        back.append(Stage("link", copy_ms, slow))
+    if machines > 1:
+        share = count / inside
+        send = Stage(
+            "network", start + exchange_ms(share, machine.network, machines), machine.nccl_slow
+        )
+        add_ms = machine.pass_ms((machines + 1) / machines * share)
+        stages += [send, Stage("memory", add_ms, slow), send]
+    return stages + back
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on N GPUs.
+
+    Attributes:
+        gpus: N.
+        one_gpu_ms: the step of one GPU that trains alone.
+        slowed_ms: what backward takes longer because buckets are sent meanwhile.
+        exposed_ms: from the end of backward to that of the last bucket and of the step's totals.
+        waiting_ms: for the slowest rank.
+        buckets: (complete, over) of each bucket, in ms from the beginning of the last backward.
+    """
+
+    gpus: int
+    one_gpu_ms: float
+    slowed_ms: float
+    exposed_ms: float
+    waiting_ms: float
+    buckets: "tuple[tuple[float, float], ...]"
+
+    @property
+    def step_ms(self) -> float:
+        """Time of a step."""
+        return self.one_gpu_ms + self.communication_ms + self.waiting_ms
+
+    @property
+    def communication_ms(self) -> float:
+        """What communication adds to the step: slowed_ms and exposed_ms."""
+        return self.slowed_ms + self.exposed_ms
+
+    @property
+    def rate(self) -> float:
+        """Of each GPU, as a share of the rate of one that trains alone."""
+        return self.one_gpu_ms / self.step_ms
+
+
+def predict(
+    workload: Workload,
+    machine: Machine,
+    gpus: int,
+    hierarchical: bool = True,
+    dtype: torch.dtype = torch.float32,
+    bucket_mb: float = 32.0,
+) -> Prediction:
+    """Predict one step.
+
+    Args:
+        workload: the model, and its step on one GPU.
+        machine: the links.
+        gpus: of all machines together.
+        hierarchical: peer-to-peer copies inside each machine, and each rank's share between
+            machines; False: NCCL over all GPUs at once.
+        dtype: of the sums, fp32 or bf16; bf16 is NCCL's alone.
+        bucket_mb: smallest size of a bucket, in megabytes of fp32.
+
+    Returns:
+        A Prediction.
+
+    Raises:
+        ArgumentError: for GPUs that do not fill their machines, another dtype, and bf16 with
+            hierarchical=True.
+
+    Example:
+        >>> from gpuaccel.distributed.plan import Link, Machine, Workload, predict
+        >>> with torch.device("meta"):
+        ...     model = ga.preset("tiny").build()
+        >>> workload = Workload.of(model, "tiny", micro_ms=3.0, tail_ms=1.0)
+        >>> f"{predict(workload, Machine(link=Link(GBs=10)), gpus=8).rate:.0%}"
+        '87%'
+        >>> predict(workload, Machine(), gpus=8).rate      # nothing costs anything
+        1.0
+    """
+    if gpus < 1 or (gpus > machine.gpus and gpus % machine.gpus):
+        raise ArgumentError(
+            f"gpus is {gpus}; expected 1 to {machine.gpus}, or a multiple of the {machine.gpus} "
+            "of a machine"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ArgumentError(f"dtype is {dtype}; expected torch.float32 or torch.bfloat16")
+    if hierarchical and dtype != torch.float32:
+        raise ArgumentError(
+            "dtype is torch.bfloat16, which only NCCL sums; expected hierarchical=False with it"
+        )
+    alone = workload.step_ms
+    if gpus == 1:
+        return Prediction(1, alone, 0.0, 0.0, 0.0, ())
+    sizes, work = zip(*workload.buckets(bucket_mb))
+    if hierarchical:
+        stages = [hierarchical_stages(size, machine, gpus) for size in sizes]
+        # The totals, and a sum of squares for each chunk.
+        behind = all_reduce_ms(8 * (workload.numel // CHUNK), machine, gpus)
+    else:
+        stages = [flat_stages(size, machine, gpus, dtype) for size in sizes]
+        # The totals, and a pass that reads all sums for the norm.
+        behind = all_reduce_ms(8, machine, gpus) + machine.pass_ms(4 * workload.numel)
+    sent = overlap(work, stages)
+    complete = sent[-1][0]
+    return Prediction(
+        gpus,
+        alone,
+        slowed_ms=complete - sum(work),
+        exposed_ms=max(over for _, over in sent) - complete + behind,
+        waiting_ms=machine.spread * slowest_of(gpus) * alone,
+        buckets=tuple(sent),
+    )
+
+
+def best_bucket(
+    workload: Workload,
+    machine: Machine,
+    gpus: int,
+    hierarchical: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> "tuple[int, Prediction]":
+    """The bucket size, of 1 to 256 MB, with the shortest step; of equals, the nearest to 32.
+
+    Sizes are equal where they make the same buckets: a block is never cut.
+
+    Args:
+        workload: as for predict().
+        machine: as for predict().
+        gpus: as for predict().
+        hierarchical: as for predict().
+        dtype: as for predict().
+
+    Returns:
+        (MB, its Prediction).
+    """
+    predictions = [
+        (size, predict(workload, machine, gpus, hierarchical, dtype, size)) for size in BUCKET_SIZES
+    ]
+    return min(predictions, key=lambda pair: (pair[1].step_ms, abs(math.log2(pair[0] / 32))))
+
+
+@functools.cache
+def slowest_of(ranks: int) -> float:
+    """Mean of the largest of so many standard normal numbers: 0, 0.56, 0.85, 1.03, ...
+
+    Args:
+        ranks: how many numbers.
+
+    Returns:
+        The mean, in standard deviations.
+    """
+    cdf = statistics.NormalDist().cdf
+    step = 0.01
+    total = 0.0
+    for k in range(1000):
+        x = (k + 0.5) * step
+        total += step * (1 - cdf(x) ** ranks - cdf(-x) ** ranks)
+    return total
+
+
+def fit(predicted_ms, measured_ms: float, most: float = 8.0) -> float:
+    """The parameter, from 0 to `most`, with which a prediction is the measured time.
+
+    Args:
+        predicted_ms: function of the parameter -> ms, which grows with it.
+        measured_ms: of the row that it is fitted to.
+        most: the largest value that is tried.
+
+    Returns:
+        The parameter; 0 or `most` where the measured time is outside of what these give.
+    """
+    low, high = 0.0, most
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted_ms(middle) < measured_ms else (low, middle)
+    return low if low else 0.0

@@ -1,0 +1,365 @@
+"""The model of a step on N GPUs: closed forms, what must grow or shrink, failures by simulation."""
+
+import dataclasses
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel.distributed.buckets import buckets_of
+from gpuaccel.distributed.failures import checkpoints, daly_interval, lost_share, young_interval
+from gpuaccel.distributed.plan import (
+    BUCKET_SIZES,
+    Link,
+    Machine,
+    Stage,
+    Workload,
+    all_reduce_ms,
+    best_bucket,
+    exchange_ms,
+    fit,
+    overlap,
+    predict,
+    slowest_of,
+)
+from gpuaccel.errors import ArgumentError
+from gpuaccel.optim.arena import Block
+
+HOW = ({"hierarchical": True}, {"hierarchical": False})
+
+
+def workload(sizes=(4_000_000,), micro_ms=30.0, tail_ms=5.0, micro_batches=1, work=None):
+    """Blocks of so many elements, each with an equal share of backward."""
+    ends = [0, *itertools.accumulate(sizes)]
+    blocks = [Block(f"b{i}", ends[i], ends[i + 1], i, i + 1) for i in range(len(sizes))]
+    work = work or [1 / len(sizes)] * len(sizes)
+    return Workload("blocks", tuple(blocks), tuple(work), micro_ms, tail_ms, micro_batches)
+
+
+def meta(name, **changes):
+    with torch.device("meta"):
+        return ga.preset(name, **changes).build()
+
+
+# ---- the simulation -----------------------------------------------------------------------------
+
+
+def test_one_bucket_is_sent_when_backward_is_over():
+    assert overlap([10.0], [[Stage("link", 3.0)]]) == [(10.0, 13.0)]
+
+
+def test_a_lane_serves_one_bucket_at_a_time():
+    sent = overlap([1.0] * 3, [[Stage("link", 5.0)]] * 3)
+    assert sent == [(1.0, 6.0), (2.0, 11.0), (3.0, 16.0)]
+
+
+def test_lanes_work_side_by_side():
+    """Two stages of 5 on lanes of their own are a pipeline: a bucket leaves every 5 ms."""
+    sent = overlap([1.0] * 3, [[Stage("link", 5.0), Stage("network", 5.0)]] * 3)
+    assert [over for _, over in sent] == [11.0, 16.0, 21.0]
+
+
+def test_a_lane_that_is_used_twice_takes_first_what_comes_first():
+    stages = [Stage("link", 1.0), Stage("network", 4.0), Stage("link", 1.0)]
+    (_, first), (_, second) = overlap([1.0, 1.0], [stages, stages])
+    assert (first, second) == (7.0, 11.0)
+
+
+def test_backward_is_slowed_while_a_stage_runs():
+    # 2 of the 6 ms are done at double time: 4 ms beside the stage.
+    assert overlap([1.0, 6.0], [[Stage("link", 4.0, 1.0)], []]) == [(1.0, 5.0), (9.0, 9.0)]
+    # It stands still beside a pass over memory.
+    assert overlap([1.0, 6.0], [[Stage("memory", 4.0, math.inf)], []])[1] == (11.0, 11.0)
+    # Two stages at once add up.
+    stages = [[Stage("a", 3.0, 1.0)], [Stage("b", 2.0, 1.0)], []]
+    assert overlap([1.0, 0.0, 3.0], stages)[2][0] == pytest.approx(1 + 2 + 1 + (3 - 2 / 3 - 0.5))
+
+
+def test_buckets_without_work_or_stages_take_no_time():
+    assert overlap([0.0, 0.0], [[], []]) == [(0.0, 0.0), (0.0, 0.0)]
+
+
+def test_compute_and_communication_are_conserved():
+    """Whatever the order: no lane is done before its work, and backward not before its own."""
+    generator = random.Random(0)
+    for _ in range(50):
+        count = generator.randint(1, 8)
+        work = [generator.uniform(0, 3) for _ in range(count)]
+        lanes = ("link", "network", "link")
+        stages = [[Stage(lane, generator.uniform(0, 3)) for lane in lanes] for _ in range(count)]
+        sent = overlap(work, stages)
+        assert [complete for complete, _ in sent] == pytest.approx(list(itertools.accumulate(work)))
+        for lane in set(lanes):
+            busy = sum(s.ms for bucket in stages for s in bucket if s.lane == lane)
+            assert max(over for _, over in sent) >= busy - 1e-9
+        for (complete, over), bucket in zip(sent, stages):
+            assert over >= complete + sum(s.ms for s in bucket) - 1e-9
+        everything = sum(s.ms for bucket in stages for s in bucket) + sum(work)
+        assert max(over for _, over in sent) <= everything + 1e-9
+
+
+# ---- a step -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", HOW)
+@pytest.mark.parametrize("gpus", [1, 2, 8, 64, 10_000])
+def test_links_that_cost_nothing_lose_nothing(gpus, options):
+    p = predict(workload((4096,) * 5), Machine(), gpus, **options)
+    assert p.step_ms == p.one_gpu_ms == 35.0 and p.rate == 1.0
+
+
+def test_one_gpu_has_no_communication():
+    slow = Machine(link=Link(1e-3), start_us=1e6, spread=0.5)
+    assert predict(workload(), slow, 1).step_ms == 35.0
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_without_overlap_the_step_is_the_sum(gpus):
+    """One bucket is complete at the end of backward: it takes 2 (N - 1) / N of its bytes."""
+    machine = Machine(gpus=8, link=Link(GBs=100))
+    p = predict(workload((40_960_000,)), machine, gpus, bucket_mb=1)
+    # The bucket, and 8 bytes for each chunk of 4,096 behind it.
+    sent = 4 * 40_960_000 + 8 * 10_000
+    assert p.exposed_ms == pytest.approx(2 * (gpus - 1) / gpus * sent / 100e6)
+    assert p.slowed_ms == 0 and p.step_ms == pytest.approx(35 + p.exposed_ms)
+
+
+def test_only_the_last_micro_batch_communicates():
+    machine = Machine(link=Link(GBs=10), nccl_slow=0.5)
+    lost = {
+        predict(workload((4_096_000,) * 4, micro_batches=m), machine, 8, False).communication_ms
+        for m in (1, 4, 16)
+    }
+    assert len(lost) == 1 and lost.pop() > 0
+
+
+def test_all_but_the_last_bucket_are_hidden():
+    machine = Machine(link=Link(GBs=100))
+    last = predict(workload((4_096_000,)), machine, 8)
+    many = predict(workload((4_096_000,) * 10), machine, 8, bucket_mb=1)
+    # Nearly: one chunk's square for each of ten times as many chunks is sent behind.
+    assert many.exposed_ms == pytest.approx(last.exposed_ms, rel=0.03)
+
+
+def test_hierarchical_sums_by_hand():
+    """One bucket on two machines of two: in and out (g-1)/g, between machines twice (n-1)/n/g."""
+    machine = Machine(gpus=2, link=Link(GBs=100), network=Link(GBs=10, latency_us=1000))
+    p = predict(workload((40_960_000,)), machine, 4, bucket_mb=1)
+    size = 4 * 40_960_000 / 1e6
+    bucket = 2 * (size / 2 / 100) + 2 * (1 + size / 2 / 2 / 10)
+    totals = all_reduce_ms(8 * 10_000, machine, 4)
+    assert p.exposed_ms == pytest.approx(bucket + totals)
+
+
+def test_ring_and_tree_by_hand():
+    network = Link(GBs=10, latency_us=100)
+    machine = Machine(gpus=8, link=Link(GBs=1000, latency_us=1), network=network, start_us=50)
+    ring = 50e-3 + 2 * 15 / 16 * 80e6 / (8 * 10e6) + (30 - 2) * 1e-3 + 2 * 0.1
+    assert all_reduce_ms(80e6, machine, 16) == pytest.approx(ring)
+    tree = 50e-3 + 2 * 80e6 / (8 * 10e6) + 14e-3 + 2 * math.log2(128) * 0.1
+    assert all_reduce_ms(80e6, machine, 1024) == pytest.approx(tree)
+    assert all_reduce_ms(80e6, machine, 1) == 0
+    # A machine with one GPU has no link to use.
+    alone = dataclasses.replace(machine, gpus=1)
+    assert all_reduce_ms(80e6, alone, 2) == pytest.approx(50e-3 + 8 + 0.2)
+
+
+def test_direct_messages_cost_the_larger_of_bytes_and_messages():
+    network = Link(GBs=10, latency_us=5, message_us=2)
+    assert exchange_ms(80e6, network, 2) == pytest.approx(0.005 + 4)
+    assert exchange_ms(8, network, 1001) == pytest.approx(0.005 + 2)
+
+
+def test_bf16_sends_half_and_pays_for_rounding():
+    machine = Machine(link=Link(GBs=100))
+    sizes = (40_960_000,)
+    fp32 = predict(workload(sizes), machine, 8, False)
+    bf16 = predict(workload(sizes), machine, 8, False, torch.bfloat16)
+    assert bf16.exposed_ms == pytest.approx(fp32.exposed_ms / 2, rel=1e-4)
+    slow_memory = dataclasses.replace(machine, memory_GBs=1000)
+    more = [
+        predict(workload(sizes), slow_memory, 8, False, dtype).exposed_ms - p.exposed_ms
+        for dtype, p in ((torch.float32, fp32), (torch.bfloat16, bf16))
+    ]
+    # Read once for the search and once for the norm; rounding and restoring: 6 bytes each.
+    assert more == pytest.approx([8 * 0.04096, 20 * 0.04096])
+
+
+def test_the_slowest_of_many_is_the_mean_of_the_largest_normal_number():
+    assert slowest_of(1) == pytest.approx(0, abs=1e-9)
+    assert slowest_of(2) == pytest.approx(1 / math.sqrt(math.pi), abs=1e-5)
+    assert slowest_of(3) == pytest.approx(1.5 / math.sqrt(math.pi), abs=1e-5)
+    generator = random.Random(0)
+    largest = [max(generator.gauss(0, 1) for _ in range(64)) for _ in range(4000)]
+    assert slowest_of(64) == pytest.approx(statistics.mean(largest), abs=0.03)
+
+
+def test_waiting_is_in_proportion_to_the_step():
+    machine = Machine(spread=0.02)
+    p = predict(workload(micro_batches=4), machine, 2)
+    assert p.waiting_ms == pytest.approx(0.02 * slowest_of(2) * 125)
+    assert p.step_ms == pytest.approx(125 + p.waiting_ms)
+
+
+# ---- what must grow or shrink -------------------------------------------------------------------
+
+REAL = Machine(
+    gpus=8,
+    link=Link(GBs=300, latency_us=3),
+    network=Link(GBs=20, latency_us=10, message_us=2),
+    start_us=30,
+    memory_GBs=4000,
+    copies_slow=0.02,
+    nccl_slow=0.7,
+    spread=0.01,
+)
+
+
+def llama(**changes):
+    return Workload.of(meta("llama-350m"), "llama-350m", 22.0, 4.5, **changes)
+
+
+@pytest.mark.parametrize("options", HOW)
+def test_more_gpus_never_make_a_step_shorter(options):
+    steps = [predict(llama(), REAL, n, **options).step_ms for n in (1, 2, 4, 8, 16, 64, 1024, 8192)]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("options", HOW)
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_better_hardware_makes_a_step_shorter(gpus, options):
+    def better(**changes):
+        return predict(llama(), dataclasses.replace(REAL, **changes), gpus, **options).step_ms
+
+    step = better()
+    # Through a slow network it is the network's bandwidth that decides.
+    faster = better(link=Link(GBs=600, latency_us=3))
+    assert faster <= step if gpus > 8 else faster < step
+    assert better(start_us=0) < step
+    assert better(spread=0) < step
+    # Who comes first to a lane may change: a known anomaly of such schedules (Graham, 1966).
+    assert better(memory_GBs=8000) < 1.01 * step
+    assert better(copies_slow=0, nccl_slow=0) < step
+    faster = better(network=Link(GBs=40, latency_us=10, message_us=2))
+    assert faster < step if gpus > 8 else faster == step
+
+
+def test_the_best_bucket_is_the_best_of_all():
+    size, best = best_bucket(llama(), REAL, 8192)
+    steps = {mb: predict(llama(), REAL, 8192, bucket_mb=mb).step_ms for mb in BUCKET_SIZES}
+    assert steps[size] == best.step_ms == min(steps.values()) < steps[1]
+    # Sizes that make the same buckets: the default is named.
+    assert best_bucket(llama(), Machine(), 64)[0] == 32
+
+
+# ---- the workload -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2-124m"])
+@pytest.mark.parametrize("bucket_mb", [0.1, 1, 32, 1e6])
+def test_buckets_are_those_of_the_arena(name, bucket_mb):
+    changes = {"layers": 2}
+    arena = ga.Arena(ga.preset(name, **changes).build())
+    try:
+        real = [b.stop - b.start for b in buckets_of(arena, bucket_mb * 1e6)]
+        planned = Workload.of(meta(name, **changes), name, 3.0).buckets(bucket_mb)
+        assert [size for size, _ in planned] == real
+        assert sum(size for size, _ in planned) == arena.numel
+        assert sum(ms for _, ms in planned) == pytest.approx(2.0)
+    finally:
+        arena.release()
+
+
+def test_an_embedding_takes_no_time_of_backward():
+    buckets = llama().buckets(1)
+    assert len(buckets) == 26 and buckets[-1][1] == 0 and min(ms for _, ms in buckets[:-1]) > 0
+
+
+def test_a_parameter_is_fitted_to_a_time():
+    assert fit(lambda x: 10 + 3 * x, 13.0) == pytest.approx(1.0)
+    assert fit(lambda x: 10 + 3 * x, 9.0) == pytest.approx(0.0, abs=1e-9)
+    assert fit(lambda x: 10 + 3 * x, 1e9, most=2.0) == pytest.approx(2.0)
+
+
+def test_what_cannot_be_is_refused():
+    for wrong in (
+        lambda: Link(GBs=0),
+        lambda: Link(latency_us=-1),
+        lambda: Machine(gpus=0),
+        lambda: Machine(nccl_slow=-0.1),
+        lambda: Machine(memory_GBs=0),
+        lambda: workload(micro_ms=0),
+        lambda: workload(micro_batches=0),
+        lambda: predict(workload(), Machine(), 0),
+        lambda: predict(workload(), Machine(), 12),
+        lambda: predict(workload(), Machine(), 8, False, torch.float16),
+        lambda: predict(workload(), Machine(), 8, True, torch.bfloat16),
+        lambda: checkpoints(0, 1e9),
+    ):
+        with pytest.raises(ArgumentError, match="expected"):
+            wrong()
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+def simulated_loss(interval, checkpoint, between, restart, generator, intervals=3000):
+    """The share of time that does not train, in a run with failures at random times."""
+    now, saved = 0.0, 0
+    failure = generator.expovariate(1 / between)
+    while saved < intervals:
+        if failure >= now + interval + checkpoint:
+            now += interval + checkpoint
+            saved += 1
+            continue
+        # A restart that fails begins again.
+        now = failure
+        failure = now + generator.expovariate(1 / between)
+        while failure < now + restart:
+            now = failure
+            failure = now + generator.expovariate(1 / between)
+        now += restart
+    return 1 - saved * interval / now
+
+
+# Checkpoint, time between failures, restart.
+JOBS = [(10.0, 3600.0, 60.0), (60.0, 1800.0, 300.0), (300.0, 1000.0, 100.0)]
+
+
+@pytest.mark.parametrize("checkpoint, between, restart", JOBS)
+def test_the_loss_is_that_of_simulated_failures(checkpoint, between, restart):
+    generator = random.Random(1)
+    for interval in (0.5, 1.0, 2.0):
+        seconds = interval * daly_interval(checkpoint, between)
+        simulated = simulated_loss(seconds, checkpoint, between, restart, generator)
+        assert lost_share(seconds, checkpoint, between, restart) == pytest.approx(
+            simulated, rel=0.06
+        )
+
+
+@pytest.mark.parametrize("checkpoint, between, restart", JOBS)
+def test_no_interval_loses_less_than_dalys(checkpoint, between, restart):
+    best = lost_share(daly_interval(checkpoint, between), checkpoint, between, restart)
+    others = [lost_share(k * between / 200, checkpoint, between, restart) for k in range(1, 1000)]
+    assert best <= min(others) + 1e-3
+    # Young's loses nearly as little where a checkpoint is short, and is never better.
+    young = lost_share(young_interval(checkpoint, between), checkpoint, between, restart)
+    assert best - 1e-6 <= young < best + 0.02
+
+
+def test_a_checkpoint_longer_than_the_time_between_failures_has_an_interval():
+    assert daly_interval(100.0, 10.0) == 10.0
+    assert young_interval(2.0, 100.0) == 20.0
+    assert lost_share(1e6, 1.0, 1.0, 1.0) == 1.0
+
+
+def test_more_gpus_fail_more_often_and_save_more_often():
+    plans = [checkpoints(n, 6e9) for n in (8, 64, 1024, 10_000)]
+    assert plans[3].failures_per_day == pytest.approx(1250 * plans[0].failures_per_day)
+    assert [p.interval_s for p in plans] == sorted((p.interval_s for p in plans), reverse=True)
+    assert [p.lost for p in plans] == sorted(p.lost for p in plans)
+    assert plans[0].checkpoint_s == pytest.approx(3.0)
