@@ -378,15 +378,16 @@ def fused_rotary(
         )
     layers = w_q, w_k, w_v
     joint = _joint_of(*layers)
-    in_place = joint is not None and takes(x.device) and w_k.out_features == w_v.out_features
-    if in_place:
-        x = _as_autocast(x)
-        in_place = x.dtype in FLOAT_DTYPES
-    if in_place:
-        q, k, v = _linears(x, joint, layers, table)
+    in_place = False
+    if joint is None:
+        outputs = tuple(layer(x) for layer in layers)
     else:
-        q, k, v = fused_linears(x, *layers)
-    q, k, v = (y.unflatten(-1, (-1, table.shape[-1])).transpose(1, 2) for y in (q, k, v))
+        x = _as_autocast(x)
+        in_place = (
+            takes(x.device) and x.dtype in FLOAT_DTYPES and w_k.out_features == w_v.out_features
+        )
+        outputs = _linears(x, joint, layers, table if in_place else None)
+    q, k, v = (y.unflatten(-1, (-1, table.shape[-1])).transpose(1, 2) for y in outputs)
     return (q, k, v) if in_place else (rotate(q, table), rotate(k, table), v)
 
 

@@ -2993,7 +2993,10 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
     ("rotary", "rotary_v1"): [{"DATA_T": "bf16"}, {"DATA_T": "fp16", "TABLE_T": "bf16"}],
     ("rotary", "rotary_backward_v1"): [{"DATA_T": "bf16"}, {"DATA_T": "fp16", "TABLE_T": "bf16"}],
-    ("rotary", "rotary_v2"): [{"DATA_T": "bf16", "TABLE_T": "bf16"}, {"DATA_T": "fp16", "HEADS": 2}],
+    ("rotary", "rotary_v2"): [
+        {"DATA_T": "bf16", "TABLE_T": "bf16"},
+        {"DATA_T": "fp16", "HEADS": 2},
+    ],
     ("rotary", "rotary_backward_v2"): [
         {"DATA_T": "bf16", "TABLE_T": "bf16"},
         {"DATA_T": "fp16", "HEADS": 2},
