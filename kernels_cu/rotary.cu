@@ -7,15 +7,15 @@
 // what x @ [w_v, w_k, w_q]^T has computed. v stays as it is.
 //
 // Floor: the forward reads and writes q and k. The backward reads dq, dk and dv and writes one
-// tensor. With 16 heads of q, 4 of k and of v, D = 64, and 4 * 1024 rows of bf16 that is 21.0 MB and
-// 25.2 MB, at an H200's 4.2 TB/s 5.0 and 6.0 us. cos and sin, 0.5 MB of fp32, stay in the cache.
+// tensor. With 16 heads of q, 4 of k and of v, D = 64, and 4 * 1024 rows of bf16 that is 21.0 MB
+// and 25.2 MB, at an H200's 4.2 TB/s 5.0 and 6.0 us. cos and sin, 0.5 MB, stay in the cache.
 //
 // The ladder:
 //   torch                A pass for q, one for k, and both again for their gradients; then a
 //                        concatenation of dq, dk and dv, which reads and writes all three: 67.1 MB.
-//   rotary_v1            One thread, one pair, in place. A warp requests 64 bytes of bf16 at a time.
+//   rotary_v1            One thread, one pair, in place. A warp requests 64 bytes of bf16.
 //   rotary_backward_v1   The same; dv is copied.
-//   rotary_v2            One thread, 16 bytes of a and of b, of up to HEADS heads: they have the same
+//   rotary_v2            One thread, 16 bytes of a and of b, of up to HEADS heads. They have one
 //   rotary_backward_v2   position, so cos and sin are read once. All loads are in flight together.
 //
 // Products and sums are rounded one by one, as torch does: fp32 results are bit-identical to those

@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..backends import takes
 from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError
 from ..ops import reference_rotary_backward, rotate
@@ -341,6 +340,7 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
 
 
 def _linears(x: Tensor, joint: "Joint", layers, table: "Tensor | None" = None):
+    """The output of each layer, of one product; with a table k and q are rotated."""
     # An arena lies in reverse order.
     layers = layers[::-1]
     widths = [layer.out_features for layer in layers]
@@ -384,7 +384,7 @@ def fused_rotary(
     else:
         x = _as_autocast(x)
         in_place = (
-            takes(x.device) and x.dtype in FLOAT_DTYPES and w_k.out_features == w_v.out_features
+            joint.kernels and x.dtype in FLOAT_DTYPES and w_k.out_features == w_v.out_features
         )
         outputs = _linears(x, joint, layers, table if in_place else None)
     q, k, v = (y.unflatten(-1, (-1, table.shape[-1])).transpose(1, 2) for y in outputs)
@@ -546,10 +546,12 @@ class Joint(NamedTuple):
     Attributes:
         weight: (sum of out, in).
         grad: the same range of arena.grads, fp32.
+        kernels: whether our kernels run on its device. It is known before torch.compile asks.
     """
 
     weight: Tensor
     grad: Tensor
+    kernels: bool
 
 
 class FusedLinear(FusedForward):

@@ -257,14 +257,14 @@ def rotary_backward(dv: Tensor, dk: Tensor, dq: Tensor, table: Tensor) -> Tensor
     """The gradient of a joint product's output, of those of v and of the rotated k and q.
 
     Args:
-        dv, dk: (B, T, kv_heads * head_dim), fp32, bf16 or fp16. Gradients of (B, heads, T, head_dim)
-            as torch's flash attention returns them, transposed and flattened, are not copied.
+        dv, dk: (B, T, kv_heads * head_dim), fp32, bf16 or fp16. What torch's flash attention
+            returns is not copied, transposed and flattened.
         dq: (B, T, heads * head_dim), of the same dtype.
         table: as for rotary_.
 
     Returns:
-        (B, T, (2 * kv_heads + heads) * head_dim), contiguous: dv, dk and dq side by side, dk and dq
-        rotated back.
+        dv, and dk and dq rotated back, side by side: (B, T, (2 * kv_heads + heads) * head_dim),
+        contiguous.
 
     Raises:
         ArgumentError: for another dtype, device or shape.
@@ -303,7 +303,8 @@ def _check(name: str, x: Tensor, table: Tensor):
         raise ArgumentError(f"{name} is on {x.device}, table on {table.device}")
     if table.shape[0] != 2 or table.shape[2] < 2 or table.shape[2] % 2:
         raise ArgumentError(
-            f"table has shape {tuple(table.shape)}; expected (2, positions, head_dim), head_dim even"
+            f"table has shape {tuple(table.shape)}; expected (2, positions, head_dim), head_dim"
+            " even"
         )
     if x.shape[1] > table.shape[1]:
         raise ArgumentError(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import EVERYWHERE, KERNELS, differ, same
 from torch import nn
 
+from gpuaccel import backends
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn import fused_linear, fused_rotary
 from gpuaccel.ops import rotary_table, rotate
@@ -275,6 +276,23 @@ def test_compiled_whole_it_has_the_sums_of_eager_and_copies_nothing(device, dtyp
     assert missed.get_total_missed() == 0
     for what, want, got in zip(("output", "gradient of x", "sums"), *results, strict=True):
         close(got, want, what, bound)
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler, and there is none",
+)
+def test_it_compiles_before_anything_has_chosen_a_backend(monkeypatch):
+    """torch.compile cannot trace how a backend is looked for."""
+    layer, _ = pair("cpu")
+    torch._dynamo.reset()
+    try:
+        with GradientAccumulator(Arena(layer), "fused"):
+            monkeypatch.setattr(backends, "_current", None)
+            layer.compile(dynamic=False, fullgraph=True)
+            layer(inputs("cpu")).sum().backward()
+    finally:
+        torch._dynamo.reset()
 
 
 # ---- what is refused ----

@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused_in_words():
         ((x, table[0], 1), "table is torch.float32 of shape (4, 8)"),
         ((x, table[..., :7], 1), "head_dim even"),
         ((x, table[:1], 1), "expected (2, positions, head_dim)"),
-        ((x, table[:, :3], 1), "vkq has T = 4; the table has 3 positions"),
+        ((x, table[:, :3], 1), "vkq has 4 positions; expected up to 3, as in the table"),
         ((x, table, 2), "expected (B, T, (2 * 2 + heads) * 8)"),
         ((x, table, 0), "expected (B, T, (2 * 0 + heads) * 8)"),
         ((torch.randn(2, 4, 30), table, 1), "vkq has shape (2, 4, 30)"),
