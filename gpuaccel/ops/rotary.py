@@ -263,8 +263,8 @@ def rotary_backward(dv: Tensor, dk: Tensor, dq: Tensor, table: Tensor) -> Tensor
         table: as for rotary_.
 
     Returns:
-        dv, and dk and dq rotated back, side by side: (B, T, (2 * kv_heads + heads) * head_dim),
-        contiguous.
+        (B, T, (2 * kv_heads + heads) * head_dim), contiguous, of dv, dk and dq side by side. dk and
+        dq are rotated back.
 
     Raises:
         ArgumentError: for another dtype, device or shape.
