@@ -294,7 +294,8 @@ class _LinearsIntoArena(torch.autograd.Function):
         x, joint, *weights = ctx.saved_tensors
         count = len(dys)
         if ctx.table is not None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                # For a second derivative.
                 dys = (reference_rotary_backward(*dys, ctx.table),)
             else:
                 dys = (torch.ops.gpuaccel.rotary_backward(*dys, ctx.table),)
