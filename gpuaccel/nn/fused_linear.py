@@ -18,6 +18,11 @@ parameter's place (torch.func.functional_call) the layer is a plain one.
 Several layers of one input can be one product:
 
     q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
+
+With rotary positions one kernel rotates what the product has written, in place, and one writes the
+gradients of q, k and v side by side, where the product's backward reads them:
+
+    q, k, v = fused_rotary(x, self.w_q, self.w_k, self.w_v, table)
 """
 
 import enum
@@ -31,7 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError
+from ..ops import reference_rotary_backward, rotate
 
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
@@ -183,12 +190,17 @@ def _fused_linears_backward(
     """acc += dy^T @ x; returns the input's gradient dy @ weight.
 
     Args:
-        dys: dy (..., out), cut along its last dimension. An operation of its own, because
+        dys: dy (..., out), whole or cut along its last dimension. An operation of its own, because
             torch.compile would generate a slow kernel for the concatenation.
     """
-    dy = torch.cat(dys, -1)
+    dy = _side_by_side(dys)
     _add_weight_gradient(acc, dy, x, added)
     return dy @ weight
+
+
+def _side_by_side(dys: "list[Tensor] | tuple[Tensor, ...]") -> Tensor:
+    """dy, of its parts."""
+    return torch.cat(dys, -1) if len(dys) > 1 else dys[0]
 
 
 for _name, _function in (
@@ -261,28 +273,41 @@ class _LinearsIntoArena(torch.autograd.Function):
 
     joint: the layers' weights as the arena holds them, side by side. acc: their gradients,
     likewise. widths: the number of outputs of each layer.
+    table: of rotary positions, where the layers are v, k and q; else None.
     weights: the same weights one by one, so that autograd knows whose gradients backward computes.
     """
 
     @staticmethod
-    def forward(ctx, x, joint, acc, widths, *weights):
+    def forward(ctx, x, joint, acc, widths, table, *weights):
         joint = _as_autocast(joint)
         ctx.save_for_backward(x, joint, *weights)
         ctx.acc = acc
         ctx.widths = widths
-        return F.linear(x, joint).split(widths, -1)
+        ctx.table = table
+        y = F.linear(x, joint)
+        if table is not None:
+            torch.ops.gpuaccel.rotary_(y, table, widths[0] // table.shape[-1])
+        return y.split(widths, -1)
 
     @staticmethod
     def backward(ctx, *dys):
         x, joint, *weights = ctx.saved_tensors
-        fresh: "list[Tensor | None]" = [None] * len(dys)
-        if not any(ctx.needs_input_grad[4:]):
-            dx = torch.cat(dys, -1) @ joint
+        count = len(dys)
+        if ctx.table is not None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                # For a second derivative.
+                dys = (reference_rotary_backward(*dys, ctx.table),)
+            else:
+                dys = (torch.ops.gpuaccel.rotary_backward(*dys, ctx.table),)
+        fresh: "list[Tensor | None]" = [None] * count
+        if not any(ctx.needs_input_grad[5:]):
+            dx = _side_by_side(dys) @ joint
         elif torch.compiler.is_compiling():
             dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
         else:
-            uses = gradient_uses(ctx.acc, ctx.next_functions[-len(dys) :])
-            for i, (use, dy) in enumerate(zip(uses, dys)):
+            uses = gradient_uses(ctx.acc, ctx.next_functions[-count:])
+            cut = dys if len(dys) == count else dys[0].split(ctx.widths, -1)
+            for i, (use, dy) in enumerate(zip(uses, cut)):
                 if use is RETURNED:
                     fresh[i] = _weight_gradient(dy, x)
             added = [use is ADDED for use in uses]
@@ -292,8 +317,8 @@ class _LinearsIntoArena(torch.autograd.Function):
                 if torch.is_grad_enabled():
                     # For a second derivative: `joint` does not lead back to the weights.
                     joint = torch.cat(weights).to(joint.dtype)
-                dx = torch.cat(dys, -1) @ joint
-        return dx, None, None, None, *fresh
+                dx = _side_by_side(dys) @ joint
+        return dx, None, None, None, None, *fresh
 
 
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
@@ -312,13 +337,59 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     joint = _joint_of(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
+    return _linears(_as_autocast(x), joint, layers)
+
+
+def _linears(x: Tensor, joint: "Joint", layers, table: "Tensor | None" = None):
+    """The output of each layer, of one product; with a table k and q are rotated."""
     # An arena lies in reverse order.
     layers = layers[::-1]
     widths = [layer.out_features for layer in layers]
     weights = [layer.weight for layer in layers]
-    return _LinearsIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, widths, *weights)[
-        ::-1
-    ]
+    return _LinearsIntoArena.apply(x, joint.weight, joint.grad, widths, table, *weights)[::-1]
+
+
+def fused_rotary(
+    x: Tensor, w_q: nn.Module, w_k: nn.Module, w_v: nn.Module, table: Tensor
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """Queries and keys with rotary positions, and values, for scaled_dot_product_attention.
+
+    Where fused_linears() makes one product and our kernels run on x's device, the product's output
+    is rotated in place, by one launch. q, k and v are views of it. Backward, one launch writes the
+    gradient of that output. With 16 bits the rotated values are rounded once, elsewhere as rotate()
+    does.
+
+    Args:
+        x: (B, T, in).
+        w_q: nn.Linear, in -> heads * head_dim.
+        w_k, w_v: nn.Linear, in -> kv_heads * head_dim.
+        table: (2, at least T, head_dim), ga.ops.rotary_table.
+
+    Returns:
+        q, (B, heads, T, head_dim), k and v, (B, kv_heads, T, head_dim). The last dimension is
+        contiguous, the others are not.
+
+    Raises:
+        ArgumentError: for an x of other dimensions, or of more positions than the table has.
+    """
+    if x.dim() != 3 or x.shape[1] > table.shape[1]:
+        raise ArgumentError(
+            f"x has shape {tuple(x.shape)}; expected (B, T, in), T up to {table.shape[1]}, the "
+            "positions of the table"
+        )
+    layers = w_q, w_k, w_v
+    joint = _joint_of(*layers)
+    in_place = False
+    if joint is None:
+        outputs = tuple(layer(x) for layer in layers)
+    else:
+        x = _as_autocast(x)
+        in_place = (
+            joint.kernels and x.dtype in FLOAT_DTYPES and w_k.out_features == w_v.out_features
+        )
+        outputs = _linears(x, joint, layers, table if in_place else None)
+    q, k, v = (y.unflatten(-1, (-1, table.shape[-1])).transpose(1, 2) for y in outputs)
+    return (q, k, v) if in_place else (rotate(q, table), rotate(k, table), v)
 
 
 class _SwigluIntoArena(torch.autograd.Function):
@@ -476,10 +547,12 @@ class Joint(NamedTuple):
     Attributes:
         weight: (sum of out, in).
         grad: the same range of arena.grads, fp32.
+        kernels: whether our kernels run on its device. It is known before torch.compile asks.
     """
 
     weight: Tensor
     grad: Tensor
+    kernels: bool
 
 
 class FusedLinear(FusedForward):

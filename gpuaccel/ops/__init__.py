@@ -47,6 +47,15 @@ from .embedding_backward import (
     reference_encoder,
     reference_encoder_backward,
 )
+from .rotary import (
+    reference_rotary,
+    reference_rotary_backward,
+    rotary_,
+    rotary_backward,
+    rotary_kernel,
+    rotary_table,
+    rotate,
+)
 from .rounding import reference_round
 from .token_sort import (
     MAX_TOKENS,
@@ -123,9 +132,16 @@ __all__ = [
     "reference_encoder",
     "reference_encoder_backward",
     "reference_norms",
+    "reference_rotary",
+    "reference_rotary_backward",
     "reference_round",
     "reference_scale",
     "reference_segments",
+    "rotary_",
+    "rotary_backward",
+    "rotary_kernel",
+    "rotary_table",
+    "rotate",
     "span",
     "torch_step",
     "unnamed",

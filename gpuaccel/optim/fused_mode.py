@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..backends import takes
 from ..compiler import zero_
 from ..errors import ArgumentError
 from ..nn import (
@@ -187,6 +188,7 @@ class FusedMode(ArenaMode):
         joint = Joint(
             weight=weights[start:stop].view(-1, linears[0].in_features),
             grad=self.arena.grads[start:stop].view(-1, linears[0].in_features),
+            kernels=takes(weights.device),
         )
         # fused_linears() looks at the first layer of forward, which is the last one here.
         fused[-1].joint = joint

@@ -15,7 +15,7 @@ from .logs import METRICS_FILE, RunLog, check_log, read_csv, read_json_lines
 from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
 from .lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
 from .lora_files import load_lora, save_lora
-from .models import GPT2, Config, Transformer, flops_per_token, generate, preset, rotate
+from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .replay import Replay
 from .results import StepOutput
 from .step import TrainStep, token_loss
@@ -49,7 +49,6 @@ __all__ = [
     "read_csv",
     "read_json_lines",
     "remove_lora",
-    "rotate",
     "save_checkpoint",
     "save_lora",
     "shard",

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swiglu
+from ..nn import Encoder, PolyAttention, RichardsGLU, fused_rotary, fused_swiglu
+from ..ops import rotary_table
 
 
 @dataclass(frozen=True)
@@ -165,28 +166,6 @@ def preset(name: str, **changes: Any) -> Config:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
-def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
-    """(2, T, head_dim) fp32: [cos, cos] and [-sin, sin] of each position's angles."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
-    cos = angle.cos()
-    sin = angle.sin()
-    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)]).float()
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
-
-    The pair becomes (a cos - b sin, b cos + a sin).
-
-    Args:
-        x: (B, heads, T, head_dim).
-        table: rotary_table of at least T positions.
-    """
-    cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-
 class Block(nn.Module):
     """A block of family "llama": nine weight tensors."""
 
@@ -212,16 +191,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         h = self.input_norm(x)
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for y in fused_linears(h, self.w_q, self.w_k, self.w_v)
-        )
+        q, k, v = fused_rotary(h, self.w_q, self.w_k, self.w_v, rope)
         y = F.scaled_dot_product_attention(
-            rotate(q, rope),
-            rotate(k, rope),
-            v,
-            is_causal=True,
-            enable_gqa=self.kv_heads != self.heads,
+            q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
         )
         x = x + self.w_o(y.transpose(1, 2).flatten(-2))
         h = self.post_attn_norm(x)

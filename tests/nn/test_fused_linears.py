@@ -12,9 +12,10 @@ from torch import nn
 import gpuaccel as ga
 from gpuaccel.nn import fused_linear
 from gpuaccel.nn.fused_linear import fused_forward, fused_linears
+from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training.models import Block, Config, Transformer, rotary_table, rotate
+from gpuaccel.training.models import Block, Config, Transformer
 
 DEVICES = ["cpu", "simt", CUDA]
 NAMES = ("w_q", "w_k", "w_v")

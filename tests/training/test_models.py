@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuaccel.errors import ArgumentError
+from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.training.models import (
     GPT2,
     PRESETS,
@@ -17,8 +18,6 @@ from gpuaccel.training.models import (
     flops_per_token,
     generate,
     preset,
-    rotary_table,
-    rotate,
 )
 
 NINE = {

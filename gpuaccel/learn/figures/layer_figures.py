@@ -41,7 +41,7 @@ from ...nn import (
     reference_richards,
 )
 from ...notebook import notebook_shell
-from ...training import rotate
+from ...ops import rotate
 from .drawing import (
     BLUE,
     GREEN,
