@@ -6,10 +6,8 @@ import json
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import savers
@@ -20,7 +18,7 @@ from rank_workers import Rank
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import heartbeat, p2p, trace
+from gpuaccel.distributed import heartbeat, machines, trace
 from gpuaccel.distributed.agreement import weight_hashes
 
 VOCAB, WIDTH = 40, 16
@@ -205,26 +203,6 @@ def copies_between_files(slab):
     """Gradients are reduced by copies as on GPUs (p2p.py), between files that all ranks map.
 
     slab: elements that are added at once; 0: no copies."""
-    made = {}
-
-    def memory(config, numel, dtype):
-        with tempfile.NamedTemporaryFile() as mine:
-            paths = [None] * config.world
-            dist.all_gather_object(paths, mine.name, group=config.group)
-            mine.truncate(dtype.itemsize * numel)
-            dist.barrier(config.group)
-            mapped = [torch.from_file(p, shared=True, size=numel, dtype=dtype) for p in paths]
-            dist.barrier(config.group)
-        handle = SimpleNamespace(
-            get_buffer=lambda r, shape, dtype: mapped[r].view(shape),
-            barrier=lambda channel, wait: dist.barrier(config.group),
-        )
-        return mapped[config.rank], handle
-
-    def allocate(config, arena):
-        for name in p2p._shared_buffers(config, arena):
-            made[name] = memory(config, arena.numel, getattr(arena, name).dtype)
-        return {name: own for name, (own, _) in made.items()}
 
     def obstacle(config, arena):
         return True, "" if config.world > 1 and not config.ordered else "there is nothing to copy"
@@ -232,14 +210,18 @@ def copies_between_files(slab):
     replaced = contextlib.nullcontext()
     if slab:
         replaced = mock.patch.multiple(
-            "gpuaccel.distributed.p2p",
-            SLAB=max(slab, 4096),
-            _allocate=allocate,
-            _rendezvous=lambda config, memory: dict(made),
-            _obstacle=obstacle,
+            "gpuaccel.distributed.p2p", SLAB=max(slab, 4096), _obstacle=obstacle
         )
     with replaced:
         yield
+
+
+def machines_of(rank: Rank, sizes):
+    """The ranks stand on machines with so many of them; None: on this one."""
+    if sizes is None:
+        return contextlib.nullcontext()
+    machine = next(m for m in range(len(sizes)) if rank.rank < sum(sizes[: m + 1]))
+    return mock.patch.object(machines, "machine_name", lambda: (f"machine {machine}",))
 
 
 # ---- checks: sums --------------------------------------------------------------------------------
@@ -256,13 +238,15 @@ def as_one_process(
     net=Net,
     config=None,
     slab=0,
+    sizes=None,
     **options,
 ):
     """Ranks with these shares of the micro-batches, and one process with all of them.
 
-    plain: that process has no ga.Distributed; else it is in ordered mode."""
+    plain: that process has no ga.Distributed; else it is in ordered mode.
+    slab: of copies_between_files(). sizes: of machines_of()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab):
+    with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
