@@ -192,7 +192,8 @@ class PeerToPeer:
                 f"peer_to_peer is True, and {attempts.reason}; expected the GPUs of one machine, "
                 "which can read each other's memory, and fp32 sums"
             )
-        if config.world > 1 and (config.backend == "nccl" or apart) and not config.ordered:
+        several = machines is None or machines.count > 1
+        if config.world > 1 and not config.ordered and (config.backend == "nccl" or several):
             name = "NCCL" if config.backend == "nccl" else config.backend
             log.info("gradients are added up by %s: %s", name, attempts.reason)
         return None

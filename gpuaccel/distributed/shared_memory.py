@@ -88,7 +88,9 @@ class FileMemory:
         folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
         self.files = {}
         for name, dtype in dtypes.items():
-            self.files[name] = file = tempfile.NamedTemporaryFile(prefix="gpuaccel-", dir=folder)
+            self.files[name] = file = tempfile.NamedTemporaryFile(
+                prefix=f"gpuaccel-{os.getpid()}-", dir=folder
+            )
             if hasattr(os, "posix_fallocate"):
                 # A full file system is an error here, and no signal at a later write.
                 os.posix_fallocate(file.fileno(), 0, max(1, numel * dtype.itemsize))

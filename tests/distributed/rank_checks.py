@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -18,8 +19,10 @@ from rank_workers import Rank
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import heartbeat, machines, trace
+from gpuaccel.distributed import heartbeat, machines, p2p, trace
 from gpuaccel.distributed.agreement import weight_hashes
+from gpuaccel.distributed.buckets import buckets_of
+from gpuaccel.distributed.zero1 import pieces_of
 
 VOCAB, WIDTH = 40, 16
 
@@ -269,6 +272,107 @@ def as_one_process(
     }
 
 
+def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
+    """Gradients of very different sizes, summed by a PeerToPeer.
+
+    Returns:
+        What was chosen; whether the sums of this rank are bit-identical to those of
+        sums_in_order(); and how many elements this rank has no sum of.
+    """
+    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+    with ga.use_backend(backend), machines_of(rank, sizes), logged() as lines:
+        arena = ga.Arena(Net().to(device))
+        copies = p2p.PeerToPeer.of(config, arena)
+        buckets = buckets_of(arena, 1e6 * config.bucket_mb)
+        copies.plan(buckets)
+        everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
+        arena.grads.copy_(everyone[rank.rank])
+        for bucket in buckets:
+            copies.send(bucket)
+        copies.join()
+        expected = sums_in_order(everyone, sizes)
+        has = torch.ones(arena.numel, dtype=torch.bool, device=device)
+        if copies.scatters:
+            has[:] = False
+            for piece in pieces_of(buckets, copies.machines.position, rank.ranks):
+                has[piece.start : piece.stop] = True
+        squares = copies.squares.clone()
+        dist.all_reduce(squares, group=rank.group)
+        exact = expected.double().square().view(-1, ga.optim.arena.CHUNK).sum(1)
+        assert torch.allclose(squares, exact, rtol=1e-6, atol=0)
+        same = torch.equal(arena.grads[has], expected[has])
+        arena.release()
+        return lines, same, int((~has).sum())
+
+
+def gradients_of(rank, numel):
+    generator = torch.Generator().manual_seed(rank)
+    exponents = torch.randint(-6, 6, (numel,), generator=generator)
+    return torch.randn(numel, generator=generator) * 10.0**exponents
+
+
+def sums_in_order(everyone, sizes):
+    """The ranks of a machine in their order, then the machines in theirs."""
+    total, first = None, 0
+    for size in sizes:
+        inside = everyone[first].clone()
+        for grads in everyone[first + 1 : first + size]:
+            inside += grads
+        total = inside if total is None else total + inside
+        first += size
+    return total
+
+
+@contextlib.contextmanager
+def logged():
+    """What p2p.py and ordered.py log in the block."""
+    lines, log, handler = [], logging.getLogger("gpuaccel"), logging.Handler()
+    handler.addFilter(lambda record: record.module in ("p2p", "ordered"))
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def reduced_by(rank: Rank, names, config=None):
+    """What a step says when it is made. names: of the ranks' machines."""
+    with mock.patch.object(machines, "machine_name", lambda: (names[rank.rank],)):
+        with logged() as lines:
+            made(rank, config)
+    return lines
+
+
+def groups_made(rank: Rank, names):
+    """How many process groups a second step on these machines makes."""
+    reduced_by(rank, names)
+    before = len(dist.distributed_c10d._world.pg_names)
+    reduced_by(rank, names)
+    return len(dist.distributed_c10d._world.pg_names) - before
+
+
+def state_of_shards(rank: Rank, sizes, backend, low=torch.float32):
+    """Three steps, sharded and not: whether weights, masters and moments are bit-identical, and
+    those that every rank has inside gathered()."""
+    results = []
+    for sharded in (True, False):
+        config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+        with ga.use_backend(backend), machines_of(rank, sizes):
+            model = Net().to(low)
+            with make_step(model, distributed=config) as step:
+                for number in range(3):
+                    step([micro_batch(4 * number + rank.rank)])
+                with step.gathered():
+                    tensors = [*moments(step), step.arena.weights.clone(), *weights(model).values()]
+                results.append(tensors)
+    hashes = [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in results[0]]
+    return all(map(torch.equal, *results)), hashes
+
+
 class Head(nn.Module):
     """A head of more than 100 MB, which is a message of its own: the reference's coordinator
     refused it."""
@@ -312,10 +416,16 @@ def large_head(rank: Rank):
     return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
 
 
-def transformer(rank: Rank, device, replay, steps=4, **options):
+def transformer(rank: Rank, device, replay, steps=4, sizes=None, **options):
     """A small transformer on whole batches, this rank's rows of each, and one process on all rows.
 
-    options: accumulate, low (a dtype of the weights) and compile; others are ga.Distributed's."""
+    options: accumulate, low (a dtype of the weights) and compile; others are ga.Distributed's.
+    sizes: of machines_of()."""
+    with machines_of(rank, sizes):
+        return _transformer(rank, device, replay, steps, **options)
+
+
+def _transformer(rank: Rank, device, replay, steps, **options):
     accumulate = options.pop("accumulate", "arena")
     low = options.pop("low", None)
     compiled = options.pop("compile", False)
@@ -349,6 +459,7 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
                 assert step.replays == replay, step.reason
                 results = {
                     "copies": step.reducer.p2p is not None,
+                    "levels": step.reducer.machines and len(step.reducer.machines.levels),
                     "hash": weight_hashes(arena, masters=low is None).tolist(),
                     "losses": losses,
                     "left": left,
@@ -574,6 +685,7 @@ def nan_on(
     where="blocks.0",
     slab=0,
     sharded=False,
+    sizes=None,
     **options,
 ):
     """One step with a NaN that rank `who` makes in backward, between two good ones."""
@@ -583,7 +695,7 @@ def nan_on(
     def spoiled(grad):
         return grad * float("nan") if nan_now and rank.rank == who else grad
 
-    with ga.use_backend(backend), copies_between_files(slab):
+    with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
         model = Net()
         with make_step(model, accumulate=mode, distributed=config, **options) as step:
             step([micro_batch(rank.rank)])
