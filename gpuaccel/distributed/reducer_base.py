@@ -166,7 +166,9 @@ class ReducerBase:
             return
         groups = [(self.group, self.world)]
         if self.machines is not None and self.machines.count > 1:
-            groups += [(group, ranks) for group, ranks, _ in self.machines.levels]
+            # Copies need no communicator inside of the machine.
+            levels = self.machines.levels if self.p2p is None else self.machines.levels[:1]
+            groups += [(group, ranks) for group, ranks, _ in levels]
         one = torch.zeros(1, device=self.arena.device)
         for group, ranks in groups:
             each = torch.zeros(ranks, device=self.arena.device)
