@@ -282,7 +282,7 @@ class PeerToPeer:
             for section in self.plans[bucket]:
                 for slab in section.slabs:
                     self._send_slab(slab)
-                if self.between is not None:
+                if self.between is not None and section.slabs:
                     self._send_block(self.between, section)
 
     def _send_slab(self, slab: Slab):

@@ -1,6 +1,7 @@
 """What the ranks of these tests run: checks for the Workers, and functions for ga.launch."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -345,6 +346,13 @@ def reduced_by(rank: Rank, names, config=None):
         with logged() as lines:
             made(rank, config)
     return lines
+
+
+def reduced_without_memory(rank: Rank, names, who):
+    """reduced_by(), where rank `who` has no memory to share."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("os.posix_fallocate", side_effect=full if rank.rank == who else None):
+        return reduced_by(rank, names)
 
 
 def groups_made(rank: Rank, names):

@@ -14,6 +14,8 @@ from test_sums import (
     words,
 )
 
+from gpuaccel.distributed.machines import machine_name
+
 SIZES = [[2, 2], [1, 1, 1], [1, 1, 1, 1], [1, 1]]
 
 
@@ -149,6 +151,30 @@ def test_one_level_where_machines_cannot_be_blocks(workers):
     for lines in workers(checks.reduced_by, 4, names="aabb", config=config):
         assert lines == [flat + "sums are sent in torch.bfloat16"]
     assert workers(checks.reduced_by, 4, names="aabb", config=dict(peer_to_peer=False)) == [[]] * 4
+
+
+def test_one_level_where_a_rank_has_no_memory_to_share(workers):
+    """All ranks go on with gloo, and say why."""
+    for lines in workers(checks.reduced_without_memory, 4, names="aabb", who=2):
+        assert lines == [
+            "gradients are added up by gloo: on rank 2: [Errno 28] No space left on device"
+        ]
+
+
+def test_copies_that_are_demanded_and_impossible_are_an_error(workers):
+    options = dict(names="aab", config=dict(peer_to_peer=True))
+    for kind, message in workers.errors(checks.reduced_by, 3, **options):
+        assert kind == "ArgumentError"
+        assert message.startswith("peer_to_peer is True, and the machines have 1 and 2 ranks; ")
+
+
+def test_a_node_of_torchrun_is_a_machine(monkeypatch):
+    """Two on one host, as they are started to try two machines, are two."""
+    names = set()
+    for node in ("0", "1", "1"):
+        monkeypatch.setenv("GROUP_RANK", node)
+        names.add(machine_name())
+    assert len(names) == 2
 
 
 def test_ordered_sums_say_that_they_have_two_levels(workers):
