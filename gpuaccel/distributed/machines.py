@@ -118,8 +118,12 @@ def _placement(config: Distributed) -> "tuple[Machines | None, str]":
     assert parent is not None
     made = _made.setdefault(parent, {})
     if names not in made:
-        if world < dist.get_world_size() and len(set(groups)) > 1:
-            return None, "the ranks are in different numbers of process groups"
+        # What torch needs for a group that only its members make.
+        if world < dist.get_world_size():
+            if len(set(groups)) > 1:
+                return None, "the ranks are in different numbers of process groups"
+            if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+                return None, "the default group, of more ranks, is bound to devices (device_id=)"
         made[names] = _make_groups(config, parent, count, size)
     return made[names], ""
 
