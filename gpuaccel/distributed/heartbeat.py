@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ..errors import RankError
+
 if TYPE_CHECKING:
+    from .config import Distributed
     from .spawn import LaunchedRank
 
 # Seconds that what cannot name a rank (NCCL, a CUDA event) waits longer than what can.
@@ -47,6 +50,29 @@ def ranks_in_words(ranks) -> str:
     """rank 3; ranks 1 and 3."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def lost_rank(error: dist.DistError, when: str, config: "Distributed", began: float) -> RankError:
+    """In place of a collective's error, with the ranks that had not reached the collective when
+    it timed out. (A connection that was closed names nobody: who is behind may be slower.)
+
+    Args:
+        when: "at the start".
+        config: of the group.
+        began: time.monotonic() at the first of the collectives.
+    """
+    heartbeats = group_heartbeats if config.group is None else None
+    behind = None
+    if heartbeats is not None and time.monotonic() - began >= heartbeats.timeout:
+        behind = heartbeats.ranks_behind()
+    whom = "another one"
+    if behind:
+        whom = f"{ranks_in_words(behind)} of {config.world}"
+    return RankError(
+        f"rank {config.rank} of {config.world} cannot reach {whom} {when}: it has stopped (what it "
+        f"said is in its own output), hangs, or the network is down. "
+        f"{str(error).splitlines()[0]}"
+    )
 
 
 class Heartbeats:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backends import takes
 from ..ops import CHUNK
 from ..optim import GradientAccumulator
+from .nonfinite import NonFiniteSearch
 
 MAX_LIGHT = 1 << 16  # elements up to which a tensor counts as light
 
@@ -43,7 +43,6 @@ class LightGradients:
         for i, start in starts.items():
             s = arena.segments[i]
             self.views[i] = self.sums.view(-1)[start : start + s.numel].view(s.shape)
-        self.has_kernels = takes(arena.device)
         self.reset()
 
     def reset(self):
@@ -72,17 +71,17 @@ class LightGradients:
                 self.views[i].add_(grad)
         self.reset()
 
-    def all_reduce(self, own_sums: "Tensor | None"):
+    def all_reduce(self, search: NonFiniteSearch):
         """Sum over all ranks, behind the last bucket.
 
         Args:
-            own_sums: takes this rank's probes (distributed/nonfinite.py); None: there are none.
+            search: takes this rank's probes, if it is enabled.
         """
-        if own_sums is not None and self.has_kernels:
-            own_sums.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
-        elif own_sums is not None:
+        if search.enabled and search.by_chunk:
+            search.probes.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
+        elif search.enabled:
             for i, view in self.views.items():
-                own_sums[i] = view.sum(dtype=torch.float64)
+                search.probes[i] = view.sum(dtype=torch.float64)
         if self.tensors:
             dist.all_reduce(self.sums, group=self.group)
 

@@ -10,6 +10,8 @@ A probe is a number per chunk (without our kernels: per tensor) that is not fini
 where the rank's gradient is not: a float64 sum of its elements or of their squares.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -19,40 +21,40 @@ from ..optim import Arena
 from .buckets import Bucket
 from .config import Distributed
 
+if TYPE_CHECKING:
+    from .p2p import PeerToPeer
+
 
 class NonFiniteSearch:
     """This rank's part of the search. Without `config.find_nonfinite_rank` probe() does nothing.
 
     Args:
-        probes: (rows,) float64, and nonfinite: (ranks, rows) int32, where rows are those of
-            arena.squares.values: of a PeerToPeer, whose kernel looks at the other ranks' gradients
-            as well. None: made here, for this rank alone.
+        config: of the group.
+        arena: of the model.
+        p2p: a PeerToPeer, whose kernel looks at the gradients of all ranks of this machine; None:
+            each rank probes its own.
     """
 
-    def __init__(
-        self,
-        config: Distributed,
-        arena: Arena,
-        probes: "Tensor | None" = None,
-        nonfinite: "Tensor | None" = None,
-    ):
+    def __init__(self, config: Distributed, arena: Arena, p2p: "PeerToPeer | None" = None):
         device = arena.device
         self.arena = arena
         self.enabled = config.find_nonfinite_rank
         self.rank, self.world = config.rank, config.world
         self.kernels = takes(device)
+        self.by_chunk = self.kernels or p2p is not None
         # The tensor that a probe belongs to.
-        if self.kernels:
+        if self.by_chunk:
             self.tensor_of_row = arena.chunk_to_tensor.long()
         else:
             self.tensor_of_row = torch.arange(len(arena.segments), device=device)
         rows = len(self.tensor_of_row)
-        self.sees_all_ranks = probes is not None and nonfinite is not None
-        if probes is None or nonfinite is None:
-            probes = torch.zeros(rows, dtype=torch.float64, device=device)
-            nonfinite = torch.zeros(1, rows, dtype=torch.bool, device=device)
-        self.probes = probes
-        self.nonfinite = nonfinite
+        # (rows,) float64, and (ranks, rows), not 0 where a rank's gradient is not finite.
+        self.probes = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros(1, rows, dtype=torch.bool, device=device)
+        # The ranks that self.nonfinite is of; None: this one.
+        self.seen: "range | None" = None
+        if p2p is not None:
+            self.probes, self.nonfinite, self.seen = p2p.probes, p2p.nonfinite, p2p.machines.ranks
         # Of each rank: 1 + its first tensor that was not finite, 0 for none.
         self.rank_tensors = torch.zeros(self.world, dtype=torch.int64, device=device)
 
@@ -73,19 +75,23 @@ class NonFiniteSearch:
 
     def collect(self):
         """Between the micro-batches of ordered mode: remember what the probes have found."""
-        self.nonfinite[self.rank if self.sees_all_ranks else 0] |= ~torch.isfinite(self.probes)
+        own = self.seen.index(self.rank) if self.seen else 0
+        self.nonfinite[own] |= ~torch.isfinite(self.probes)
 
     def message(self) -> Tensor:
         """(rows * ranks,) float64: 1 + the first tensor of each rank that was not finite, or 0.
 
         Each rank writes where the others have zeros, so that a sum over all ranks has everything:
-        its own column of the only row, or, where it sees all ranks, its own row."""
+        its own column of the only row, or, where it sees the ranks of its machine, their columns of
+        the row that has its number there."""
         self.collect()
         none = len(self.arena.segments)
         first = torch.where(self.nonfinite != 0, self.tensor_of_row, none).amin(1)
         rows = len(self.nonfinite)
         message = torch.zeros(rows, self.world, dtype=torch.float64, device=self.arena.device)
-        mine = message[self.rank] if self.sees_all_ranks else message[:, self.rank]
+        mine = message[:, self.rank]
+        if self.seen:
+            mine = message[self.seen.index(self.rank), self.seen.start : self.seen.stop]
         mine.copy_(torch.where(first < none, first + 1, 0))
         self.nonfinite.zero_()
         return message.view(-1)

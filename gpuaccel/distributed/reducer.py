@@ -9,8 +9,8 @@ and the words for them: distributed/config.py.
 
 On GPUs everything runs on streams that fork from the current one by events and join it again, so
 that a CUDA graph can hold it, and the host reads nothing. Buckets are reduced by peer-to-peer
-copies within one machine (distributed/p2p.py), else by NCCL. On CPUs gloo's threads work between
-start and join.
+copies within each machine and by NCCL between machines (distributed/p2p.py), or by NCCL alone. On
+CPUs gloo's threads work between start and join; with several machines see p2p.py.
 """
 
 import contextlib
@@ -149,7 +149,7 @@ class Reducer(ReducerBase):
             self.trace.bucket_started(number)
         p2p.send(bucket)
         if self.trace is not None:
-            with torch.cuda.stream(p2p.last):
+            with torch.cuda.stream(p2p.out_stream):
                 self.trace.bucket_finished(number)
 
     def _send_by_nccl(self, number: int, bucket: Bucket):
@@ -231,8 +231,11 @@ class Reducer(ReducerBase):
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
             on_stream = torch.cuda.stream(self.stream)
         with on_stream:
+            if self.p2p is not None and self.p2p.between is not None:
+                # Two groups' collectives at once would need the same order on all ranks.
+                self.p2p.join()
             if self.light:
-                self.light.all_reduce(self.nonfinite.probes if self.nonfinite.enabled else None)
+                self.light.all_reduce(self.nonfinite)
             if self.p2p is not None:
                 self.p2p.join()
             parts = [message, self.nonfinite.message()]
@@ -266,7 +269,7 @@ class Reducer(ReducerBase):
 
     def _replace_stale_squares(self):
         """Square the light gradients again: the buckets were reduced with their old values."""
-        if self.light:
+        if self.light and self.kernels:
             values = self.arena.squares.values
             squares = values.new_empty(len(self.light.chunks))
             launch_squares([self.light.sums], squares)

@@ -22,6 +22,7 @@ from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
 from .buckets import buckets_of
 from .config import Distributed
+from .machines import Machines
 from .nonfinite import NonFiniteSearch
 from .zero1 import ShardedLayout
 
@@ -92,6 +93,8 @@ class ReducerBase:
         self.accumulator = accumulator
         self.opt = opt
         self.p2p = peer_to_peer
+        # Sums and all-gathers have two levels, inside machines and between; None: one.
+        self.machines: "Machines | None" = None
         self.rank, self.world, self.group = config.rank, config.world, config.group
         self.cuda = arena.device.type == "cuda"
         self.nccl = config.backend == "nccl"
@@ -111,6 +114,13 @@ class ReducerBase:
             broadcast_weights(config, arena)
         except dist.DistError as error:
             raise self._lost_rank(error, "at the start") from error
+        if peer_to_peer is not None:
+            self.machines = peer_to_peer.machines
+        elif config.ordered and config.peer_to_peer is not False:
+            self.machines = Machines.of(config)[0]
+            # One level is enough for one machine, and for machines of one rank.
+            if self.machines is not None and 1 in (self.machines.count, self.machines.size):
+                self.machines = None
         every_step = config.find_unused
         if every_step is None:
             every_step = not self.cuda
@@ -120,10 +130,7 @@ class ReducerBase:
             self._shard_optimizer()
         if self.cuda:
             self._prepare_for_capture()
-        probes = nonfinite = None
-        if self.p2p is not None:
-            probes, nonfinite = self.p2p.probes, self.p2p.nonfinite
-        self.nonfinite = NonFiniteSearch(config, arena, probes, nonfinite)
+        self.nonfinite = NonFiniteSearch(config, arena, self.p2p)
         masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
         self.weight_check = WeightCheck(config, arena, masters)
         self.count_dtype = torch.int64
@@ -143,7 +150,10 @@ class ReducerBase:
                 f"optimizer is {type(opt).__name__} over {len(tensors)} of the arena's "
                 f"{len(arena.masters)} tensors, or over parameters"
             )
-        layout = ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p)
+        levels, position = [(self.group, self.world, self.rank)], self.rank
+        if self.machines is not None:
+            levels, position = self.machines.levels, self.machines.position
+        layout = ShardedLayout(arena, self.buckets, position, self.world, levels, self.p2p)
         opt.shard(layout)
 
     def _prepare_for_capture(self):
@@ -152,13 +162,22 @@ class ReducerBase:
             index = self.arena.device.index
             clip_kernel("squares_v2", 2.0).load(index)
             accumulate_kernel("accumulate_v2", torch.float32).load(index)
-        if self.nccl and self.world > 1:
-            one = torch.zeros(1, device=self.arena.device)
-            each = torch.zeros(self.world, device=self.arena.device)
-            collectives.all_to_all(torch.empty_like(each), each, group=self.group)
-            collectives.all_gather(each, one, group=self.group)
-            collectives.reduce_scatter(one, each, group=self.group)
-            collectives.all_reduce(one, group=self.group)
+        if not self.nccl or self.world == 1:
+            return
+        groups = [(self.group, self.world)]
+        if self.machines is not None and self.machines.count > 1:
+            # Copies need no communicator inside of the machine.
+            levels = self.machines.levels if self.p2p is None else self.machines.levels[:1]
+            groups += [(group, ranks) for group, ranks, _ in levels]
+        one = torch.zeros(1, device=self.arena.device)
+        for group, ranks in groups:
+            each = torch.zeros(ranks, device=self.arena.device)
+            collectives.all_to_all(torch.empty_like(each), each, group=group)
+            collectives.all_gather(each, one, group=group)
+            collectives.reduce_scatter(one, each, group=group)
+            collectives.all_reduce(one, group=group)
+            collectives.broadcast(one, group_src=0, group=group)
+            # One group after the other: two at once would need the same order on all ranks.
             torch.cuda.synchronize(self.arena.device)
 
     # ---- what TrainStep calls ----
@@ -244,21 +263,8 @@ class ReducerBase:
         raise NotImplementedError
 
     def _lost_rank(self, error: dist.DistError, when: str) -> RankError:
-        """In place of a collective's error, with the ranks that had not reached the collective when
-        it timed out. (A connection that was closed names nobody: who is behind may be slower.)"""
-        heartbeats = heartbeat.group_heartbeats if self.group is None else None
-        behind = None
-        if heartbeats is not None:
-            if time.monotonic() - self.exchange_began >= heartbeats.timeout:
-                behind = heartbeats.ranks_behind()
-        whom = "another one"
-        if behind:
-            whom = f"{heartbeat.ranks_in_words(behind)} of {self.world}"
-        return RankError(
-            f"rank {self.rank} of {self.world} cannot reach {whom} {when}: it has stopped (what it "
-            f"said is in its own output), hangs, or the network is down. "
-            f"{str(error).splitlines()[0]}"
-        )
+        """In place of a collective's error."""
+        return heartbeat.lost_rank(error, when, self.config, self.exchange_began)
 
     def close(self, alone: bool):
         """The step is closed. The process group stays.

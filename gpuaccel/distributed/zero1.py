@@ -52,13 +52,13 @@ def gathered_buffers(arena) -> "list[str]":
     return [name for dtype, name in names.items() if any(p.dtype == dtype for p in arena.params)]
 
 
-def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
-    """What a rank updates, in the order of the arena."""
+def pieces_of(buckets, position: int, world: int) -> "list[Piece]":
+    """What the rank with this range updates, in the order of the arena."""
     pieces, local = [], 0
     for b in buckets:
         own = share(b, world)
         ranges = (
-            (b.start + rank * own, b.start + (rank + 1) * own),
+            (b.start + position * own, b.start + (position + 1) * own),
             (b.start + world * own, b.stop),
         )
         for start, stop in ranges:
@@ -72,18 +72,22 @@ class ShardedLayout(ParameterLayout):
     """State of an optimizer over an arena: this rank's share only, flat and padded to chunks.
 
     Args:
-        buckets: as the reducer sends them. rank, world, group: of the process group.
-        p2p: the PeerToPeer that copies new weights; None: the group's all-gather.
+        buckets: as the reducer sends them.
+        position: the number of this rank's range among those of a bucket.
+        world: of the process group.
+        levels: (group, its ranks, number of this one) of the all-gathers that make one over all
+            ranks, one behind the other: the group itself, or Machines.levels.
+        p2p: the PeerToPeer that copies new weights; None: the all-gathers.
     """
 
-    def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
+    def __init__(self, arena, buckets, position: int, world: int, levels, p2p=None):
         self.arena = arena
         self.buckets = buckets
-        self.rank = rank
+        self.position = position
         self.ranks = world
-        self.group = group
+        self.levels = levels
         self.p2p = p2p
-        self.pieces = pieces_of(buckets, rank, world)
+        self.pieces = pieces_of(buckets, position, world)
         self.buffers: "dict[str, Tensor]" = {}  # state key -> (elements of all pieces,) fp32
         self._parts = [self._parts_of(s) for s in arena.segments]
 
@@ -200,11 +204,16 @@ class ShardedLayout(ParameterLayout):
     def all_gather(self, buffer: Tensor):
         """Each rank's own ranges of a flat buffer go to all others, in place."""
         for b in self.buckets:
-            own = share(b, self.ranks)
-            if own and self.ranks > 1:
-                mine = buffer[b.start + self.rank * own : b.start + (self.rank + 1) * own]
-                everyone = buffer[b.start : b.start + self.ranks * own]
-                all_gather(everyone, mine if mine.is_cuda else mine.clone(), group=self.group)
+            length = share(b, self.ranks)
+            if not length or self.ranks == 1:
+                continue
+            start = b.start + self.position * length
+            for group, count, number in self.levels:
+                mine = buffer[start : start + length]
+                start -= number * length
+                length *= count
+                everyone = buffer[start : start + length]
+                all_gather(everyone, mine if mine.is_cuda else mine.clone(), group=group)
 
     # ---- the update ----
 

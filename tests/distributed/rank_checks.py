@@ -1,15 +1,15 @@
 """What the ranks of these tests run: checks for the Workers, and functions for ga.launch."""
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import savers
@@ -20,8 +20,10 @@ from rank_workers import Rank
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import heartbeat, p2p, trace
+from gpuaccel.distributed import heartbeat, machines, p2p, trace
 from gpuaccel.distributed.agreement import weight_hashes
+from gpuaccel.distributed.buckets import buckets_of
+from gpuaccel.distributed.zero1 import pieces_of
 
 VOCAB, WIDTH = 40, 16
 
@@ -205,26 +207,6 @@ def copies_between_files(slab):
     """Gradients are reduced by copies as on GPUs (p2p.py), between files that all ranks map.
 
     slab: elements that are added at once; 0: no copies."""
-    made = {}
-
-    def memory(config, numel, dtype):
-        with tempfile.NamedTemporaryFile() as mine:
-            paths = [None] * config.world
-            dist.all_gather_object(paths, mine.name, group=config.group)
-            mine.truncate(dtype.itemsize * numel)
-            dist.barrier(config.group)
-            mapped = [torch.from_file(p, shared=True, size=numel, dtype=dtype) for p in paths]
-            dist.barrier(config.group)
-        handle = SimpleNamespace(
-            get_buffer=lambda r, shape, dtype: mapped[r].view(shape),
-            barrier=lambda channel, wait: dist.barrier(config.group),
-        )
-        return mapped[config.rank], handle
-
-    def allocate(config, arena):
-        for name in p2p._shared_buffers(config, arena):
-            made[name] = memory(config, arena.numel, getattr(arena, name).dtype)
-        return {name: own for name, (own, _) in made.items()}
 
     def obstacle(config, arena):
         return True, "" if config.world > 1 and not config.ordered else "there is nothing to copy"
@@ -232,14 +214,18 @@ def copies_between_files(slab):
     replaced = contextlib.nullcontext()
     if slab:
         replaced = mock.patch.multiple(
-            "gpuaccel.distributed.p2p",
-            SLAB=max(slab, 4096),
-            _allocate=allocate,
-            _rendezvous=lambda config, memory: dict(made),
-            _obstacle=obstacle,
+            "gpuaccel.distributed.p2p", SLAB=max(slab, 4096), _obstacle=obstacle
         )
     with replaced:
         yield
+
+
+def machines_of(rank: Rank, sizes):
+    """The ranks stand on machines with so many of them; None: on this one."""
+    if sizes is None:
+        return contextlib.nullcontext()
+    machine = next(m for m in range(len(sizes)) if rank.rank < sum(sizes[: m + 1]))
+    return mock.patch.object(machines, "machine_name", lambda: (f"machine {machine}",))
 
 
 # ---- checks: sums --------------------------------------------------------------------------------
@@ -256,13 +242,15 @@ def as_one_process(
     net=Net,
     config=None,
     slab=0,
+    sizes=None,
     **options,
 ):
     """Ranks with these shares of the micro-batches, and one process with all of them.
 
-    plain: that process has no ga.Distributed; else it is in ordered mode."""
+    plain: that process has no ga.Distributed; else it is in ordered mode.
+    slab: of copies_between_files(). sizes: of machines_of()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab):
+    with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
@@ -283,6 +271,114 @@ def as_one_process(
         "moved": distance(expected, weights(net(tied, seed=0).to(low)))[0],
         "hash": [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in actual.values()],
     }
+
+
+def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
+    """Gradients of very different sizes, summed by a PeerToPeer.
+
+    Returns:
+        What was chosen; whether the sums of this rank are bit-identical to those of
+        sums_in_order(); and how many elements this rank has no sum of.
+    """
+    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+    with ga.use_backend(backend), machines_of(rank, sizes), logged() as lines:
+        arena = ga.Arena(Net().to(device))
+        copies = p2p.PeerToPeer.of(config, arena)
+        buckets = buckets_of(arena, 1e6 * config.bucket_mb)
+        copies.plan(buckets)
+        everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
+        arena.grads.copy_(everyone[rank.rank])
+        for bucket in buckets:
+            copies.send(bucket)
+        copies.join()
+        expected = sums_in_order(everyone, sizes)
+        has = torch.ones(arena.numel, dtype=torch.bool, device=device)
+        if copies.scatters:
+            has[:] = False
+            for piece in pieces_of(buckets, copies.machines.position, rank.ranks):
+                has[piece.start : piece.stop] = True
+        squares = copies.squares.clone()
+        dist.all_reduce(squares, group=rank.group)
+        exact = expected.double().square().view(-1, ga.optim.arena.CHUNK).sum(1)
+        assert torch.allclose(squares, exact, rtol=1e-6, atol=0)
+        same = torch.equal(arena.grads[has], expected[has])
+        arena.release()
+        return lines, same, int((~has).sum())
+
+
+def gradients_of(rank, numel):
+    generator = torch.Generator().manual_seed(rank)
+    exponents = torch.randint(-6, 6, (numel,), generator=generator)
+    return torch.randn(numel, generator=generator) * 10.0**exponents
+
+
+def sums_in_order(everyone, sizes):
+    """The ranks of a machine in their order, then the machines in theirs."""
+    total, first = None, 0
+    for size in sizes:
+        inside = everyone[first].clone()
+        for grads in everyone[first + 1 : first + size]:
+            inside += grads
+        total = inside if total is None else total + inside
+        first += size
+    return total
+
+
+@contextlib.contextmanager
+def logged():
+    """What p2p.py and ordered.py log in the block."""
+    lines, log, handler = [], logging.getLogger("gpuaccel"), logging.Handler()
+    handler.addFilter(lambda record: record.module in ("p2p", "ordered"))
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def reduced_by(rank: Rank, names, config=None):
+    """What a step says when it is made. names: of the ranks' machines."""
+    with mock.patch.object(machines, "machine_name", lambda: (names[rank.rank],)):
+        with logged() as lines:
+            made(rank, config)
+    return lines
+
+
+def reduced_without_memory(rank: Rank, names, who):
+    """reduced_by(), where rank `who` has no memory to share."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("os.posix_fallocate", side_effect=full if rank.rank == who else None):
+        return reduced_by(rank, names)
+
+
+def groups_made(rank: Rank, names):
+    """How many process groups a second step on these machines makes."""
+    reduced_by(rank, names)
+    before = len(dist.distributed_c10d._world.pg_names)
+    reduced_by(rank, names)
+    return len(dist.distributed_c10d._world.pg_names) - before
+
+
+def state_of_shards(rank: Rank, sizes, backend, low=torch.float32):
+    """Three steps, sharded and not: whether weights, masters and moments are bit-identical, and
+    those that every rank has inside gathered()."""
+    results = []
+    for sharded in (True, False):
+        config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+        with ga.use_backend(backend), machines_of(rank, sizes):
+            model = Net().to(low)
+            with make_step(model, distributed=config) as step:
+                for number in range(3):
+                    step([micro_batch(4 * number + rank.rank)])
+                with step.gathered():
+                    tensors = [*moments(step), step.arena.weights.clone(), *weights(model).values()]
+                results.append(tensors)
+    hashes = [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in results[0]]
+    return all(map(torch.equal, *results)), hashes
 
 
 class Head(nn.Module):
@@ -328,10 +424,16 @@ def large_head(rank: Rank):
     return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
 
 
-def transformer(rank: Rank, device, replay, steps=4, **options):
+def transformer(rank: Rank, device, replay, steps=4, sizes=None, **options):
     """A small transformer on whole batches, this rank's rows of each, and one process on all rows.
 
-    options: accumulate, low (a dtype of the weights) and compile; others are ga.Distributed's."""
+    options: accumulate, low (a dtype of the weights) and compile; others are ga.Distributed's.
+    sizes: of machines_of()."""
+    with machines_of(rank, sizes):
+        return _transformer(rank, device, replay, steps, **options)
+
+
+def _transformer(rank: Rank, device, replay, steps, **options):
     accumulate = options.pop("accumulate", "arena")
     low = options.pop("low", None)
     compiled = options.pop("compile", False)
@@ -365,6 +467,7 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
                 assert step.replays == replay, step.reason
                 results = {
                     "copies": step.reducer.p2p is not None,
+                    "levels": step.reducer.machines and len(step.reducer.machines.levels),
                     "hash": weight_hashes(arena, masters=low is None).tolist(),
                     "losses": losses,
                     "left": left,
@@ -584,6 +687,7 @@ def nan_on(
     where="blocks.0",
     slab=0,
     sharded=False,
+    sizes=None,
     **options,
 ):
     """One step with a NaN that rank `who` makes in backward, between two good ones."""
@@ -593,7 +697,7 @@ def nan_on(
     def spoiled(grad):
         return grad * float("nan") if nan_now and rank.rank == who else grad
 
-    with ga.use_backend(backend), copies_between_files(slab):
+    with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
         model = Net()
         with make_step(model, accumulate=mode, distributed=config, **options) as step:
             step([micro_batch(rank.rank)])

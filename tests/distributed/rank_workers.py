@@ -108,6 +108,9 @@ def _serve(rank, world, path, connection, backend):
     )
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world + 1)}
     alone = [dist.new_group([r]) for r in range(world)][rank]
+    # torch counts a process' groups; ranks with different counts cannot make groups of their own.
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
     while (job := connection.recv()) is not None:
         check, ranks, options = job
         try:
