@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -414,18 +415,96 @@ def test_clip_and_tail_run(on_simt):
         assert max(m["max"] for m in rows.values()) < 1e-5
 
 
+# ---- whole steps --------------------------------------------------------------------------------
+
+
 @needs_simt
 def test_step_runs_and_has_a_table(on_simt, monkeypatch):
-    step = on_simt("step", B=1, CALLS=1)
-    results = dict(zip(("1024", "256"), step.measure(SMALL, (16, 8), here=True).values()))
+    on_simt("step_variants", CALLS=1)
+    step = on_simt("step", B=1)
+    # As where it is not installed, and with a peer that does not compile.
+    monkeypatch.setattr(step.LigerPeer, "available", lambda: False)
+    peer = step.Peer.__init__
+
+    def made(self, task, mode=None):
+        if mode and task.T == 16:
+            raise RuntimeError("no kernel\nof many")
+        peer(self, task, mode)
+
+    monkeypatch.setattr(step.Peer, "__init__", made)
+    results = step.measure(SMALL, (16, 8), here=True)
+    assert results["left_out"] == {"8": {}, "16": {step.AUTOTUNED: "RuntimeError: no kernel"}}
     step.show(results)
-    for rows in results.values():
-        assert rows.keys() == set(step.VARIANTS)
+    expected = [step.PEER, step.AUTOTUNED, step.OURS, step.EXACT]
+    results = {
+        **dict(zip(("1024", "256"), step.lengths_of(results).values())),
+        "left_out": {"1024": {step.AUTOTUNED: "did not compile in 9 s"}, "256": {}},
+    }
+    assert list(results["256"]) == expected
+    assert list(results["1024"]) == [name for name in expected if name != step.AUTOTUNED]
+    for rows in step.lengths_of(results).values():
+        assert max(r["times_torch"] for name, r in rows.items() if name[:5] == "torch") == 1.0
+        fastest = min(r["ms"] for name, r in rows.items() if name[:5] == "torch")
+        assert all(r["times_torch"] == fastest / r["ms"] for r in rows.values())
         for row in rows.values():
             # Not known of a CPU.
             row["mfu"] = 0.5
     table = table_of(on_simt, monkeypatch, "step", results)
-    assert table.count("\n| T = ") == 6 and table.count("(goal ") == 8
+    assert table.count("\n| T = ") == 7 and table.count("(goal ") == 8
+    assert "T = 1024: no row for *torch, max-autotune*, which did not compile in 9 s." in table
+    # What each was given, once.
+    assert table.count("\n* *") == 4
+
+
+@needs_simt
+def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")
+    on_simt("step_variants", CALLS=1)
+    module = on_simt("transformers_step")
+    gpt2 = dataclasses.replace(SMALL, family="gpt2", tied=True)
+    results = module.measure({"Llama": (SMALL, 1), "GPT-2": (gpt2, 2)}, 16, here=True)
+    module.show(results)
+    assert {name: (r["batch"], list(r["rows"])) for name, r in results.items()} == {
+        "Llama": (1, ["torch", "ours"]),
+        "GPT-2": (2, ["torch", "ours"]),
+    }
+    table = table_of(on_simt, monkeypatch, "transformers_step", results)
+    assert table.count("(goal ") == 4 and "| GPT-2, 2 x 16: ours |" in table
+
+
+def test_the_headline_of_a_step_names_the_fastest_peer(scripts, monkeypatch):
+    report = scripts("report")
+
+    def row(ms):
+        return {"ms": ms, "times_torch": 90.0 / ms}
+
+    rows = {"torch": row(100.0), "torch, Liger-Kernel": row(90.0), "ours": row(75.0)}
+    rows["ours, deterministic"] = row(80.0)
+    result = {**FACTS, "results": {"1024": rows, "256": rows}}
+    monkeypatch.setattr(report, "load", lambda name, gpu=None: result if name == "step" else None)
+    first, *_ = report.claims()
+    assert first.value == 1.2 and first.against.startswith("torch, Liger-Kernel: ")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
+def test_a_peer_that_does_not_compile_in_time_says_so(scripts):
+    variants = scripts("step_variants")
+    began = time.monotonic()
+
+    def compiling():
+        while time.monotonic() < began + 20:
+            # As torch.compile, which goes on when a kernel fails.
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+
+    slow = variants.Attempt(0.1, compiling)
+    assert time.monotonic() < began + 10
+    assert slow.alone() == {"left_out": "did not compile in 0.1 s"}
+    wrong = variants.Attempt(5.0, lambda: types.SimpleNamespace(alone=lambda: 1 / 0))
+    assert wrong.alone() == {"left_out": "ZeroDivisionError: division by zero"}
+    right = variants.Attempt(5.0, lambda: types.SimpleNamespace(alone=dict, times=range))
+    assert right.alone() == {} and right.times(2) == range(2)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @needs_simt
