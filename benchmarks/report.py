@@ -122,6 +122,7 @@ def step_cells(rows: dict, goals: dict, label: str) -> "list[tuple]":
                 f"{m['ms']:.1f} ms",
                 f"{m['tokens_per_s'] / 1e3:,.1f}K",
                 ratio,
+                f"{m['of_limit']:.0%}" if m.get("of_limit") else "",
                 f"{m['mfu']:.0%}" if m.get("mfu") else "",
                 memory,
             )
@@ -129,7 +130,51 @@ def step_cells(rows: dict, goals: dict, label: str) -> "list[tuple]":
     return cells
 
 
-STEP_HEAD = ("step", "time", "tokens/s", "against the fastest torch", "MFU", "peak memory")
+STEP_HEAD = (
+    "step",
+    "time",
+    "tokens/s",
+    "against the fastest torch",
+    "of the limit",
+    "MFU",
+    "peak memory",
+)
+
+
+def step_markdown(cells: "list[tuple]") -> str:
+    """A table of step_cells, without columns that are empty."""
+    kept = [i for i in range(len(STEP_HEAD)) if any(row[i] for row in cells)]
+    return markdown([STEP_HEAD[i] for i in kept], [[row[i] for i in kept] for row in cells])
+
+
+def step_limit(limits: dict) -> str:
+    """What a step takes at least, one kernel after another. limits: T -> its limit."""
+    if not limits:
+        return ""
+    rows = []
+    for T, limit in limits.items():
+        parts = limit["parts"]
+        rows.append(
+            (
+                f"T = {T}",
+                f"{parts['products']:.1f} ms ({limit['TFLOP_per_s']:.0f} TFLOP/s)",
+                f"{parts['attention']:.1f} ms ({limit['attention']})",
+                f"{parts['bytes']:.1f} ms ({sum(limit['bytes'].values()) / 1e9:.1f} GB)",
+                f"{parts['tail']:.1f} ms ({limit['tail_bytes'] / 1e9:.1f} GB)",
+                f"{limit['ms']:.1f} ms",
+            )
+        )
+    rate = min(limit["copy_GB_per_s"] for limit in limits.values())
+    return section(
+        paragraph(
+            "The limit of a step is what its kernels take one after another: each matrix product",
+            "alone in bf16 (joint where that is faster), the attention kernels alone, and what",
+            "other kernels and the tail must read and write, at the rate of a plain copy",
+            f"({rate / 1e3:.2f} TB/s), each measured in the same run. What is counted:",
+            "`benchmarks/limits.py`.",
+        ),
+        markdown(("limit", "products", "attention", "other bytes", "tail", "sum"), rows),
+    )
 
 
 def left_out(reasons: dict) -> str:
@@ -160,7 +205,8 @@ def step_table() -> str:
             "(`benchmarks/step.py`, `benchmarks/step_variants.py`). What each was given:",
         ),
         given(dict.fromkeys(name for T in goals for name in r[T])),
-        markdown(STEP_HEAD, rows),
+        step_markdown(rows),
+        step_limit(r.get("limits", {})),
         left_out({f"T = {T}": some for T, some in r.get("left_out", {}).items()}),
         conditions(result),
     )
@@ -179,7 +225,7 @@ def transformers_step_table() -> str:
             "(`benchmarks/transformers_step.py`). What each was given:",
         ),
         given(("torch", "ours")),
-        markdown(STEP_HEAD, rows),
+        step_markdown(rows),
         conditions(result),
     )
 

@@ -17,13 +17,14 @@ against the fastest peer of the same T.
 Each variant has a process of its own. All compile side by side. Then, first those of the shorter
 T, each is captured alone, which gives its peak of allocated memory from warm-up to replay; those of
 one T are measured in turns, and end. Times are those of steps that are queued back to back, as in a
-training loop.
+training loop. At the end of each T its limit is measured (limits.py).
 """
 
 import functools
 
 import torch
 from common import DEVICE, Clock, record, show_table
+from limits import Limit
 from step_variants import Attempt, LigerPeer, Ours, Peer, Task, measured
 from training import build
 from workers import Workers
@@ -36,6 +37,7 @@ B = 4
 LENGTHS = (1024, 256)
 PEER, AUTOTUNED, LIGER = "torch", "torch, max-autotune", "torch, Liger-Kernel"
 OURS, EXACT = "ours", "ours, deterministic"
+LIMIT = "limit"
 VARIANTS = (PEER, AUTOTUNED, LIGER, OURS, EXACT)
 AUTOTUNE = "max-autotune-no-cudagraphs"
 # Seconds to compile in, of AUTOTUNED and of LIGER.
@@ -48,7 +50,8 @@ def task(config, T: int) -> Task:
 
 
 def measure(config, lengths=LENGTHS, here=False) -> dict:
-    """{T: variant -> measurement} and under "left_out" T -> variant -> why it has no row."""
+    """T -> variant -> measurement; beside them "limits": T -> the limit of a step, and "left_out":
+    T -> variant -> why it has no row."""
     quick, slow = {}, {}
     for T in sorted(lengths):
         what = task(config, T)
@@ -59,8 +62,9 @@ def measure(config, lengths=LENGTHS, here=False) -> dict:
             quick[LIGER, T] = (Attempt, LIGER_LIMIT, LigerPeer, what)
         quick[OURS, T] = (Ours, what)
         quick[EXACT, T] = (Ours, what, True)
+        quick[LIMIT, T] = (Limit, config, what.rows, T, what.micro_batches)
     clock = Clock()
-    results, left_out = {}, {}
+    results, limits, left_out = {}, {}, {}
     with Workers(slow, here) as autotuned, Workers(quick, here) as others:
         others.ready()
         clock.say("compiled all but max-autotune")
@@ -70,18 +74,24 @@ def measure(config, lengths=LENGTHS, here=False) -> dict:
             keys = [(name, T) for name in VARIANTS if (name, T) in quick | slow]
             workers = {key: others if key in quick else autotuned for key in keys}
             rows, left_out[str(T)] = measured(workers, task(config, T).tokens, clock)
-            results[str(T)] = with_mfu(rows, config, T)
             for name in rows:
                 workers[name, T].close((name, T))
+            limits[str(T)] = others.ask((LIMIT, T), "measure")
+            clock.say(f"T = {T}: the limit is {limits[str(T)]['ms']:.2f} ms")
+            others.close((LIMIT, T))
+            results[str(T)] = with_shares(rows, config, T, limits[str(T)])
     # As they were asked for.
-    return {**{str(T): results[str(T)] for T in lengths}, "left_out": left_out}
+    rows = {str(T): results[str(T)] for T in lengths}
+    return {**rows, "limits": limits, "left_out": left_out}
 
 
-def with_mfu(rows: dict, config, T: int) -> dict:
+def with_shares(rows: dict, config, T: int, limit: dict) -> dict:
+    """The rows with the share of the limit and of the GPU's peak that each reaches."""
     peak = peak_flops(DEVICE, torch.bfloat16)
     for row in rows.values():
         done = row["tokens_per_s"] * flops_per_token(config, T)
         row["mfu"] = done / peak if peak else None
+        row["of_limit"] = limit["ms"] / row["ms"]
     return rows
 
 
@@ -93,16 +103,30 @@ def lengths_of(results: dict) -> dict:
 def show(results: dict):
     for T, rows in lengths_of(results).items():
         show_rows(f"T = {T}", rows, results["left_out"][T])
+        limit = results["limits"][T]
+        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in limit["parts"].items())
+        print(f"limit: {limit['ms']:.2f} ms ({parts})")
 
 
 def show_rows(title: str, rows: dict, left_out: dict):
-    head = ("", "ms", "tokens/s", "x fastest torch", "MFU", "peak GiB", "x its", "capture s")
+    head = (
+        "",
+        "ms",
+        "tokens/s",
+        "x fastest torch",
+        "of limit",
+        "MFU",
+        "peak GiB",
+        "x its",
+        "capture s",
+    )
     cells = [
         (
             name,
             f"{r['ms']:.2f}",
             f"{r['tokens_per_s'] / 1e3:,.1f}K",
             r["times_torch"],
+            f"{r.get('of_limit') or 0:.1%}",
             f"{r.get('mfu') or 0:.1%}",
             f"{r['peak_GiB']:.2f}",
             r["memory"],
