@@ -93,6 +93,8 @@ GIVEN = {
     "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '
     '`replay="graph"`.',
     "ours, deterministic": "the same with `deterministic=True`.",
+    "torch, peft": "`get_peft_model`, fp32 factors beside bf16 weights, bf16 autocast, "
+    "`torch.compile`, foreach clipping, AdamW `fused` and `capturable`, one CUDA graph.",
 }
 
 
@@ -226,6 +228,39 @@ def transformers_step_table() -> str:
         ),
         given(("torch", "ours")),
         step_markdown(rows),
+        conditions(result),
+    )
+
+
+def lora_table() -> str:
+    result = load("lora")
+    r = result["results"]
+    lengths = ("1024", "256")
+    rows = [row for T in lengths for row in step_cells(r[T], {"ours": 1.2}, f"T = {T}")]
+    best = {
+        T: min(m["ms"] for name, m in r[T].items() if name.startswith("torch"))
+        / r["limits"][T]["ms"]
+        for T in lengths
+    }
+    return section(
+        paragraph(
+            "One optimizer step of `llama-350m` with frozen bf16 weights and LoRA of rank 16 on",
+            "queries and values: batch 4, 4 micro-batches, AdamW, clipped at 1.0",
+            "(`benchmarks/lora.py`). What each was given:",
+        ),
+        given(("torch, peft",)),
+        "* "
+        + paragraph(
+            "*ours*: `ga.apply_lora`, bf16 factors with fp32 masters, "
+            '`accumulate="fused"`, `compile=True`, `replay="graph"`.'
+        ).replace("\n", "\n  "),
+        step_markdown(rows),
+        step_limit(r["limits"]),
+        paragraph(
+            "The factors' own products are not in the limit. A step at the limit would be",
+            " and ".join(f"{ratio:.2f}x (T = {T})" for T, ratio in best.items()),
+            "as fast as PEFT's.",
+        ),
         conditions(result),
     )
 
@@ -1106,6 +1141,7 @@ def tail_table() -> str:
 TABLES = {
     "step": step_table,
     "transformers_step": transformers_step_table,
+    "lora": lora_table,
     "graphs": graphs_table,
     "train": train_table,
     "ddp": ddp_table,
@@ -1118,6 +1154,7 @@ TABLES = {
 TITLES = {
     "step": "One training step",
     "transformers_step": "Models of transformers",
+    "lora": "LoRA",
     "graphs": "CUDA graphs",
     "train": "Accumulation modes",
     "ddp": "Several GPUs",

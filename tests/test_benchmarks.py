@@ -481,6 +481,33 @@ def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     assert table.count("(goal ") == 4 and "| GPT-2, 2 x 16: ours |" in table
 
 
+@needs_simt
+def test_lora_runs_and_has_a_table(on_simt, monkeypatch):
+    pytest.importorskip("peft", reason="peft, of the extra `test`, is missing")
+    on_simt("step_variants", CALLS=1)
+    on_simt("limits", COPIED=2**10)
+    lora = on_simt("lora", RANK=4, B=1)
+    made = {make: make(SMALL, torch.bfloat16) for make in (lora.with_peft, lora.with_ours)}
+    trained = [
+        [tuple(p.shape) for p in model.parameters() if p.requires_grad] for model in made.values()
+    ]
+    assert trained[0] == trained[1] == [(4, 16), (16, 4)] * 2
+    results = lora.measure(SMALL, (16, 8), here=True)
+    lora.show(results)
+    results = {
+        "limits": dict(zip(("1024", "256"), results["limits"].values())),
+        **dict(zip(("1024", "256"), lora.lengths_of(results).values())),
+    }
+    for rows in lora.lengths_of(results).values():
+        assert list(rows) == [lora.PEER, lora.OURS]
+        first = [row["first_loss"] for row in rows.values()]
+        assert abs(first[0] - first[1]) < 0.02, f"first losses {first}"
+    table = table_of(on_simt, monkeypatch, "lora", results)
+    assert table.count("(goal ") == 4 and "x as fast" not in table
+    words = " ".join(table.split())
+    assert re.search(r"would be [\d.]+x \(T = 1024\) and [\d.]+x \(T = 256\) as fast", words)
+
+
 LLAMA = Config(
     vocab=31, hidden=16, intermediate=24, layers=3, heads=4, kv_heads=2, head_dim=6, T=16
 )
@@ -503,8 +530,12 @@ def test_the_limit_counts_the_models_weights_and_floating_point_operations(scrip
         done = sum(part.flops(tokens) for part in layers)
         done += limits.attention_flops(config, tokens, T)
         assert done == flops_per_token(config, T) * tokens
-    frozen = sum(part.flops(8) for part in limits.products_of(config, trained=False))
-    assert 3 * frozen == 2 * sum(part.flops(8) for part in layers)
+    # Forward and the inputs' gradients, but for the input of the first layer's w_q, w_k and w_v.
+    frozen = limits.products_of(config, trained=False)
+    first = 2 * 8 * config.hidden * sum(frozen[0].outs)
+    assert 3 * (sum(part.flops(8) for part in frozen) + first) == 2 * sum(
+        part.flops(8) for part in layers
+    )
 
 
 def test_the_limit_counts_bytes_as_a_reader_would(scripts):
@@ -532,6 +563,9 @@ def test_the_limit_counts_bytes_as_a_reader_would(scripts):
         # logits -> dlogits
         "cross-entropy": 2 * logits,
     }
+    frozen = limits.bytes_of_micro_batch(c, 8, trained=False)
+    assert frozen["embedding, backward"] == 0
+    assert frozen["residual and norm, backward"] == 2 * (3 * x + 4 * x)
     assert sum(limits.tail_bytes_per_parameter().values()) == 4 + 4 * 4 + 3 * 4 + 2
 
 
