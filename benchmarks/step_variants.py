@@ -20,6 +20,7 @@ import time
 import unittest.mock
 from collections.abc import Callable
 
+import psutil
 import torch
 import torch.nn.functional as F
 from common import DEVICE
@@ -276,11 +277,16 @@ class Attempt:
 
     def __init__(self, limit: float, make, *args):
         self.variant = self.left_out = None
+        before = set(psutil.Process().children())
         try:
             with time_limit(limit):
                 self.variant = make(*args)
         except OutOfTime:
             self.left_out = f"did not compile in {limit:g} s"
+            # This process would wait for torch.compile's processes at its end.
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         except Exception as error:
             self.left_out = in_words(error)
 

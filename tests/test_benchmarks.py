@@ -611,9 +611,10 @@ def test_the_headline_of_a_step_names_the_fastest_peer(scripts, monkeypatch):
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
 def test_a_peer_that_does_not_compile_in_time_says_so(scripts):
     variants = scripts("step_variants")
-    began = time.monotonic()
+    began, processes = time.monotonic(), []
 
     def compiling():
+        processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         while time.monotonic() < began + 20:
             # As torch.compile, which goes on when a kernel fails.
             with contextlib.suppress(Exception):
@@ -622,6 +623,8 @@ def test_a_peer_that_does_not_compile_in_time_says_so(scripts):
     slow = variants.Attempt(0.1, compiling)
     assert time.monotonic() < began + 10
     assert slow.alone() == {"left_out": "did not compile in 0.1 s"}
+    # Nor does a process that it has started outlive it.
+    assert processes[0].wait(timeout=10) != 0
     wrong = variants.Attempt(5.0, lambda: types.SimpleNamespace(alone=lambda: 1 / 0))
     assert wrong.alone() == {"left_out": "ZeroDivisionError: division by zero"}
     right = variants.Attempt(5.0, lambda: types.SimpleNamespace(alone=dict, times=range))
