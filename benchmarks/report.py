@@ -156,40 +156,182 @@ def yes_or_no(value) -> str:
 # ---- one training step --------------------------------------------------------------------------
 
 
+GIVEN = {
+    "torch": "`torch.compile`, bf16 autocast over fp32 weights, foreach clipping, AdamW `fused` and "
+    "`capturable` with its learning rate on the device, one CUDA graph, not deterministic.",
+    "torch, max-autotune": 'the same with `mode="max-autotune-no-cudagraphs"`.',
+    "torch, Liger-Kernel": "the same with Liger-Kernel's RMSNorm and fused linear cross-entropy.",
+    "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '
+    '`replay="graph"`.',
+    "ours, deterministic": "the same with `deterministic=True`.",
+    "torch, peft": "`get_peft_model`, fp32 factors beside bf16 weights, bf16 autocast, "
+    "`torch.compile`, foreach clipping, AdamW `fused` and `capturable`, one CUDA graph.",
+}
+
+
+def given(names) -> str:
+    """What each variant was given, as a list."""
+    items = [f"*{name}*: {GIVEN[name]}" for name in names if name in GIVEN]
+    return "\n".join("* " + paragraph(item).replace("\n", "\n  ") for item in items)
+
+
+def fastest_torch(rows: dict) -> str:
+    """The variant in torch with the least time."""
+    return min((name for name in rows if name.startswith("torch")), key=lambda n: rows[n]["ms"])
+
+
+def step_cells(rows: dict, goals: dict, label: str) -> "list[tuple]":
+    """Rows of a table of steps. goals: variant -> times the fastest torch."""
+    cells = []
+    for name, m in rows.items():
+        ratio, memory = f"{m['times_torch']:.2f}x", f"{m['peak_GiB']:.1f} GiB"
+        if name in goals:
+            ratio = at_least(m["times_torch"], goals[name])
+            share = f"{m['memory']:.2f}x"
+            memory += f", {against_goal(share, '1.05x at most', m['memory'] <= 1.05)}"
+        cells.append(
+            (
+                f"{label}: {name}",
+                f"{m['ms']:.1f} ms",
+                f"{m['tokens_per_s'] / 1e3:,.1f}K",
+                ratio,
+                f"{m['of_limit']:.0%}" if m.get("of_limit") else "",
+                f"{m['mfu']:.0%}" if m.get("mfu") else "",
+                memory,
+            )
+        )
+    return cells
+
+
+STEP_HEAD = (
+    "step",
+    "time",
+    "tokens/s",
+    "against the fastest torch",
+    "of the limit",
+    "MFU",
+    "peak memory",
+)
+
+
+def step_markdown(cells: "list[tuple]") -> str:
+    """A table of step_cells, without columns that are empty."""
+    kept = [i for i in range(len(STEP_HEAD)) if any(row[i] for row in cells)]
+    return markdown([STEP_HEAD[i] for i in kept], [[row[i] for i in kept] for row in cells])
+
+
+def step_limit(limits: dict) -> str:
+    """What a step takes at least, one kernel after another. limits: T -> its limit."""
+    if not limits:
+        return ""
+    rows = []
+    for T, limit in limits.items():
+        parts = limit["parts"]
+        rows.append(
+            (
+                f"T = {T}",
+                f"{parts['products']:.1f} ms ({limit['TFLOP_per_s']:.0f} TFLOP/s)",
+                f"{parts['attention']:.1f} ms ({limit['attention']})",
+                f"{parts['bytes']:.1f} ms ({sum(limit['bytes'].values()) / 1e9:.1f} GB)",
+                f"{parts['tail']:.1f} ms ({limit['tail_bytes'] / 1e9:.1f} GB)",
+                f"{limit['ms']:.1f} ms",
+            )
+        )
+    rate = min(limit["copy_GB_per_s"] for limit in limits.values())
+    return section(
+        paragraph(
+            "The limit of a step is what its kernels take one after another: each matrix product",
+            "alone in bf16 (joint where that is faster), the attention kernels alone, and what",
+            "other kernels and the tail must read and write, at the rate of a plain copy",
+            f"({rate / 1e3:.2f} TB/s), each measured in the same run. What is counted:",
+            "`benchmarks/limits.py`.",
+        ),
+        markdown(("limit", "products", "attention", "other bytes", "tail", "sum"), rows),
+    )
+
+
+def left_out(reasons: dict) -> str:
+    """A sentence for each variant that has no row. reasons: label -> variant -> why."""
+    return paragraph(
+        *(
+            f"{label}: no row for *{name}*, which {reason}."
+            if reason.startswith("did")
+            else f"{label}: no row for *{name}* ({reason})."
+            for label, some in reasons.items()
+            for name, reason in some.items()
+        )
+    )
+
+
 def step_table() -> str:
     result = load("step")
+    r = result["results"]
     goals = {
-        "1024": {"ours": 1.15, "ours, deterministic": 1.0},
-        "256": {"ours": 1.35, "ours, deterministic": 1.2},
+        "1024": {"ours": 1.18, "ours, deterministic": 1.0},
+        "256": {"ours": 1.40, "ours, deterministic": 1.2},
     }
-    rows = []
-    for T, variants in result["results"].items():
-        for name, m in variants.items():
-            ratio, memory = f"{m['times_torch']:.2f}x", f"{m['peak_GiB']:.1f} GiB"
-            if name in goals[T]:
-                ratio = at_least(m["times_torch"], goals[T][name])
-                share = f"{m['memory']:.2f}x"
-                memory += f", {against_goal(share, '1.05x at most', m['memory'] <= 1.05)}"
-            rows.append(
-                (
-                    f"T = {T}: {name}",
-                    f"{m['ms']:.1f} ms",
-                    f"{m['tokens_per_s'] / 1e3:,.1f}K",
-                    ratio,
-                    f"{m['mfu']:.0%}",
-                    memory,
-                )
-            )
+    rows = [row for T in goals for row in step_cells(r[T], goals[T], f"T = {T}")]
     return section(
         paragraph(
             "One optimizer step of `llama-350m`: batch 4, 4 micro-batches, AdamW, clipped at",
-            "1.0. All rows are compiled and replayed as one CUDA graph. torch: bf16 autocast",
-            "over fp32 weights, foreach clipping, fused AdamW, not deterministic",
-            "(`benchmarks/step.py`).",
-            'Ours: bf16 weights with fp32 masters, `accumulate="fused"`, `replay="graph"`,',
-            "and the same with `deterministic=True`.",
+            "1.0. All rows are compiled and replayed as one CUDA graph",
+            "(`benchmarks/step.py`, `benchmarks/step_variants.py`). What each was given:",
         ),
-        markdown(("step", "time", "tokens/s", "against torch", "MFU", "peak memory"), rows),
+        given(dict.fromkeys(name for T in goals for name in r[T])),
+        step_markdown(rows),
+        step_limit(r.get("limits", {})),
+        left_out({f"T = {T}": some for T, some in r.get("left_out", {}).items()}),
+        conditions(result),
+    )
+
+
+def transformers_step_table() -> str:
+    result = load("transformers_step")
+    rows = []
+    for name, r in result["results"].items():
+        rows += step_cells(r["rows"], {"ours": 1.12}, f"{name}, {r['batch']} x {r['T']}")
+    return section(
+        paragraph(
+            "One optimizer step of models of transformers, made from configs: `LlamaForCausalLM`",
+            "with the sizes of `llama-350m`, and `GPT2LMHeadModel` with those of `gpt2-124m`",
+            "without dropout; 4 micro-batches, AdamW, clipped at 1.0",
+            "(`benchmarks/transformers_step.py`). What each was given:",
+        ),
+        given(("torch", "ours")),
+        step_markdown(rows),
+        conditions(result),
+    )
+
+
+def lora_table() -> str:
+    result = load("lora")
+    r = result["results"]
+    lengths = ("1024", "256")
+    rows = [row for T in lengths for row in step_cells(r[T], {"ours": 1.2}, f"T = {T}")]
+    best = {
+        T: min(m["ms"] for name, m in r[T].items() if name.startswith("torch"))
+        / r["limits"][T]["ms"]
+        for T in lengths
+    }
+    return section(
+        paragraph(
+            "One optimizer step of `llama-350m` with frozen bf16 weights and LoRA of rank 16 on",
+            "queries and values: batch 4, 4 micro-batches, AdamW, clipped at 1.0",
+            "(`benchmarks/lora.py`). What each was given:",
+        ),
+        given(("torch, peft",)),
+        "* "
+        + paragraph(
+            "*ours*: `ga.apply_lora`, bf16 factors with fp32 masters, "
+            '`accumulate="fused"`, `compile=True`, `replay="graph"`.'
+        ).replace("\n", "\n  "),
+        step_markdown(rows),
+        step_limit(r["limits"]),
+        paragraph(
+            "The factors' own products are not in the limit. A step at the limit would be",
+            " and ".join(f"{ratio:.2f}x (T = {T})" for T, ratio in best.items()),
+            "as fast as PEFT's.",
+        ),
         conditions(result),
     )
 
@@ -1114,6 +1256,8 @@ def cpu_table() -> str:
 
 TABLES = {
     "step": step_table,
+    "transformers_step": transformers_step_table,
+    "lora": lora_table,
     "graphs": graphs_table,
     "train": train_table,
     "ddp": ddp_table,
@@ -1128,6 +1272,8 @@ TABLES = {
 FILES = {"ddp": ("ddp_2gpus", "ddp_4gpus", "ddp_8gpus")}
 TITLES = {
     "step": "One training step",
+    "transformers_step": "Models of transformers",
+    "lora": "LoRA",
     "graphs": "CUDA graphs",
     "train": "Accumulation modes",
     "ddp": "Several GPUs",
@@ -1221,14 +1367,21 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
         if result := load(name, gpu):
             made.append(Claim(what, against, value(result["results"]), result))
 
-    peer = "torch: compiled, fused AdamW, one CUDA graph"
+    if result := load("step", gpu):
+        peers = {T: fastest_torch(result["results"][T]) for T in ("1024", "256")}
+        words = {T: f"{name}: compiled, fused AdamW, one CUDA graph" for T, name in peers.items()}
     claim(
         "step",
         "one step of `llama-350m`, T = 1024",
-        peer,
+        result and words["1024"],
         lambda r: r["1024"]["ours"]["times_torch"],
     )
-    claim("step", "the same, T = 256", peer, lambda r: r["256"]["ours"]["times_torch"])
+    claim(
+        "step",
+        "the same, T = 256",
+        result and words["256"],
+        lambda r: r["256"]["ours"]["times_torch"],
+    )
     claim(
         "step",
         "T = 1024, bit-identical in every run",

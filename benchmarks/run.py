@@ -44,7 +44,9 @@ class Benchmark(NamedTuple):
 
 # In this order.
 ALL = {
-    "step": Benchmark(90),
+    "step": Benchmark(180),
+    "transformers_step": Benchmark(120, 1, ("transformers",)),
+    "lora": Benchmark(120, 1, ("peft",)),
     "graphs": Benchmark(120),
     "train": Benchmark(60),
     "accumulate": Benchmark(60),

@@ -23,12 +23,13 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.compiler import nvrtc
 from gpuaccel.ops.clip import clip_kernel
-from gpuaccel.training.models import Config, preset
+from gpuaccel.training.models import Config, flops_per_token, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -499,18 +500,220 @@ def test_clip_and_tail_run(on_simt):
         assert max(m["max"] for m in rows.values()) < 1e-5
 
 
+# ---- whole steps --------------------------------------------------------------------------------
+
+
 @needs_simt
 def test_step_runs_and_has_a_table(on_simt, monkeypatch):
-    step = on_simt("step", B=1, CALLS=1)
-    results = dict(zip(("1024", "256"), step.measure(SMALL, (16, 8), here=True).values()))
+    on_simt("step_variants", CALLS=1)
+    on_simt("limits", COPIED=2**10)
+    step = on_simt("step", B=1)
+    # As where it is not installed, and with a peer that does not compile.
+    monkeypatch.setattr(step.LigerPeer, "available", lambda: False)
+    peer = step.Peer.__init__
+
+    def made(self, task, mode=None):
+        if mode and task.T == 16:
+            raise RuntimeError("no kernel\nof many")
+        peer(self, task, mode)
+
+    monkeypatch.setattr(step.Peer, "__init__", made)
+    results = step.measure(SMALL, (16, 8), here=True)
+    assert results["left_out"] == {"8": {}, "16": {step.AUTOTUNED: "RuntimeError: no kernel"}}
     step.show(results)
-    for rows in results.values():
-        assert rows.keys() == set(step.VARIANTS)
+    for T, limit in results["limits"].items():
+        assert limit["ms"] == pytest.approx(sum(limit["parts"].values()))
+        assert all(ms > 0 for ms in limit["parts"].values())
+        for row in results[T].values():
+            assert row["of_limit"] * row["ms"] == pytest.approx(limit["ms"])
+    expected = [step.PEER, step.AUTOTUNED, step.OURS, step.EXACT]
+    results = {
+        "limits": dict(zip(("256", "1024"), results["limits"].values())),
+        **dict(zip(("1024", "256"), step.lengths_of(results).values())),
+        "left_out": {"1024": {step.AUTOTUNED: "did not compile in 9 s"}, "256": {}},
+    }
+    assert list(results["256"]) == expected
+    assert list(results["1024"]) == [name for name in expected if name != step.AUTOTUNED]
+    for rows in step.lengths_of(results).values():
+        assert max(r["times_torch"] for name, r in rows.items() if name[:5] == "torch") == 1.0
+        fastest = min(r["ms"] for name, r in rows.items() if name[:5] == "torch")
+        assert all(r["times_torch"] == fastest / r["ms"] for r in rows.values())
         for row in rows.values():
             # Not known of a CPU.
             row["mfu"] = 0.5
     table = table_of(on_simt, monkeypatch, "step", results)
-    assert table.count("\n| T = ") == 6 and table.count("(goal ") == 8
+    assert table.count("\n| T = ") == 7 + 2 and table.count("(goal ") == 8
+    assert "| of the limit |" in table and "| other bytes |" in table
+    assert "T = 1024: no row for *torch, max-autotune*, which did not compile in 9 s." in table
+    # What each was given, once.
+    assert table.count("\n* *") == 4
+
+
+@needs_simt
+def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")
+    on_simt("step_variants", CALLS=1)
+    module = on_simt("transformers_step")
+    gpt2 = dataclasses.replace(SMALL, family="gpt2", tied=True)
+    results = module.measure({"Llama": (SMALL, 1), "GPT-2": (gpt2, 2)}, 16, here=True)
+    module.show(results)
+    assert {name: (r["batch"], list(r["rows"])) for name, r in results.items()} == {
+        "Llama": (1, ["torch", "ours"]),
+        "GPT-2": (2, ["torch", "ours"]),
+    }
+    table = table_of(on_simt, monkeypatch, "transformers_step", results)
+    assert table.count("(goal ") == 4 and "| GPT-2, 2 x 16: ours |" in table
+
+
+@needs_simt
+def test_lora_runs_and_has_a_table(on_simt, monkeypatch):
+    pytest.importorskip("peft", reason="peft, of the extra `test`, is missing")
+    on_simt("step_variants", CALLS=1)
+    on_simt("limits", COPIED=2**10)
+    lora = on_simt("lora", RANK=4, B=1)
+    made = {make: make(SMALL, torch.bfloat16) for make in (lora.with_peft, lora.with_ours)}
+    trained = [
+        [tuple(p.shape) for p in model.parameters() if p.requires_grad] for model in made.values()
+    ]
+    assert trained[0] == trained[1] == [(4, 16), (16, 4)] * 2
+    results = lora.measure(SMALL, (16, 8), here=True)
+    lora.show(results)
+    results = {
+        "limits": dict(zip(("1024", "256"), results["limits"].values())),
+        **dict(zip(("1024", "256"), lora.lengths_of(results).values())),
+    }
+    for rows in lora.lengths_of(results).values():
+        assert list(rows) == [lora.PEER, lora.OURS]
+        first = [row["first_loss"] for row in rows.values()]
+        assert abs(first[0] - first[1]) < 0.02, f"first losses {first}"
+    table = table_of(on_simt, monkeypatch, "lora", results)
+    assert table.count("(goal ") == 4 and "x as fast" not in table
+    words = " ".join(table.split())
+    assert re.search(r"would be [\d.]+x \(T = 1024\) and [\d.]+x \(T = 256\) as fast", words)
+
+
+LLAMA = Config(
+    vocab=31, hidden=16, intermediate=24, layers=3, heads=4, kv_heads=2, head_dim=6, T=16
+)
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, dataclasses.replace(LLAMA, tied=True), preset("llama-350m")], ids=str
+)
+def test_the_limit_counts_the_models_weights_and_floating_point_operations(scripts, config):
+    limits = scripts("limits")
+    with torch.device("meta"):
+        model = config.build()
+    assert limits.parameters_of(config) == sum(p.numel() for p in model.parameters())
+    layers = limits.products_of(config)
+    names = {name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear}
+    assert set(", ".join(part.name for part in layers).split(", ")) == names
+    linears = [m.weight for m in model.modules() if type(m) is nn.Linear]
+    assert sum(p.ins * sum(p.outs) * p.count for p in layers) == sum(w.numel() for w in linears)
+    for tokens, T in ((8, 8), (32, 16)):
+        done = sum(part.flops(tokens) for part in layers)
+        done += limits.attention_flops(config, tokens, T)
+        assert done == flops_per_token(config, T) * tokens
+    # Forward and the inputs' gradients, but for the input of the first layer's w_q, w_k and w_v.
+    frozen = limits.products_of(config, trained=False)
+    first = 2 * 8 * config.hidden * sum(frozen[0].outs)
+    assert 3 * (sum(part.flops(8) for part in frozen) + first) == 2 * sum(
+        part.flops(8) for part in layers
+    )
+
+
+def test_the_limit_counts_bytes_as_a_reader_would(scripts):
+    """Elements of bf16 tensors, one by one, of a model with one layer."""
+    limits = scripts("limits")
+    c = dataclasses.replace(LLAMA, layers=1)
+    x, q, k, g, logits = (8 * width for width in (16, 4 * 6, 2 * 6, 24, 31))
+    bytes_moved = limits.bytes_of_micro_batch(c, 8)
+    rows = bytes_moved.pop("embedding, backward") - 2 * x
+    # fp32 rows, read and written: at most one for each token.
+    assert 0 < rows <= 8 * (16 * 8) and rows % (16 * 8) == 0
+    assert {what: size // 2 for what, size in bytes_moved.items()} == {
+        # row -> x, norm(x)
+        "embedding, forward": 3 * x,
+        # x, attention's or the MLP's output -> x, norm(x)
+        "residual and norm, forward": 2 * (4 * x),
+        # final norm: dh, x -> dx; the other two: dh, x, dx -> dx
+        "residual and norm, backward": 3 * x + 2 * (4 * x),
+        # q, k -> q, k; dq, dk -> dq, dk
+        "rotation": 4 * (q + k),
+        # gate, up -> h
+        "swiglu, forward": 3 * g,
+        # dh, gate, up -> dgate, dup
+        "swiglu, backward": 5 * g,
+        # logits -> dlogits
+        "cross-entropy": 2 * logits,
+    }
+    frozen = limits.bytes_of_micro_batch(c, 8, trained=False)
+    assert frozen["embedding, backward"] == 0
+    assert frozen["residual and norm, backward"] == 2 * (3 * x + 4 * x)
+    assert sum(limits.tail_bytes_per_parameter().values()) == 4 + 4 * 4 + 3 * 4 + 2
+
+
+def test_the_products_of_the_limit_are_those_of_a_layer(scripts):
+    limits = scripts("limits")
+    layers = limits.Products("w_q, w_k, w_v", 2, 16, (24, 12, 12))
+    runs = limits.product_runs(layers, 8)
+    assert {widths for widths, _ in runs} == {48, 24, 12} and len(runs) == 3 * 4
+    y, dx = runs[24, "forward"](), runs[24, "input"]()
+    assert y.shape == (8, 24) and dx.shape == (8, 16)
+    first = runs[12, "first"].args[0]
+    first.fill_(float("nan"))
+    runs[12, "first"]()
+    once = first.clone()
+    limits.add_product(first, *runs[12, "first"].args[1:3], 1)
+    assert once.isfinite().all() and torch.allclose(first, 2 * once)
+    frozen = dataclasses.replace(layers, trained=False)
+    assert {what for _, what in limits.product_runs(frozen, 8)} == {"forward", "input"}
+
+
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.stem == "step"], ids=str)
+def test_no_recorded_step_is_faster_than_its_limit(path):
+    results = json.loads(path.read_text())["results"]
+    for T in results.get("limits", {}):
+        for name, row in results[T].items():
+            assert 0 < row["of_limit"] <= 1, f"T = {T}, {name}: {row['of_limit']}"
+
+
+def test_the_headline_of_a_step_names_the_fastest_peer(scripts, monkeypatch):
+    report = scripts("report")
+
+    def row(ms):
+        return {"ms": ms, "times_torch": 90.0 / ms}
+
+    rows = {"torch": row(100.0), "torch, Liger-Kernel": row(90.0), "ours": row(75.0)}
+    rows["ours, deterministic"] = row(80.0)
+    result = {**FACTS, "results": {"1024": rows, "256": rows}}
+    monkeypatch.setattr(report, "load", lambda name, gpu=None: result if name == "step" else None)
+    first, *_ = report.claims()
+    assert first.value == 1.2 and first.against.startswith("torch, Liger-Kernel: ")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends a signal")
+def test_a_peer_that_does_not_compile_in_time_says_so(scripts):
+    variants = scripts("step_variants")
+    began, processes = time.monotonic(), []
+
+    def compiling():
+        processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        while time.monotonic() < began + 20:
+            # As torch.compile, which goes on when a kernel fails.
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+
+    slow = variants.Attempt(0.1, compiling)
+    assert time.monotonic() < began + 10
+    assert slow.alone() == {"left_out": "did not compile in 0.1 s"}
+    # Nor does a process that it has started outlive it.
+    assert processes[0].wait(timeout=10) != 0
+    wrong = variants.Attempt(5.0, lambda: types.SimpleNamespace(alone=lambda: 1 / 0))
+    assert wrong.alone() == {"left_out": "ZeroDivisionError: division by zero"}
+    right = variants.Attempt(5.0, lambda: types.SimpleNamespace(alone=dict, times=range))
+    assert right.alone() == {} and right.times(2) == range(2)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @needs_simt

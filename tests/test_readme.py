@@ -202,7 +202,11 @@ def test_the_generated_parts_are_what_the_generator_makes(report):
         assert report.filled(text) == text, f"{name_of(path)}: run python benchmarks/report.py"
     assert generated == set(report.PARTS), "a table without a place, or a place without a table"
     # cpu has a page, and a result once it was measured.
-    assert {name for name in report.TABLES if not report.gpus_of(name)} <= {"cpu"}
+    assert {name for name in report.TABLES if not report.gpus_of(name)} <= {
+        "cpu",
+        "lora",
+        "transformers_step",
+    }
 
 
 def test_the_charts_are_what_the_generator_makes(report):

@@ -15,6 +15,8 @@ that of a plain layer, where torch.autograd.grad() returns it, with create_graph
 weight that has got hooks. Under torch.func, in forward mode, and with another weight in the
 parameter's place (torch.func.functional_call) the layer is a plain one.
 
+transformers' Conv1D, a linear layer whose weight is (in, out), has a FusedConv1D: acc += x^T dy.
+
 Several layers of one input can be one product:
 
     q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
@@ -156,7 +158,8 @@ def _add_weight_gradient(
     """acc += dy^T @ x, summed in fp32.
 
     Args:
-        acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
+        acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16. For a weight that is
+            (in, out) x and dy change places.
         added: as for GradientSlice.before_product.
     """
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
@@ -231,41 +234,50 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class _LinearIntoArena(torch.autograd.Function):
-    """y = x @ weight^T. Backward adds the weight's gradient into `acc`, and returns None for it
-    unless it is one to be returned.
+    """y = x @ weight^T + bias. Backward adds the weight's gradient into `acc`, and returns None for
+    it unless it is one to be returned.
 
-    x: as torch.autocast wants it. The cast is outside, where a second derivative leads through.
-    dtype: that torch.autocast wants the weight in; None: it is off."""
+    x, bias: as torch.autocast wants them. The casts are outside, where a second derivative leads
+        through. bias: None: there is none.
+    dtype: that torch.autocast wants the weight in; None: it is off.
+    transposed: the weight is (in, out), and y = x @ weight + bias."""
 
     @staticmethod
-    def forward(ctx, x, weight, acc, dtype):
+    def forward(ctx, x, weight, bias, acc, dtype, transposed):
         ctx.acc = acc
+        ctx.transposed = transposed
         if dtype is None:
+            cast = weight
             ctx.save_for_backward(x, weight)
-            return F.linear(x, weight)
-        cast = weight.to(dtype)
-        # The weight itself is for second derivatives.
-        ctx.save_for_backward(x, cast, weight)
-        return F.linear(x, cast)
+        else:
+            cast = weight.to(dtype)
+            # The weight itself is for second derivatives.
+            ctx.save_for_backward(x, cast, weight)
+        return F.linear(x, cast.t() if transposed else cast, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, cast, *weight = ctx.saved_tensors
+        # The weight's gradient is rows^T @ columns.
+        rows, columns = (x, dy) if ctx.transposed else (dy, x)
         dw = None
         if torch.compiler.is_compiling():
             if ctx.needs_input_grad[1]:
-                torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
+                torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, rows, columns)
         else:
             (use,) = gradient_uses(ctx.acc, ctx.next_functions[1:2])
             if use is ADDED:
-                _add_weight_gradient(ctx.acc, dy, x, [True])
+                _add_weight_gradient(ctx.acc, rows, columns, [True])
             elif use is RETURNED:
-                dw = _weight_gradient(dy, x)
+                dw = _weight_gradient(rows, columns)
             if weight and torch.is_grad_enabled():
                 # `cast` does not lead back to the weight.
                 cast = weight[0].to(cast.dtype)
-        dx = dy @ cast if ctx.needs_input_grad[0] else None
-        return dx, dw, None, None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = F.linear(dy, cast) if ctx.transposed else dy @ cast
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dw, dbias, None, None, None
 
 
 class _LinearsIntoArena(torch.autograd.Function):
@@ -569,12 +581,70 @@ class FusedLinear(FusedForward):
         fused = adds_to_arena(layer)
         if fused is None:
             return F.linear(x, layer.weight, layer.bias)
-        kind, dtype = x.device.type, None
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x = x.to(dtype)
-        y = _LinearIntoArena.apply(x, fused.weight, fused.grad, dtype)
-        return y if layer.bias is None else y + layer.bias.to(y.dtype)
+        return _into_arena(fused, x, layer.bias, False)
+
+
+class FusedConv1D(FusedForward):
+    """forward of transformers' Conv1D whose backward adds the weight's gradient into `grad`.
+
+    x (..., in) -> (..., out), y = x @ weight + bias with weight (in, out) and bias (out,).
+    """
+
+    @staticmethod
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        fused = adds_to_arena(layer)
+        if fused is None:
+            return type(layer).forward(layer, x)
+        return _into_arena(fused, x, layer.bias, True)
+
+
+def _into_arena(fused: FusedForward, x: Tensor, bias: "Tensor | None", transposed: bool) -> Tensor:
+    """The layer's output; torch.autocast as F.linear has it."""
+    kind, dtype = x.device.type, None
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x = x.to(dtype)
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    return _LinearIntoArena.apply(x, fused.weight, bias, fused.grad, dtype, transposed)
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether the layer is transformers' Conv1D.
+
+    It is recognised by its class's name and package, and by the shapes of its parameters, so that
+    transformers need not be imported.
+
+    Args:
+        layer: any module.
+    """
+    if type(layer).__name__ != "Conv1D" or type(layer).__module__.split(".")[0] != "transformers":
+        return False
+    parameters = dict(layer.named_parameters(recurse=False))
+    weight, bias = (parameters.get(name) for name in ("weight", "bias"))
+    return (
+        len(parameters) == 2
+        and weight is not None
+        and bias is not None
+        and weight.dim() == 2
+        and bias.shape == weight.shape[1:]
+    )
+
+
+def fuse_linear(layer: nn.Module, grad: Tensor) -> "FusedForward | None":
+    """Add the weight's gradient into `grad` from now on.
+
+    Args:
+        layer: any module.
+        grad: fp32, of the weight's shape: a slice of arena.grads.
+
+    Returns:
+        What removes it again; None, with nothing changed, for a layer that is neither nn.Linear nor
+        transformers' Conv1D.
+    """
+    if type(layer) is nn.Linear:
+        return FusedLinear(layer, grad)
+    return FusedConv1D(layer, grad) if is_conv1d(layer) else None
 
 
 # ---- what the running backward does with gradients -----------------------------------------------

@@ -574,7 +574,7 @@ class _FusedBatch:
 def _fused_batches(
     jobs: "list[Job]", rows: "list[int]"
 ) -> "tuple[list[_FusedBatch], list[tuple[Job, int]]]":
-    """What rule.fused takes, in calls of about BATCH elements, and the other jobs with their rows."""
+    """What rule.fused takes, in calls of about BATCH elements; the other jobs with their rows."""
     lists: "dict[tuple, list[list[Job]]]" = {}
     others = []
     for j, row in zip(jobs, rows):

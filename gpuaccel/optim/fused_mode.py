@@ -1,9 +1,9 @@
 """Accumulation mode "fused": the product that computes a weight's gradient also adds it to the
 arena.
 
-A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, and a
-FusedEmbedding that of every nn.Embedding (nn/). They call this module before and after each
-product. The other tensors go as in mode "arena".
+A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, a
+FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of every nn.Embedding
+(nn/). They call this module before and after each product. The other tensors go as in mode "arena".
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from ..nn import (
     Joint,
     Rows,
     fuse_embedding,
+    fuse_linear,
     has_class_forward,
     parameter_use,
     register_slice,
@@ -279,6 +280,4 @@ def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":
     """Put a FusedForward in the place of the layer's forward; None: the layer stays as it is."""
     if not has_class_forward(layer):
         return None
-    if type(layer) is nn.Linear:
-        return FusedLinear(layer, grad)
-    return fuse_embedding(layer, grad)
+    return fuse_linear(layer, grad) or fuse_embedding(layer, grad)

@@ -550,3 +550,167 @@ def test_a_layer_whose_forward_somebody_has_replaced_is_left_alone():
         assert fused_forward(wrapped[0]) is None and wrapped[0].forward is replaced
     with GradientAccumulator(Arena(plain), "fused"):
         assert fused_forward(plain[0]) is not None
+
+
+# ---- Conv1D of transformers ----
+
+
+@pytest.fixture
+def conv1d():
+    utils = pytest.importorskip(
+        "transformers.pytorch_utils", reason="transformers, of the extra `test`, is missing"
+    )
+    return utils.Conv1D
+
+
+class Mlp(nn.Module):
+    """As GPT-2's: two Conv1D, and an output layer that may be tied to the first one's weight."""
+
+    def __init__(self, Conv1D, tied=False):
+        super().__init__()
+        self.c_fc, self.c_proj = Conv1D(48, 32), Conv1D(32, 48)
+        self.head = nn.Linear(48, 32, bias=False)
+        if tied:
+            self.head.weight = self.c_fc.weight
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.3)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x))) + self.head(F.gelu(self.c_fc(x)))
+
+
+def mlps(conv1d, device="cpu", dtype=torch.float32, **changes):
+    """(a model, the same model for plain torch)."""
+    torch.manual_seed(0)
+    model = Mlp(conv1d, **changes).to(device, dtype)
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_conv1d_has_the_values_and_gradients_of_transformers(
+    conv1d, device, dtype, tied, monkeypatch
+):
+    """Over two backwards; the weight is (in, out), as its slice of the arena."""
+    add, products = fused_linear._add_product, []
+
+    def add_and_note(acc, *rest):
+        products.append(tuple(acc.shape))
+        add(acc, *rest)
+
+    monkeypatch.setattr(fused_linear, "_add_product", add_and_note)
+    model, plain = mlps(conv1d, device, dtype, tied=tied)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused") as accumulator:
+        layers = [model.c_fc, model.c_proj]
+        assert all(type(layer) is conv1d and fused_forward(layer) for layer in layers)
+        for seed in (1, 2):
+            x, twin = (inputs(device, dtype, seed, (3, 5, 32)).requires_grad_() for _ in range(2))
+            got, want = model(x), plain(twin)
+            objective([got]).backward()
+            objective([want]).backward()
+            close(got, want, "output", BOUND[dtype])
+            close(x.grad, twin.grad, "gradient of the input", BOUND[dtype])
+        accumulator.finish()
+        sums_agree(arena, plain, bound=2 * BOUND[dtype])
+        assert all(accumulator.received)
+    # In each backward of c_fc twice, of the head, and of c_proj.
+    assert sorted(products) == [(32, 48)] * 6 + [(48, 32)] * 2
+    assert all("forward" not in vars(layer) for layer in layers)
+    assert not fused_forward(copy.deepcopy(model.c_fc))
+
+
+@pytest.mark.parametrize("shape", [(32,), (7, 32), (2, 3, 4, 32), (0, 32)])
+def test_conv1d_takes_any_number_of_leading_dimensions(conv1d, shape):
+    model, plain = mlps(conv1d)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused") as accumulator:
+        objective([model(inputs(shape=shape))]).backward()
+        objective([plain(inputs(shape=shape))]).backward()
+        accumulator.finish()
+        sums_agree(arena, plain)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_conv1d_under_autocast(conv1d, device):
+    model, plain = mlps(conv1d, device)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused") as accumulator:
+        for module in (model, plain):
+            with torch.autocast(device, torch.bfloat16):
+                y = module(inputs(device, shape=(3, 5, 32)))
+            assert y.dtype == torch.bfloat16
+            objective([y]).backward()
+        accumulator.finish()
+        sums_agree(arena, plain, bound=2 * BOUND[torch.bfloat16])
+
+
+def test_conv1d_with_a_hook_on_its_weight_is_left_to_autograd(conv1d):
+    model, plain = mlps(conv1d)
+    for module in (model, plain):
+        module.c_fc.weight.register_hook(lambda grad: 3 * grad)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused") as accumulator:
+        assert not fused_forward(model.c_fc) and fused_forward(model.c_proj)
+        # Registered later: the gradient is autograd's from now on.
+        for module in (model, plain):
+            module.c_proj.weight.register_hook(lambda grad: 5 * grad)
+            objective([module(inputs(shape=(3, 32)))]).backward()
+        accumulator.finish()
+        sums_agree(arena, plain)
+
+
+def test_conv1d_returns_what_autograd_grad_asks_for_and_second_derivatives(conv1d):
+    model, plain = mlps(conv1d)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        results = []
+        for module in (model, plain):
+            x = inputs(shape=(3, 32)).requires_grad_()
+            asked = [x, *module.parameters()]
+            first = torch.autograd.grad(objective([module(x)]), asked, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), asked)
+            results.append([*first, *second])
+        for k, (got, want) in enumerate(zip(*results, strict=True)):
+            close(got, want, f"derivative {k}", 1e-4)
+        assert not arena.grads.any()
+
+
+def test_only_the_conv1d_of_transformers_is_recognised(conv1d):
+    class Conv1D(nn.Module):
+        """y = x @ weight * bias: the same name and shapes."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))
+
+    assert fused_linear.is_conv1d(conv1d(3, 4))
+    assert not fused_linear.is_conv1d(Conv1D())
+    Subclass = type("Wider", (conv1d,), {})
+    assert not fused_linear.is_conv1d(Subclass(3, 4))
+    more = conv1d(3, 4)
+    more.scale = nn.Parameter(torch.ones(3))
+    assert not fused_linear.is_conv1d(more)
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler for the CPU, and there is none",
+)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_conv1d_compiled_adds_into_its_slice(conv1d, device):
+    torch._dynamo.reset()
+    model, plain = mlps(conv1d, device)
+    arena = Arena(model)
+    try:
+        with GradientAccumulator(arena, "fused") as accumulator:
+            compiled = torch.compile(lambda x: objective([model(x)]), dynamic=False)
+            for seed in (1, 2):
+                x = inputs(device, seed=seed, shape=(3, 5, 32))
+                compiled(x).backward()
+                objective([plain(x)]).backward()
+            accumulator.finish()
+            sums_agree(arena, plain, bound=1e-4)
+    finally:
+        torch._dynamo.reset()

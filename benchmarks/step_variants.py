@@ -1,0 +1,416 @@
+"""One optimizer step in torch and in gpuaccel, for the benchmarks of whole steps.
+
+A Task says what a step is of. Each variant of it is an object of a process of its own
+(workers.Workers): it compiles when it is made, `alone()` captures it, `times()` measures it.
+
+torch: fp32 weights, bf16 autocast, model and loss compiled, foreach clip, AdamW (fused and
+capturable, its learning rate on the device), all of it in one CUDA graph; gradients zeroed in place
+or set to None, whichever is faster.
+Ours: weights of the model's dtype in an arena (bf16: with fp32 masters), ga.AdamW, mode `fused`,
+compiled, TrainStep(replay="graph").
+Both copy the batch in and hand the loss out in each step.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import signal
+import time
+import unittest.mock
+from collections.abc import Callable
+
+import psutil
+import torch
+import torch.nn.functional as F
+from common import DEVICE
+from timing import captured, in_turns, queued, release, reset_peaks
+from torch import nn
+from training import SETTINGS, captured_adamw, token_batch
+from workers import Workers
+
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
+from gpuaccel.training.step import TrainStep, token_loss
+
+# Steps of a turn.
+CALLS = 4
+# How far first losses may be apart: fp32 weights, and bf16 copies of them.
+SAME_LOSS = 0.05
+
+
+def call(model, tokens):
+    return model(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a step is of. Its functions are those of modules, so that processes can be given it.
+
+    make: dtype -> the model, the same weights each time
+    vocab: number of tokens
+    rows, T: sequences of a micro-batch, and their length
+    micro_batches: of a step
+    logits: (model, tokens) -> logits"""
+
+    make: Callable
+    vocab: int
+    rows: int
+    T: int
+    micro_batches: int = 4
+    logits: Callable = call
+
+    def batch(self) -> tuple:
+        return token_batch(self.vocab, self.rows * self.micro_batches, self.T)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.micro_batches * self.T
+
+
+def measured_alone(run, began: float) -> dict:
+    """Peaks of memory, seconds since capturing began, and the median time of three steps."""
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    times = sorted(queued(run, 3))
+    return {
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_GiB": torch.cuda.max_memory_reserved() / 2**30,
+        "capture_s": seconds,
+        "ms_alone": times[1],
+    }
+
+
+# ---- torch --------------------------------------------------------------------------------------
+
+
+class Peer:
+    """The whole step in torch.
+
+    mode: of torch.compile"""
+
+    def __init__(self, task: Task, mode: "str | None" = None):
+        self.task = task
+        self.mode = mode
+        model = task.make(torch.float32)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = captured_adamw(self.parameters)
+        self.batch = task.batch()
+        # What the graph reads.
+        self.inputs, self.targets = (t.clone() for t in self.batch)
+        self.loss = torch.zeros((), device=DEVICE)
+        self.loss_fn = self.compiled_loss(model)
+        self.accumulate()
+        self.first_loss = float(self.loss)
+        # Waiting for its turn, it holds its weights only.
+        self.optimizer.zero_grad(set_to_none=True)
+        release()
+
+    def compiled_loss(self, model):
+        """(inputs, targets) of a micro-batch -> its part of the step's mean loss."""
+        task = self.task
+
+        def loss_fn(inputs, targets):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                logits = task.logits(model, inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                return loss / task.micro_batches
+
+        return torch.compile(loss_fn, dynamic=False, mode=self.mode)
+
+    def accumulate(self):
+        """Forward and backward of all micro-batches."""
+        self.loss.zero_()
+        count = self.task.micro_batches
+        for inputs, targets in zip(self.inputs.chunk(count), self.targets.chunk(count)):
+            loss = self.loss_fn(inputs, targets)
+            loss.backward()
+            self.loss += loss.detach()
+
+    def step(self, to_none: bool):
+        if to_none:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.accumulate()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
+        self.optimizer.step()
+        if not to_none:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def run(self):
+        torch._foreach_copy_([self.inputs, self.targets], self.batch)
+        self.replay()
+        self.out = self.loss.clone()
+
+    def alone(self) -> dict:
+        """Capture with both ways of zeroing gradients, one at a time; keep the faster one."""
+        zeroing = {"zeroed in place": False, "set to None": True}
+        results = {name: self._capture(to_none) for name, to_none in zeroing.items()}
+        best = min(results, key=lambda name: results[name]["ms_alone"])
+        if best != list(zeroing)[-1]:
+            self._capture(zeroing[best])
+        return {
+            **results[best],
+            "gradients": best,
+            "variants_ms": {name: r["ms_alone"] for name, r in results.items()},
+            "first_loss": self.first_loss,
+        }
+
+    def _capture(self, to_none: bool) -> dict:
+        # Frees the graph before.
+        self.replay = None
+        self.optimizer.zero_grad(set_to_none=True)
+        reset_peaks()
+        began = time.perf_counter()
+        if not to_none:
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p)
+        self.replay = captured(lambda: self.step(to_none))
+        return measured_alone(self.run, began)
+
+    def times(self, calls: int) -> "list[float]":
+        return queued(self.run, calls)
+
+    def end(self) -> dict:
+        return {"last_loss": float(self.out)}
+
+
+class LigerPeer(Peer):
+    """torch's step with Liger-Kernel's RMSNorm and its fused output layer and cross-entropy.
+
+    For a model with `lm_head`, a bias-free linear layer, and nn.RMSNorm. The loss is not inside
+    torch.compile: it launches kernels of its own and cuBLAS's."""
+
+    # Liger's default is at most as many logits at a time as the hidden states have elements. Its
+    # products are larger, and faster, with more.
+    CHUNK = 8
+
+    @staticmethod
+    def available() -> bool:
+        return importlib.util.find_spec("liger_kernel") is not None
+
+    def compiled_loss(self, model):
+        use_liger_norms(model)
+        head, model.lm_head = model.lm_head, nn.Identity()
+        task, chunk = self.task, self.CHUNK
+
+        def hidden_fn(inputs):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return model(inputs).flatten(0, 1).to(torch.bfloat16)
+
+        hidden_fn = torch.compile(hidden_fn, dynamic=False, mode=self.mode)
+
+        def loss_fn(inputs, targets):
+            # The step's mean, so that nothing has to be scaled afterwards.
+            count = targets.numel() * task.micro_batches
+            return LigerLoss.apply(hidden_fn(inputs), head.weight, targets.flatten(), count, chunk)
+
+        return loss_fn
+
+
+def use_liger_norms(model):
+    """Liger's RMSNorm in the place of each nn.RMSNorm, with the same weight."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if isinstance(norm, nn.RMSNorm):
+                liger = LigerRMSNorm(norm.weight.numel(), eps=norm.eps)
+                liger.weight = norm.weight
+                setattr(parent, name, liger)
+
+
+class LigerLoss(torch.autograd.Function):
+    """sum of cross-entropies / count, by Liger-Kernel's fused linear cross-entropy.
+
+    Liger's forward reads the number of valid targets on the host, and its backward whether the
+    gradient is 1; a CUDA graph can hold neither. Here the number is given, and a loss on which
+    nobody computes has the gradient 1."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, count, chunk):
+        from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
+
+        with unittest.mock.patch.object(torch.Tensor, "item", lambda tensor: count):
+            loss, _, _, _, dhidden, dweight, _ = fused_linear_cross_entropy_forward(
+                hidden,
+                weight.to(hidden.dtype),
+                targets,
+                compute_gradients=True,
+                weight_requires_grad=True,
+                chunk_mem_const=chunk,
+            )
+        ctx.save_for_backward(dhidden, dweight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return *ctx.saved_tensors, None, None, None
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: what tries many kernels goes on after those."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float):
+    """Raise OutOfTime in this process's main thread after so many seconds."""
+
+    def stop(*_):
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # Again and again, because it is lost inside of a destructor.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Attempt:
+    """A variant that may not run: alone() then says why, as `left_out`, and nothing else is asked.
+
+    limit: seconds to be made in, compilation included"""
+
+    def __init__(self, limit: float, make, *args):
+        self.variant = self.left_out = None
+        before = set(psutil.Process().children())
+        try:
+            with time_limit(limit):
+                self.variant = make(*args)
+        except OutOfTime:
+            self.left_out = f"did not compile in {limit:g} s"
+            # This process would wait for torch.compile's processes at its end.
+            for process in set(psutil.Process().children(recursive=True)) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        except Exception as error:
+            self.left_out = in_words(error)
+
+    def alone(self) -> dict:
+        if self.left_out is None:
+            try:
+                return self.variant.alone()
+            except Exception as error:
+                self.left_out = in_words(error)
+        self.variant = None
+        return {"left_out": self.left_out}
+
+    def times(self, calls: int) -> "list[float]":
+        return self.variant.times(calls)
+
+    def end(self) -> dict:
+        return self.variant.end()
+
+
+def in_words(error: Exception) -> str:
+    """The kind of an error, and its first line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+# ---- ours ---------------------------------------------------------------------------------------
+
+
+class Ours:
+    """The whole step in gpuaccel.
+
+    dtype: of the model"""
+
+    def __init__(self, task: Task, deterministic: bool = False, dtype=torch.bfloat16):
+        model = task.make(dtype)
+
+        def loss_fn(model, micro):
+            return token_loss(lambda tokens: task.logits(model, tokens), micro)
+
+        self.optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
+        self.step = TrainStep(
+            model,
+            self.optimizer,
+            token_loss if task.logits is call else loss_fn,
+            micro_batches=task.micro_batches,
+            accumulate="fused",
+            compile=True,
+            replay=Replay(policy="require"),
+            deterministic=deterministic,
+        )
+        self.batch = task.batch()
+        self.steps = 0
+        # Compiles, and takes a step.
+        self.run()
+        self.first_loss = float(self.out.loss)
+        release()
+
+    def run(self):
+        self.out = self.step(self.batch)
+        self.steps += 1
+
+    def alone(self) -> dict:
+        self.step.reset()
+        reset_peaks()
+        began = time.perf_counter()
+        # Warms up, captures, replays.
+        self.run()
+        return {**measured_alone(self.run, began), "first_loss": self.first_loss}
+
+    def times(self, calls: int) -> "list[float]":
+        return queued(self.run, calls)
+
+    def end(self) -> dict:
+        steps = float(self.optimizer.state[self.step.arena.masters[0]]["step"])
+        skipped = int(self.optimizer.skipped)
+        assert steps == self.steps and skipped == 0, (
+            f"the optimizer took {steps} steps and skipped {skipped}; expected {self.steps} and 0"
+        )
+        return {"last_loss": float(self.out.loss)}
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
+def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dict, dict]":
+    """(variant -> measurement, variant -> why it was left out), measured in turns.
+
+    Peers have names that begin with "torch"; ratios are against the fastest one. What is left out
+    is closed.
+
+    workers: (variant, more) -> the Workers that have it
+    tokens: of a step"""
+    alone, left_out = {}, {}
+    for key, some in workers.items():
+        result = some.ask(key, "alone")
+        clock.say(f"{', '.join(map(str, key))}, alone: {result}")
+        if "left_out" in result:
+            left_out[key[0]] = result["left_out"]
+            some.close(key)
+        else:
+            alone[key] = result
+    timers = {key: workers[key].timers([key], CALLS)[key] for key in alone}
+    times = in_turns(timers)
+    peer = fastest({key[0]: ms for key, ms in times.items()})
+    rows = {}
+    for key, ms in times.items():
+        rows[key[0]] = {
+            "ms": ms,
+            "tokens_per_s": tokens / ms * 1e3,
+            **alone[key],
+            **workers[key].ask(key, "end"),
+        }
+    for row in rows.values():
+        row["times_torch"] = rows[peer]["ms"] / row["ms"]
+        row["memory"] = row["peak_GiB"] / rows[peer]["peak_GiB"]
+    first_losses = [r["first_loss"] for r in rows.values()]
+    last_losses = [r["last_loss"] for r in rows.values()]
+    difference = max(first_losses) - min(first_losses)
+    assert difference < SAME_LOSS and all(map(math.isfinite, last_losses)), (
+        f"first losses {first_losses}, last losses {last_losses}; "
+        f"expected first ones within {SAME_LOSS:g} and finite last ones"
+    )
+    return rows, left_out
+
+
+def fastest(times: dict) -> str:
+    """The peer with the least time. times: variant -> milliseconds; peers begin with "torch"."""
+    return min((name for name in times if name.startswith("torch")), key=times.get)
