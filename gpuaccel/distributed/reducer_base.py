@@ -153,7 +153,9 @@ class ReducerBase:
         levels, position = [(self.group, self.world, self.rank)], self.rank
         if self.machines is not None:
             levels, position = self.machines.levels, self.machines.position
-        layout = ShardedLayout(arena, self.buckets, position, self.world, levels, self.p2p)
+        layout = ShardedLayout(
+            arena, self.buckets, position, self.world, self.group, levels, self.p2p
+        )
         opt.shard(layout)
 
     def _prepare_for_capture(self):

@@ -21,6 +21,7 @@ Source: Rajbhandari et al., ZeRO (2020), stage 1.
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..compiler import zero_
@@ -75,16 +76,18 @@ class ShardedLayout(ParameterLayout):
         buckets: as the reducer sends them.
         position: the number of this rank's range among those of a bucket.
         world: of the process group.
+        group: that one.
         levels: (group, its ranks, number of this one) of the all-gathers that make one over all
             ranks, one behind the other: the group itself, or Machines.levels.
         p2p: the PeerToPeer that copies new weights; None: the all-gathers.
     """
 
-    def __init__(self, arena, buckets, position: int, world: int, levels, p2p=None):
+    def __init__(self, arena, buckets, position: int, world: int, group, levels, p2p=None):
         self.arena = arena
         self.buckets = buckets
         self.position = position
         self.ranks = world
+        self.group = group
         self.levels = levels
         self.p2p = p2p
         self.pieces = pieces_of(buckets, position, world)
@@ -135,17 +138,22 @@ class ShardedLayout(ParameterLayout):
     def saved(self, i: int) -> "tuple[int, int, int]":
         """(first, last, place) of the elements of tensor i that this rank saves.
 
-        They are one range: what every rank updates is saved by the last one, whose own range ends
-        where that begins."""
+        They are one range: what every rank updates is saved by the rank of the last range,
+        which ends where that begins."""
         held = self.held(i)
         bucket = next(b for b in self.buckets if b.first <= i < b.last)
         common = bucket.start + self.ranks * share(bucket, self.ranks)
-        if self.rank < self.ranks - 1:
+        if self.position < self.ranks - 1:
             offset = self.arena.segments[i].offset
             held = [part for part in held if offset + part[0] < common]
         if not held:
             return 0, 0, 0
         return held[0][0], held[-1][1], held[0][2]
+
+    @property
+    def rank(self) -> int:
+        """This process' number in the group; `position` may be another one."""
+        return dist.get_rank(self.group)
 
     def gather_texts(self, text: str) -> "list[str]":
         """A text of each rank, in the order of the ranks. Collective."""
