@@ -308,5 +308,5 @@ def _check(name: str, x: Tensor, table: Tensor):
         )
     if x.shape[1] > table.shape[1]:
         raise ArgumentError(
-            f"{name} has T = {x.shape[1]}; the table has {table.shape[1]} positions"
+            f"{name} has {x.shape[1]} positions; expected up to {table.shape[1]}, as in the table"
         )
