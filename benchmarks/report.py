@@ -157,8 +157,8 @@ def yes_or_no(value) -> str:
 
 
 GIVEN = {
-    "torch": "`torch.compile`, bf16 autocast over fp32 weights, foreach clipping, AdamW `fused` and "
-    "`capturable` with its learning rate on the device, one CUDA graph, not deterministic.",
+    "torch": "`torch.compile`, bf16 autocast over fp32 weights, foreach clipping, AdamW `fused` "
+    "and `capturable` with its learning rate on the device, one CUDA graph, not deterministic.",
     "torch, max-autotune": 'the same with `mode="max-autotune-no-cudagraphs"`.',
     "torch, Liger-Kernel": "the same with Liger-Kernel's RMSNorm and fused linear cross-entropy.",
     "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '

@@ -198,7 +198,7 @@ def test_the_generated_parts_are_what_the_generator_makes(report):
     generated = set()
     for path in report.PAGES:
         text = path.read_text()
-        generated |= set(re.findall(r"<!-- (\w+): made by benchmarks/report.py -->", text))
+        generated |= set(re.findall(r"<!-- ([\w-]+): made by benchmarks/report.py -->", text))
         assert report.filled(text) == text, f"{name_of(path)}: run python benchmarks/report.py"
     assert generated == set(report.PARTS), "a table without a place, or a place without a table"
     # cpu has a page, and a result once it was measured.
