@@ -36,6 +36,7 @@ from .figures.access_panels import (
     sectors_of,
 )
 from .figures.drawing import GREY, RED, WIDTH, bundle, plural, shorten, text_width
+from .figures.sliders import display_below_sliders
 
 # lines between threads and one tensor, that a picture can show
 MOST_LINES = 160
@@ -427,17 +428,10 @@ class AccessView:
         """Sliders, where there are ipywidgets, and the picture.
 
         The picture is an output of its own, so that it stays in the saved notebook."""
-        from IPython.display import display
-
         sliders = self._sliders() if notebook_shell() is not None else None
-        if sliders is not None:
-            view = {"version_major": 2, "version_minor": 0, "model_id": sliders.model_id}
-            bundle = {
-                "application/vnd.jupyter.widget-view+json": view,
-                "text/plain": "Run this cell to choose block and access with sliders.",
-            }
-            display(bundle, raw=True)
-        self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
+        self._handle = display_below_sliders(
+            self, sliders, "Run this cell to choose block and access with sliders."
+        )
 
     def _sliders(self):
         """A box of sliders for what there is more than one of.

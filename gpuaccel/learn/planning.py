@@ -41,6 +41,7 @@ from ..training.models import preset
 from . import recorded
 from .figures import plan_figure
 from .figures.drawing import Figure, Ink, Table
+from .figures.sliders import display_below_sliders
 
 MODEL = "llama-350m"
 # Of a message from GPU to GPU inside a machine, in us: as NCCL's src/graph/tuning.cc has it for
@@ -442,17 +443,10 @@ class explore:
         return self.picture()._repr_mimebundle_()
 
     def _ipython_display_(self):
-        from IPython.display import display
-
         sliders = self._sliders() if notebook_shell() is not None else None
-        if sliders is not None:
-            view = {"version_major": 2, "version_minor": 0, "model_id": sliders.model_id}
-            bundle = {
-                "application/vnd.jupyter.widget-view+json": view,
-                "text/plain": "Run this cell to choose GPUs, buckets and the network with sliders.",
-            }
-            display(bundle, raw=True)
-        self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
+        self._handle = display_below_sliders(
+            self, sliders, "Run this cell to choose GPUs, buckets and the network with sliders."
+        )
 
     def _sliders(self):
         """A box of sliders; None without ipywidgets or without a recorded run."""

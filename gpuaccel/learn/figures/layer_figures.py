@@ -57,6 +57,7 @@ from .drawing import (
     spread,
     text_width,
 )
+from .sliders import display_below_sliders
 
 # curves are drawn for x between -REACH and REACH
 REACH = 6.0
@@ -217,17 +218,10 @@ class explore:
         return self.picture()._repr_mimebundle_()
 
     def _ipython_display_(self):
-        from IPython.display import display
-
         sliders = self._sliders() if notebook_shell() is not None else None
-        if sliders is not None:
-            view = {"version_major": 2, "version_minor": 0, "model_id": sliders.model_id}
-            bundle = {
-                "application/vnd.jupyter.widget-view+json": view,
-                "text/plain": "Run this cell to move the nine parameters with sliders.",
-            }
-            display(bundle, raw=True)
-        self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
+        self._handle = display_below_sliders(
+            self, sliders, "Run this cell to move the nine parameters with sliders."
+        )
 
     def _sliders(self):
         """A box of nine sliders and the variants; None without ipywidgets."""
