@@ -1,5 +1,5 @@
 """Memory that all ranks of one machine can read: of GPUs by torch's symmetric memory, of processes
-on a CPU by a file that all of them map.
+on a CPU by a file without a name that all of them map (Linux).
 
     memory = shared_memory(numel, {"grads": torch.float32}, device)      # may fail on one rank
     memory.connect(group)                   # collective; may fail on one rank
@@ -10,8 +10,7 @@ on a CPU by a file that all of them map.
 """
 
 import os
-import pathlib
-import tempfile
+import uuid
 from typing import Protocol
 
 import torch
@@ -19,9 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import collectives
-
-# A file system in memory, where Linux has one.
-MEMORY_FOLDER = pathlib.Path("/dev/shm")
 
 
 class SharedMemory(Protocol):
@@ -81,35 +77,51 @@ class SymmetricMemory:
 
 
 class FileMemory:
-    """SharedMemory of processes on a CPU. The arguments are those of SymmetricMemory."""
+    """SharedMemory of processes on a CPU. The arguments are those of SymmetricMemory.
+
+    The other ranks open a file by its descriptor, so that nothing is left behind, however a rank
+    ends. OSError where that is not possible."""
 
     def __init__(self, numel: int, dtypes: "dict[str, torch.dtype]", device: torch.device):
+        if not hasattr(os, "memfd_create"):
+            raise OSError("processes share memory on Linux only")
         self.numel, self.dtypes = numel, dtypes
-        folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
-        self.files = {}
+        self.buffers = {}
+        # name -> (what the file is called, its path for all processes of this machine)
+        self.files: "dict[str, tuple[str, str]]" = {}
+        self.descriptors: "list[int]" = []
         for name, dtype in dtypes.items():
-            self.files[name] = file = tempfile.NamedTemporaryFile(
-                prefix=f"gpuaccel-{os.getpid()}-", dir=folder
-            )
-            if hasattr(os, "posix_fallocate"):
-                # A full file system is an error here, and no signal at a later write.
-                os.posix_fallocate(file.fileno(), 0, max(1, numel * dtype.itemsize))
-        self.buffers = {name: self._map(name, file.name) for name, file in self.files.items()}
+            # Another process may have the number that this one has, in another namespace.
+            title = f"gpuaccel-{uuid.uuid4().hex}"
+            descriptor = os.memfd_create(title)
+            self.descriptors.append(descriptor)
+            # No memory is an error here, and no signal at a later write.
+            os.posix_fallocate(descriptor, 0, max(1, numel * dtype.itemsize))
+            self.files[name] = title, f"/proc/{os.getpid()}/fd/{descriptor}"
+            self.buffers[name] = self._map(name, *self.files[name])
 
-    def _map(self, name: str, path: str) -> Tensor:
+    def _map(self, name: str, title: str, path: str) -> Tensor:
+        if title not in os.readlink(path):
+            raise OSError(f"{path} is not the other rank's: these processes see others' numbers")
         return torch.from_file(path, shared=True, size=self.numel, dtype=self.dtypes[name])
 
     def connect(self, group):
         self.group = group
-        mine = {name: file.name for name, file in self.files.items()}
-        paths = [mine] * dist.get_world_size(group)
-        collectives.gather_objects(paths, mine, group=group)
-        self.mapped = [{name: self._map(name, path) for name, path in p.items()} for p in paths]
+        everyone = [self.files] * dist.get_world_size(group)
+        collectives.gather_objects(everyone, self.files, group=group)
+        self.mapped = [
+            {name: self._map(name, *file) for name, file in files.items()} for files in everyone
+        ]
 
     def connected(self):
-        """The files have no name from here on: nothing is left behind, however a rank ends."""
-        for file in self.files.values():
-            file.close()
+        """The memory lives as long as it is mapped."""
+        self._close()
+
+    def _close(self):
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    __del__ = _close
 
     def of_rank(self, name, rank):
         return self.mapped[rank][name]

@@ -381,6 +381,27 @@ def state_of_shards(rank: Rank, sizes, backend, low=torch.float32):
     return all(map(torch.equal, *results)), hashes
 
 
+def shards_of_machines(rank: Rank, sizes, folder, low=torch.float32):
+    """Two steps of sharded ranks on machines, which write a checkpoint together; the same ranks on
+    one machine read it: whether weights, masters and moments are bit-identical."""
+    results = []
+    for placed in (sizes, None):
+        config = ga.Distributed(group=rank.group, sharded=True, bucket_mb=0.1)
+        with machines_of(rank, placed):
+            model = Net(seed=len(results)).to(low)
+            with make_step(model, distributed=config) as step:
+                state = dict(model=model, optimizer=step.opt, arena=step.arena)
+                if placed:
+                    for number in range(2):
+                        step([micro_batch(4 * number + rank.rank)])
+                    ga.save_checkpoint(f"{folder}/two.sharded", **state, step=2)
+                else:
+                    ga.load_checkpoint(f"{folder}/two.sharded", **state)
+                with step.gathered():
+                    results.append([*moments(step), step.arena.weights.clone()])
+    return all(map(torch.equal, *results))
+
+
 class Head(nn.Module):
     """A head of more than 100 MB, which is a message of its own: the reference's coordinator
     refused it."""

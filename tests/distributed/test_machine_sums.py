@@ -125,6 +125,12 @@ def test_shards_change_no_bit_on_two_machines(workers, backend, low):
     assert all(hashes == results[0][1] for _, hashes in results)
 
 
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+def test_a_sharded_checkpoint_of_two_machines_is_read_by_one(workers, low, tmp_path):
+    options = dict(sizes=[2, 2], folder=str(tmp_path), low=low)
+    assert workers(checks.shards_of_machines, 4, **options) == [True] * 4
+
+
 @pytest.mark.parametrize("backend", ["torch", SIMT])
 @pytest.mark.parametrize("mode, ordered", [("arena", False), ("fused", False), ("arena", True)])
 @pytest.mark.parametrize("sizes", [[2, 2], [1, 1, 1, 1]], ids=str)
