@@ -177,7 +177,7 @@ def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
     all ranks."""
     with pytest.raises(ga.errors.RankError, match="rank 1 raised ValueError: no more data"):
         by_value(checks.fails_between_steps, 2, str(tmp_path), timeout=HANG)
-    assert ga.training.latest_checkpoint(tmp_path).name == "step-00000002.safetensors"
+    assert ga.training.latest_checkpoint(tmp_path).name == "step-00000002.sharded"
 
 
 @pytest.mark.parametrize("seed", range(-(-int(os.environ.get("GPUACCEL_KILLS", 3)) // 3)))
