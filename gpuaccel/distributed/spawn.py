@@ -191,8 +191,12 @@ def _start_method(fn, args) -> tuple:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Here, so that the server does not get a rank's variables.
-    with _sigint_blocked():
-        multiprocessing.forkserver.ensure_running()
+    try:
+        with _sigint_blocked():
+            multiprocessing.forkserver.ensure_running()
+    except OSError:
+        # The server listens on a socket in the temporary folder, whose path may be too long.
+        return multiprocessing.get_context("spawn"), work
     return context, work
 
 

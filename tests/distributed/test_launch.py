@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -200,6 +201,7 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
 
 LAUNCH = """
 import sys
+import tempfile
 sys.path[:0] = sys.argv[1:3]
 import rank_checks as checks
 import gpuaccel as ga
@@ -212,14 +214,19 @@ ga.launch(work, 2, args)
 """
 
 
+@pytest.fixture
+def short_folder():
+    """tmp_path is too long for the forkserver's socket."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield pathlib.Path(folder)
+
+
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_parent(tmp_path, sent, how):
+def test_ranks_end_with_their_parent(tmp_path, short_folder, sent, how):
     """Whatever ended it. Their temporary folder goes, too."""
     ranks = tmp_path / "ranks"
-    temporary = tmp_path / "temporary"
     ranks.mkdir()
-    temporary.mkdir()
     here = pathlib.Path(__file__).parent
     paths = [str(path) for path in (here, here.parent, ranks)]
     parent = subprocess.Popen(
@@ -227,7 +234,7 @@ def test_ranks_end_with_their_parent(tmp_path, sent, how):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(short_folder)},
     )
     files = [ranks / "0", ranks / "1"]
     wait_until(lambda: all(file.exists() for file in files), parent)
@@ -238,13 +245,28 @@ def test_ranks_end_with_their_parent(tmp_path, sent, how):
     left = outlive(pids)
     parent.communicate()
     assert not left
-    assert not list(temporary.glob("*/store"))
+    assert not list(short_folder.glob("*/store"))
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(tmp_path):
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    script = "import gpuaccel as ga; print(ga.launch(lambda: 7, 2))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert done.stdout.strip() == "[7, 7]", done.stderr
 
 
 # ---- torch.compile in a rank ---------------------------------------------------------------------
 
 COMPILED = """
 import sys
+import tempfile
 import torch
 import gpuaccel as ga
 
