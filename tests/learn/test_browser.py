@@ -122,7 +122,7 @@ def test_stop_ends_a_running_loop(lab, tmp_path):
         )  # the picture moves
         button.click()
         page.wait_for_selector(".jp-OutputArea-output:has-text('all done')", timeout=HANG)
-        pictures = page.locator(".jp-RenderedSVG").count()
+        pictures = page.locator(".jp-OutputArea-output.jp-RenderedHTML svg[role=img]").count()
         left = page.locator("button:has-text('Stop')").count()
         browser.close()
     state, steps = (tmp_path / "result.txt").read_text().split()
