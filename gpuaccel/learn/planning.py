@@ -129,11 +129,16 @@ def meta_model(name: str) -> nn.Module:
         return preset(name).build()
 
 
-def calibrated() -> "Calibration | None":
+def calibrated(gpu: "str | None" = None) -> "Calibration | None":
     """The model's inputs from the newest recorded runs of benchmarks/ddp.py on two and four GPUs.
 
-    None where no run on two GPUs is recorded, or it lacks a row that is needed."""
-    pair = recorded.recorded("ddp_2gpus")
+    Args:
+        gpu: the kind of GPU; None: of the newest run on two.
+
+    Returns:
+        None where no run on two GPUs is recorded, or it lacks a row that is needed.
+    """
+    pair = recorded.recorded("ddp_2gpus", gpu)
     gpu = pair.content.get("gpu")
     runs = {n: pair if n == 2 else recorded.recorded(f"ddp_{n}gpus", gpu) for n in RUNS}
     inputs = {n: _inputs(run, n) for n, run in runs.items()}
@@ -432,7 +437,7 @@ class explore:
         p = predict(workload, machine, v["gpus"], bucket_mb=v["bucket_mb"])
         title = (
             f"Predicted: {workload.name} on {p.gpus:,} GPUs, {p.step_ms:.1f} ms for each step, "
-            f"{p.rate:.0%} of one GPU's rate"
+            f"{p.rate:.0%} of one GPU's throughput"
         )
         return plan_figure.plan(title, rates, p.gpus, p, workload.tail_ms)
 

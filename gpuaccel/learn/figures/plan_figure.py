@@ -1,4 +1,4 @@
-"""A predicted step on N GPUs: the rate of each GPU over N, and the last backward with its buckets.
+"""A predicted step on N GPUs: throughput of each GPU over N, and the backward that communicates.
 
     plan_figure.plan("64 GPUs", rates, 64, prediction, tail_ms=4.5)
 
@@ -21,6 +21,7 @@ from .drawing import (
 LEFT, RIGHT = 64, WIDTH - 190
 # The colour in which the pictures of several ranks draw what is sent.
 SENT = RUN_COLOURS[5]
+WAITING = RUN_COLOURS[1]
 ROW = 5.0
 
 
@@ -31,11 +32,11 @@ def plan(
     prediction: Prediction,
     tail_ms: float,
 ) -> Figure:
-    """Two panels: rates over the number of GPUs, and the last micro-batch's backward.
+    """Two panels: throughput over the number of GPUs, and the last micro-batch's backward.
 
     Args:
         title: a line above them.
-        rates: how sums are made -> (GPUs, share of the rate of one GPU that trains alone).
+        rates: how sums are made -> (GPUs, share of the throughput of one GPU that trains alone).
         gpus: the number that the second panel is about.
         prediction: of the step with so many GPUs.
         tail_ms: clipping and the update.
@@ -47,7 +48,7 @@ def plan(
     words = "; ".join(
         f"{name} {dict(points)[gpus]:.0%}" for name, points in rates.items() if gpus in dict(points)
     )
-    return Figure(ink, end, f"{title}. Rate of each GPU: {words}")
+    return Figure(ink, end, f"{title}. Throughput of each GPU: {words}")
 
 
 def _rates(ink, rates, gpus, top, bottom):
@@ -57,7 +58,7 @@ def _rates(ink, rates, gpus, top, bottom):
         across = counts.index(count) / max(len(counts) - 1, 1)
         return LEFT + across * (RIGHT - LEFT), bottom - rate * (bottom - top)
 
-    ink.text(0, top - 12, "rate of each GPU, of one that trains alone", 11.5, ink.soft)
+    ink.text(0, top - 12, "throughput of each GPU, in % of one that trains alone", 11.5, ink.soft)
     for tick in (0, 0.25, 0.5, 0.75, 1.0):
         y = place(counts[0], tick)[1]
         ink.line(LEFT, y, RIGHT, y, opacity=0.9 if tick in (0, 0.5) else 0.4)
@@ -86,16 +87,21 @@ def _last_backward(ink, prediction, tail_ms, y):
     buckets = prediction.buckets
     backward = buckets[-1][0] if buckets else 0.0
     end = backward + prediction.exposed_ms
-    longest = (end + tail_ms) or 1.0
+    over_all = end + prediction.waiting_ms
+    longest = (over_all + tail_ms) or 1.0
 
     def place(ms):
         return LEFT + ms / longest * (RIGHT - LEFT)
 
-    ink.text(0, y - 14, "the last backward, its buckets, and the update", 11.5, ink.soft)
-    ink.rect(LEFT, y, max(place(backward) - LEFT, 1), 20, BLUE, rx=3)
-    ink.rect(place(end), y, max(place(longest) - place(end), 1), 20, GREEN, 0.9, rx=3)
-    if end > backward:
-        ink.rect(place(backward), y, place(end) - place(backward), 20, RED, 0.25, rx=3)
+    def bar(start, stop, colour, opacity=1.0):
+        if stop > start:
+            ink.rect(place(start), y, place(stop) - place(start), 20, colour, opacity, rx=3)
+
+    ink.text(0, y - 14, "backward, its buckets, and the update", 11.5, ink.soft)
+    bar(0.0, backward, BLUE)
+    bar(backward, end, RED)
+    bar(end, over_all, WAITING)
+    bar(over_all, longest, GREEN, 0.9)
     y += 26
     for complete, over in buckets:
         ink.rect(place(complete), y, max(place(min(over, backward)) - place(complete), 0), 4, SENT)
@@ -107,10 +113,15 @@ def _last_backward(ink, prediction, tail_ms, y):
     ink.legend(
         y + 44,
         [
-            (BLUE, 1.0, f"backward, {milliseconds(backward)}"),
-            (SENT, 1.0, "a bucket while backward runs"),
-            (RED, 1.0, f"behind it: {milliseconds(prediction.exposed_ms)} that all wait"),
-            (GREEN, 0.9, "clipping and update"),
+            (
+                BLUE,
+                1.0,
+                f"backward, {milliseconds(backward)}: {milliseconds(prediction.slowed_ms)} slower",
+            ),
+            (SENT, 1.0, "a bucket beside it"),
+            (RED, 1.0, f"buckets after it, {milliseconds(prediction.exposed_ms)}"),
+            (WAITING, 1.0, f"for the slowest rank, {milliseconds(prediction.waiting_ms)}"),
+            (GREEN, 0.9, "update"),
         ],
     )
     return y + 52
