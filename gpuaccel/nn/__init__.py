@@ -21,6 +21,7 @@ from .fused_linear import (
 from .lora import FLOATS, LoRALinear, frozen_state_dict, linear_features
 from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, RichardsGLU, reference_richards
+from .rms_norm import fused_add_norm
 
 __all__ = [
     "DEFAULTS",
@@ -42,6 +43,7 @@ __all__ = [
     "frozen_state_dict",
     "fuse_embedding",
     "fuse_linear",
+    "fused_add_norm",
     "fused_forward",
     "fused_linears",
     "fused_rotary",

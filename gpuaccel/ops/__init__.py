@@ -47,6 +47,7 @@ from .embedding_backward import (
     reference_encoder,
     reference_encoder_backward,
 )
+from .rms_norm import add_rms_norm, reference_add_rms_norm, rms_norm_runs
 from .rotary import (
     reference_rotary,
     reference_rotary_backward,
@@ -101,6 +102,7 @@ __all__ = [
     "accumulate_",
     "accumulate_kernel",
     "add_gradients",
+    "add_rms_norm",
     "arena_launch",
     "arena_runs",
     "check_choice",
@@ -115,6 +117,7 @@ __all__ = [
     "encoder_kernel",
     "find_segments",
     "kernel_takes",
+    "rms_norm_runs",
     "launch_begin",
     "launch_forward",
     "launch_reduce",
@@ -128,6 +131,7 @@ __all__ = [
     "new_state",
     "pack_rounding",
     "reference_accumulate",
+    "reference_add_rms_norm",
     "reference_adamw",
     "reference_encoder",
     "reference_encoder_backward",

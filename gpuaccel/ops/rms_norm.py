@@ -1,0 +1,379 @@
+"""RMSNorm with the addition to the residual stream in the same kernel, forward and backward.
+
+    y, s = ga.ops.add_rms_norm(x, residual, weight, 1e-5)  # s = x + residual, y = rms_norm(s)
+    y, s = ga.ops.add_rms_norm(x, None, weight, 1e-5)  # s is x
+
+    rstd = 1 / sqrt(mean of s^2 + eps)
+    y = s rstd weight
+
+The sum s is rounded to the tensors' dtype; the norm of the rounded sum is computed in fp32 and
+rounded once, as torch.nn.RMSNorm does. The backward adds the gradient that s itself has received
+in fp32, and rounds once (torch's eager backward rounds the norm's gradient before it adds). A
+frozen weight gets no gradient, and none is computed. Results of a row do not depend on other rows,
+but for the weight's gradient; all of them are deterministic.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backends import takes
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
+from ..errors import ArgumentError
+
+# Rows that share one row of partial sums (rms_norm.cu).
+ROWS = 16
+# A thread holds 4 groups of 16 bytes of a row, and a row has 512 threads at most.
+MAX_ROW_BYTES = 512 * 4 * 16
+_library = torch.library.Library("gpuaccel", "FRAGMENT")
+
+
+# ---- reference -----------------------------------------------------------------------------------
+
+
+def reference_add_rms_norm(
+    x: Tensor, residual: "Tensor | None", weight: Tensor, eps: float
+) -> "tuple[Tensor, Tensor]":
+    """(rms_norm(s), s) with s = x + residual, in torch's operations: the definition.
+
+    Args:
+        x, residual: (..., H) of one dtype; residual None: s is x.
+        weight: (H,).
+        eps: added to the mean of the squares.
+    """
+    s = x if residual is None else x + residual
+    return F.rms_norm(s, weight.shape, weight, eps), s
+
+
+def reference_backward(
+    dy: Tensor, ds: "Tensor | None", s: Tensor, weight: Tensor, eps: float
+) -> "tuple[Tensor, Tensor]":
+    """Gradients of s and of weight, in torch's operations. Differentiable.
+
+    Args:
+        dy: (..., H), of the norm's output.
+        ds: (..., H), that s has received otherwise; None: nothing.
+        s: (..., H). weight: (H,).
+        eps: as in the forward.
+    """
+    wide = torch.float64 if s.dtype == torch.float64 else torch.float32
+    upper, value = dy.to(wide), s.to(wide)
+    rstd = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    h = value * rstd
+    g = upper * weight.to(wide)
+    dx = rstd * (g - h * (g * h).mean(-1, keepdim=True))
+    if ds is not None:
+        dx = dx + ds.to(wide)
+    dweight = (upper * h).flatten(0, -2).sum(0) if s.dim() > 1 else upper * h
+    return dx.to(s.dtype), dweight.to(weight.dtype)
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def rms_norm_kernel(name: str, dtype: torch.dtype, team: int, groups: int, whole: int) -> Kernel:
+    """A kernel of rms_norm.cu.
+
+    Args:
+        name: of the kernel.
+        dtype: fp32, bf16 or fp16.
+        team: threads of a row.
+        groups: groups of 16 bytes that a thread takes of a row.
+        whole: 1 if rows are made of aligned groups of 16 bytes.
+    """
+    return Kernel("rms_norm", name, DATA_T=C_TYPES[dtype], TEAM=team, GROUPS=groups, WHOLE=whole)
+
+
+@functools.cache
+def _team_and_groups(width: int, dtype: torch.dtype) -> "tuple[int, int]":
+    """(threads of a row, groups of 16 bytes that each of them takes)."""
+    groups = -(-width * dtype.itemsize // 16)
+    team = 32
+    while team * 4 < groups:
+        team *= 2
+    return team, -(-groups // team)
+
+
+def _kernel_for(name: str, width: int, *tensors: "Tensor | None") -> Kernel:
+    there = [t for t in tensors if t is not None]
+    dtype = there[0].dtype
+    aligned = all(t.data_ptr() % 16 == 0 for t in there)
+    whole = int(aligned and width * dtype.itemsize % 16 == 0)
+    return rms_norm_kernel(name, dtype, *_team_and_groups(width, dtype), whole)
+
+
+def launch_forward(
+    x: Tensor, residual: "Tensor | None", weight: Tensor, eps: float
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """Launch rms_norm_forward_v3.
+
+    Args:
+        x, residual: (..., H), contiguous, not empty. weight: (H,), contiguous. All of one dtype.
+        eps: added to the mean of the squares.
+
+    Returns:
+        Y and s, (..., H), and rstd, (rows,) fp32. Without a residual s is x itself.
+    """
+    width = x.shape[-1]
+    rows = x.numel() // width
+    y = torch.empty_like(x)
+    s = None if residual is None else torch.empty_like(x)
+    rstd = torch.empty(rows, device=x.device)
+    kernel = _kernel_for("rms_norm_forward_v3", width, x, residual, weight, y, s)
+    teams = kernel.bound // int(kernel.defines["TEAM"])
+    kernel[-(-rows // teams), kernel.bound](y, s, rstd, x, residual, weight, eps, rows, width)
+    return y, x if s is None else s, rstd
+
+
+def launch_backward(
+    dy: Tensor,
+    ds: "Tensor | None",
+    s: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    weight_needs_grad: bool,
+) -> "tuple[Tensor, Tensor | None]":
+    """Launch rms_norm_backward_v3, and rms_norm_weight_v3 where the weight's gradient is wanted.
+
+    Args:
+        dy, ds, s: (..., H), contiguous, not empty. weight: (H,), contiguous. All of one dtype.
+        rstd: of the forward.
+        weight_needs_grad: whether dweight is computed.
+
+    Returns:
+        Dx, (..., H), and dweight, (H,), or None.
+    """
+    width = s.shape[-1]
+    rows = s.numel() // width
+    blocks = -(-rows // ROWS)
+    dx = torch.empty_like(s)
+    partials = None
+    if weight_needs_grad:
+        partials = torch.empty(blocks, width, device=s.device)
+    kernel = _kernel_for("rms_norm_backward_v3", width, dy, ds, s, weight, dx)
+    kernel[blocks, kernel.bound](dx, partials, dy, ds, s, rstd, weight, rows, width)
+    if partials is None:
+        return dx, None
+    dweight = torch.empty_like(weight)
+    rms_norm_kernel("rms_norm_weight_v3", weight.dtype, 32, 4, 0)[-(-width // 32), 1024](
+        dweight, partials, blocks, width
+    )
+    return dx, dweight
+
+
+# ---- the operations that torch.compile sees ------------------------------------------------------
+
+_library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+_library.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "rms_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor weight, Tensor rstd, float eps, "
+    "bool weight_needs_grad) -> (Tensor, Tensor)"
+)
+
+
+@functools.cache
+def _kernels_of(dtype: torch.dtype, width: int) -> "list[Kernel]":
+    """All kernels that norms of this width may launch."""
+    team, groups = _team_and_groups(width, dtype)
+    return [
+        rms_norm_kernel("rms_norm_weight_v3", dtype, 32, 4, 0),
+        *(
+            rms_norm_kernel(name, dtype, team, groups, whole)
+            for name in ("rms_norm_forward_v3", "rms_norm_backward_v3")
+            for whole in (0, 1)
+        ),
+    ]
+
+
+@torch.compiler.assume_constant_result
+def rms_norm_runs(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Do the kernels run on rows of this width? Else torch computes.
+
+    torch.compile decides when it traces. (In a compiled graph the operations decide again.)
+
+    Args:
+        device: of the tensors.
+        dtype: of all of them.
+        width: elements of a row.
+    """
+    return (
+        takes(device)
+        and dtype in FLOAT_DTYPES
+        and 0 < width * dtype.itemsize <= MAX_ROW_BYTES
+        and usable(device, *_kernels_of(dtype, width))
+    )
+
+
+def _kernels_run(x: Tensor, weight: Tensor) -> bool:
+    return x.numel() > 0 and rms_norm_runs(x.device, x.dtype, weight.numel())
+
+
+def _forward(x, residual, weight, eps):
+    """(y, s, rstd); without a residual s is x."""
+    if _kernels_run(x, weight):
+        residual = None if residual is None else residual.contiguous()
+        return launch_forward(x.contiguous(), residual, weight.contiguous(), eps)
+    y, s = reference_add_rms_norm(x, residual, weight, eps)
+    return y, s, x.new_empty(_rows(x), dtype=torch.float32)
+
+
+def _rows(x):
+    return x.shape[:-1].numel()
+
+
+def _rms_norm(x, weight, eps):
+    y, _, rstd = _forward(x, None, weight, eps)
+    return y, rstd
+
+
+def _backward(dy, ds, s, weight, rstd, eps, weight_needs_grad):
+    """(dx, dweight); dweight is None where it is not wanted."""
+    if _kernels_run(s, weight):
+        ds = None if ds is None else ds.contiguous()
+        return launch_backward(
+            dy.contiguous(), ds, s.contiguous(), weight.contiguous(), rstd, weight_needs_grad
+        )
+    dx, dweight = reference_backward(dy, ds, s, weight, eps)
+    return dx, dweight if weight_needs_grad else None
+
+
+def _rms_norm_backward(dy, ds, s, weight, rstd, eps, weight_needs_grad):
+    dx, dweight = _backward(dy, ds, s, weight, rstd, eps, weight_needs_grad)
+    return dx, weight.new_empty(0) if dweight is None else dweight
+
+
+for _name, _function in (
+    ("rms_norm", _rms_norm),
+    ("add_rms_norm", _forward),
+    ("rms_norm_backward", _rms_norm_backward),
+):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+
+
+def _empty(t):
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _empty_rstd(x):
+    return x.new_empty(_rows(x), dtype=torch.float32)
+
+
+torch.library.register_fake(
+    "gpuaccel::rms_norm", lambda x, weight, eps: (_empty(x), _empty_rstd(x)), lib=_library
+)
+torch.library.register_fake(
+    "gpuaccel::add_rms_norm",
+    lambda x, residual, weight, eps: (_empty(x), _empty(x), _empty_rstd(x)),
+    lib=_library,
+)
+torch.library.register_fake(
+    "gpuaccel::rms_norm_backward",
+    lambda dy, ds, s, weight, rstd, eps, weight_needs_grad: (
+        _empty(s),
+        weight.new_empty(weight.shape if weight_needs_grad else 0),
+    ),
+    lib=_library,
+)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """(y, s). The gradient of the residual stream s is added by the norm's backward."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        # None for the gradient of an output that nobody uses, as s is behind the last norm.
+        ctx.set_materialize_grads(False)
+        if not torch.compiler.is_compiling():
+            y, s, rstd = _forward(x, residual, weight, eps)
+        elif residual is None:
+            y, rstd = torch.ops.gpuaccel.rms_norm(x, weight, eps)
+        else:
+            y, s, rstd = torch.ops.gpuaccel.add_rms_norm(x, residual, weight, eps)
+        ctx.eps = eps
+        if residual is None:
+            ctx.save_for_backward(x, weight, rstd)
+            return y, x.view_as(x)
+        ctx.save_for_backward(s, weight, rstd)
+        return y, s
+
+    @staticmethod
+    def backward(ctx, dy, ds):
+        s, weight, rstd = ctx.saved_tensors
+        weight_needs_grad = ctx.needs_input_grad[2]
+        if dy is None:
+            dx, dweight = ds, None
+        elif torch.compiler.is_compiling():
+            dx, dweight = torch.ops.gpuaccel.rms_norm_backward(
+                dy, ds, s, weight, rstd, ctx.eps, weight_needs_grad
+            )
+        elif torch.is_grad_enabled():
+            # With create_graph=True: it may be differentiated again.
+            dx, dweight = reference_backward(dy, ds, s, weight, ctx.eps)
+        else:
+            dx, dweight = _backward(dy, ds, s, weight, rstd, ctx.eps, weight_needs_grad)
+        return (
+            dx if ctx.needs_input_grad[0] else None,
+            dx if ctx.needs_input_grad[1] else None,
+            dweight if weight_needs_grad else None,
+            None,
+        )
+
+
+# ---- public --------------------------------------------------------------------------------------
+
+
+def add_rms_norm(
+    x: Tensor, residual: "Tensor | None", weight: Tensor, eps: float
+) -> "tuple[Tensor, Tensor]":
+    """(rms_norm(s), s) with s = x + residual, in one kernel, and its backward in one.
+
+    Where the kernels do not run (on a CPU, with fp64, in rows of more than 32 KiB), torch computes.
+    torch.func's transforms and forward mode are not supported.
+
+    Args:
+        x, residual: (..., H), of one shape, dtype and device; residual None: s is x.
+        weight: (H,), of their dtype.
+        eps: added to the mean of the squares.
+
+    Returns:
+        The norm and the sum, (..., H). Use the returned s, not x, for what follows, so that one
+        kernel adds both gradients.
+
+    Raises:
+        ArgumentError: for tensors that do not fit each other.
+
+    Source:
+        kernels_cu/rms_norm.cu; torch.nn.functional.rms_norm.
+
+    Example:
+        >>> x, residual = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+        >>> y, s = ga.ops.add_rms_norm(x, residual, torch.ones(8), 1e-5)
+        >>> torch.equal(s, x + residual), y.shape
+        (True, torch.Size([2, 4, 8]))
+    """
+    for name, t in (("residual", residual), ("weight", weight)):
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            raise ArgumentError(
+                f"{name} is {t.dtype} on {t.device}, x {x.dtype} on {x.device}; expected one dtype "
+                "and device"
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ArgumentError(
+            f"residual has shape {tuple(residual.shape)}; expected {tuple(x.shape)}, as x"
+        )
+    if weight.dim() != 1 or x.shape[-1:] != weight.shape:
+        raise ArgumentError(
+            f"weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}; expected (H,) and "
+            "(..., H)"
+        )
+    if not rms_norm_runs(x.device, x.dtype, weight.numel()):
+        return reference_add_rms_norm(x, residual, weight, eps)
+    return _AddRMSNorm.apply(x, residual, weight, eps)
