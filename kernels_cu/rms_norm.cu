@@ -203,14 +203,11 @@ __device__ __forceinline__ float element(const bf16* group, int i) {
     return i % 2 == 0 ? low_as_float(word) : high_as_float(word);
 }
 
-// Converts these groups to floats again where they are used next. Else the compiler keeps the floats
-// of the first loop for the second one, in twice the registers, and spills.
-__device__ __forceinline__ void keep_packed(Group (&groups)[GROUPS]) {
+// From here on the group is converted to floats anew. Else the compiler keeps the floats of the first
+// loop for the second one, in twice the registers, and spills.
+__device__ __forceinline__ void keep_packed(Group& group) {
 #ifdef __CUDA_ARCH__
-    #pragma unroll
-    for (int k = 0; k < GROUPS; k++)
-        asm volatile("" : "+r"(groups[k].all.x), "+r"(groups[k].all.y), "+r"(groups[k].all.z),
-                          "+r"(groups[k].all.w));
+    asm volatile("" : "+r"(group.all.x), "+r"(group.all.y), "+r"(group.all.z), "+r"(group.all.w));
 #endif
 }
 
@@ -245,13 +242,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) rms_norm_f
             float a = element(value[k].at, i), b = element(value[k].at, i + 1);
             sum = fmaf(b, b, fmaf(a, a, sum));
         }
-    keep_packed(value);
     float scale = 1.0f / sqrtf(team_sum(sum) / width + eps);
     if (!there) return;
     if (threadIdx.x % TEAM == 0) rstd[row] = scale;
     #pragma unroll
     for (int k = 0; k < GROUPS; k++) {
         int group = k * TEAM + threadIdx.x % TEAM;
+        keep_packed(value[k]);
         if (WIDE * group < width) {
             float sums[WIDE], result[WIDE];
             #pragma unroll
@@ -291,12 +288,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) rms_norm_ba
                 float g = __fmul_rn(element(upper[k].at, j), element(w[k].at, j));
                 sum = fmaf(g, element(value[k].at, j), sum);
             }
-        keep_packed(w);
-        keep_packed(upper);
-        keep_packed(value);
         float mean = __fmul_rn(team_sum(sum), scale) / width;
         #pragma unroll
         for (int k = 0; k < GROUPS; k++) {
+            keep_packed(w[k]);
+            keep_packed(upper[k]);
+            keep_packed(value[k]);
             float result[WIDE];
             #pragma unroll
             for (int j = 0; j < WIDE; j++) {

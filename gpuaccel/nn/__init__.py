@@ -1,5 +1,6 @@
-"""Modules: embedding, richards_glu, poly_attention, lora, and linear layers whose weight gradient
-is added straight into an arena (fused_linear)."""
+"""Modules: embedding, richards_glu, poly_attention, lora, linear layers whose weight gradient is
+added straight into an arena (fused_linear), and nn.RMSNorm with the addition before it (rms_norm).
+"""
 
 from .embedding import Embedding, Encoder, deterministic_embeddings, fuse_embedding, invalid_tokens
 from .fused_linear import (

@@ -28,7 +28,7 @@ def fused_add_norm(
     Returns:
         The norm and the sum, (..., H). Use the returned s, not x, for what follows.
     """
-    if _one_kernel(x, residual, norm):
+    if isinstance(norm, nn.RMSNorm) and _one_kernel(x, residual, norm):
         return add_rms_norm(x, residual, norm.weight, norm.eps)
     s = x if residual is None else x + residual
     return norm(s), s

@@ -180,14 +180,13 @@ _library.define(
 
 @functools.cache
 def _kernels_of(dtype: torch.dtype, width: int) -> "list[Kernel]":
-    """All kernels that norms of this width may launch."""
-    team, groups = _team_and_groups(width, dtype)
+    """The kernels that norms of this width launch, on tensors that are aligned to 16 bytes."""
+    whole = int(width * dtype.itemsize % 16 == 0)
     return [
         rms_norm_kernel("rms_norm_weight_v3", dtype, 32, 4, 0),
         *(
-            rms_norm_kernel(name, dtype, team, groups, whole)
+            rms_norm_kernel(name, dtype, *_team_and_groups(width, dtype), whole)
             for name in ("rms_norm_forward_v3", "rms_norm_backward_v3")
-            for whole in (0, 1)
         ),
     ]
 
@@ -221,7 +220,8 @@ def _forward(x, residual, weight, eps):
         residual = None if residual is None else residual.contiguous()
         return launch_forward(x.contiguous(), residual, weight.contiguous(), eps)
     y, s = reference_add_rms_norm(x, residual, weight, eps)
-    return y, s, x.new_empty(_rows(x), dtype=torch.float32)
+    unused = x.new_zeros(_rows(x), dtype=torch.float32)
+    return y, s, unused
 
 
 def _rows(x):

@@ -7,7 +7,8 @@
 
 Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
 x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
-positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023).
+positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). On a GPU each
+addition to x is in the kernel of the norm behind it (ops/rms_norm.py).
 
 Family "gpt2" (Radford et al., 2019), LayerNorm and biases: x = x + proj(Attention(qkv(ln_1(x)))),
 then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.nn.Encoder), and the embedding is

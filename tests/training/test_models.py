@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import EVERYWHERE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuaccel.backends import backend, use_backend
 from gpuaccel.errors import ArgumentError
 from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.training.models import (
@@ -41,6 +43,68 @@ def small(**changes):
 
 def loss_of(model, tokens):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def separate_forward(model, tokens):
+    """The formulas of family Llama, each addition and each norm by itself."""
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        h = block.input_norm(x)
+        q, k, v = (
+            layer(h).unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
+            for layer in (block.w_q, block.w_k, block.w_v)
+        )
+        q, k = rotate(q, model.rope), rotate(k, model.rope)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + block.w_o(y.transpose(1, 2).flatten(-2))
+        h = block.post_attn_norm(x)
+        x = x + block.down(F.silu(block.gate(h)) * block.up(h))
+    return model.lm_head(model.final_norm(x))
+
+
+def results(model, forward, tokens, frozen=False):
+    """The logits, and the gradient of each parameter that has got one."""
+    for name, p in model.named_parameters():
+        p.grad = None
+        p.requires_grad_(not (frozen and "norm" in name))
+    y = forward(tokens)
+    y.float().square().mean().backward()
+    return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_transformer_with_its_additions_in_the_norms_computes_the_formulas(device, dtype, frozen):
+    model = small().to(device, dtype)
+    tokens = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    y, grads = results(model, model, tokens, frozen)
+    with use_backend("torch"):
+        want, want_grads = results(
+            model, lambda tokens: separate_forward(model, tokens), tokens, frozen
+        )
+    assert grads.keys() == want_grads.keys() and (frozen != ("final_norm.weight" in grads))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.04}[dtype]
+    for name, a, b in (("y", y, want), *((n, grads[n], want_grads[n]) for n in grads)):
+        # Without our kernels not one operation differs.
+        if device == "cpu" and backend().name == "torch":
+            assert torch.equal(a, b), name
+        assert float((a - b).abs().max()) <= tolerance * float(b.abs().max()), name
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_hook_on_a_block_or_a_norm_sees_what_the_module_computes(device):
+    model = small(layers=3).to(device)
+    tokens = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    want = model(tokens)
+    seen = []
+    for module in (model.blocks[1], model.blocks[0].post_attn_norm, model.final_norm):
+        module.register_forward_hook(lambda module, given, y: seen.append(y))
+    y = model(tokens)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
+    assert [type(t) for t in seen] == [torch.Tensor] * 3
+    assert [tuple(t.shape) for t in seen] == [(2, 12, 16)] * 3
+    torch.testing.assert_close(model.lm_head(seen[-1]), y)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].family == "llama"])
