@@ -9,22 +9,22 @@
 // ds is the gradient that the residual stream s itself has received.
 //
 // Floor, per element: the forward reads x and the residual and writes s and y, the backward reads
-// dy, ds and s and writes dx. Both move four matrices. A micro-batch of llama-350m has 4 x 1024 rows
-// of 1024 bf16: a matrix is 8.4 MB, four take 10.2 us at 3.3 TB/s (H100). Its 49 norms have a floor
-// of 0.50 ms forward and 0.50 ms backward. torch.compile's backward moves six matrices, 0.75 ms at
-// that rate: one kernel computes dx, and another reads dy and s again for dw, because its sums run
-// down the columns. backward_v3 adds 1.0 MB of partial sums, written and read once, to the four
-// matrices: 0.53 ms. By bytes 0.22 ms of each micro-batch's backward are saved, and more where the
-// reduction for dw does not reach the copy rate.
+// dy, ds and s and writes dx. Both move four matrices. A micro-batch of llama-350m has 4 x 1024
+// rows of 1024 bf16: a matrix is 8.4 MB, four take 10.2 us at 3.3 TB/s (H100). Its 49 norms have a
+// floor of 0.50 ms forward and 0.50 ms backward. torch.compile's backward moves six matrices, 0.75
+// ms at that rate: one kernel computes dx, and another reads dy and s again for dw, because its
+// sums run down the columns. backward_v3 adds 1.0 MB of partial sums, written and read once, to the
+// four matrices: 0.53 ms. By bytes 0.22 ms of each micro-batch's backward are saved, and more where
+// the reduction for dw does not reach the copy rate.
 //
 // The ladder:
 //   *_v1           One thread per row. Neighbouring threads read addresses that are a row apart, so
-//                  a request of 32 bytes brings one element that is used; and 4,096 rows are 4,096
-//                  threads for the whole GPU.
+//                  a warp's request is 32 requests; and 4,096 rows are 4,096 threads for the whole
+//                  GPU.
 //   weight_v1      dw: one thread per column. Requests are whole, but 1,024 threads add 4,096 rows
 //                  each, and dy and s are read once more.
-//   *_v2           One block per row. Requests are whole; sums by shuffles. The row is read a second
-//                  time (from L1) once its sum is known.
+//   *_v2           One block per row. Requests are whole; sums by shuffles. The row is read a
+//                  second time (from L1) once its sum is known.
 //   *_v3           A team of TEAM threads per row, a warp for up to 1,024 bf16. Groups of 16 bytes;
 //                  the row stays in registers between its sum and its result. In the backward a
 //                  block takes ROWS rows, and a thread adds dy h of its columns in registers, so
@@ -47,9 +47,9 @@
 #define THREADS TEAM
 #endif
 #define TEAMS (THREADS / TEAM)     // rows that a block has in work
-// Rows that share one row of partial sums: 16, which with a warp per row are two for each warp. More
-// rows would leave SMs without work (4,096 rows are 256 blocks, two for each of 128 SMs), fewer
-// would write more sums.
+// Rows that share one row of partial sums: 16, which with a warp per row are two for each warp.
+// More rows would leave SMs without work (4,096 rows are 256 blocks, two for each of 128 SMs),
+// fewer would write more sums.
 #define ROWS 16
 
 // ---- one thread per row ----
@@ -193,8 +193,8 @@ __device__ __forceinline__ float team_sum(float x) {
     return x;
 }
 
-// Element i of a group. Two bf16 are taken from their word: else the compiler keeps each of them in a
-// register of its own.
+// Element i of a group. Two bf16 are taken from their word: else the compiler keeps each of them in
+// a register of its own.
 template <class T> __device__ __forceinline__ float element(const T* group, int i) {
     return as_float(group[i]);
 }
@@ -203,8 +203,8 @@ __device__ __forceinline__ float element(const bf16* group, int i) {
     return i % 2 == 0 ? low_as_float(word) : high_as_float(word);
 }
 
-// From here on the group is converted to floats anew. Else the compiler keeps the floats of the first
-// loop for the second one, in twice the registers, and spills.
+// From here on the group is converted to floats anew. Else the compiler keeps the floats of the
+// first loop for the second one, in twice the registers, and spills.
 __device__ __forceinline__ void keep_packed(Group& group) {
 #ifdef __CUDA_ARCH__
     asm volatile("" : "+r"(group.all.x), "+r"(group.all.y), "+r"(group.all.z), "+r"(group.all.w));

@@ -28,18 +28,17 @@ def fused_add_norm(
     Returns:
         The norm and the sum, (..., H). Use the returned s, not x, for what follows.
     """
-    if isinstance(norm, nn.RMSNorm) and _one_kernel(x, residual, norm):
+    if type(norm) is nn.RMSNorm and norm.eps is not None and _one_kernel(x, residual, norm):
         return add_rms_norm(x, residual, norm.weight, norm.eps)
     s = x if residual is None else x + residual
     return norm(s), s
 
 
 def _one_kernel(x, residual, norm) -> bool:
-    if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
-        return False
     weight = norm.weight
     return (
-        rms_norm_runs(x.device, x.dtype, weight.numel())
+        weight is not None
+        and rms_norm_runs(x.device, x.dtype, weight.numel())
         # Subclasses of tensors (DTensor, FakeTensor) have operations of their own.
         and type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)

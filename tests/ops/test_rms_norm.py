@@ -112,7 +112,7 @@ def test_the_norm_is_rounded_as_torch_rounds_it(device, dtype, width):
 @pytest.mark.parametrize("dtype", DTYPES)
 @on_kernels
 def test_results_are_deterministic_and_a_row_does_not_depend_on_the_others(device, dtype):
-    """Nor on its alignment: a matrix that begins one element behind 16 bytes takes the other path."""
+    """Nor on its alignment: a matrix one element behind 16 bytes takes the other path."""
     x, residual, weight, dy, ds = tensors(50, 264, dtype, device)
     whole = results(x, residual, weight, dy, ds)
     for name, a, b in zip("y s dx dweight".split(), whole, results(x, residual, weight, dy, ds)):
