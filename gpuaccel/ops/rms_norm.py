@@ -108,73 +108,77 @@ def _kernel_for(name: str, width: int, *tensors: "Tensor | None") -> Kernel:
 
 
 def launch_forward(
-    x: Tensor, residual: "Tensor | None", weight: Tensor, eps: float
-) -> "tuple[Tensor, Tensor, Tensor]":
-    """Launch rms_norm_forward_v3.
+    y: Tensor,
+    s: "Tensor | None",
+    rstd: Tensor,
+    x: Tensor,
+    residual: "Tensor | None",
+    weight: Tensor,
+    eps: float,
+):
+    """Launch rms_norm_forward_v3, which writes y, s and rstd.
 
     Args:
-        x, residual: (..., H), contiguous, not empty. weight: (H,), contiguous. All of one dtype.
+        y: (..., H), the norm.
+        s: (..., H), the sum; None: there is no residual.
+        rstd: (rows,) fp32.
+        x, residual: (..., H), not empty. weight: (H,).
         eps: added to the mean of the squares.
 
-    Returns:
-        Y and s, (..., H), and rstd, (rows,) fp32. Without a residual s is x itself.
+    All are contiguous, and of one dtype but for rstd.
     """
     width = x.shape[-1]
     rows = x.numel() // width
-    y = torch.empty_like(x)
-    s = None if residual is None else torch.empty_like(x)
-    rstd = torch.empty(rows, device=x.device)
     kernel = _kernel_for("rms_norm_forward_v3", width, x, residual, weight, y, s)
     teams = kernel.bound // int(kernel.defines["TEAM"])
     kernel[-(-rows // teams), kernel.bound](y, s, rstd, x, residual, weight, eps, rows, width)
-    return y, x if s is None else s, rstd
 
 
 def launch_backward(
+    dx: Tensor,
+    dweight: "Tensor | None",
     dy: Tensor,
     ds: "Tensor | None",
     s: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    weight_needs_grad: bool,
-) -> "tuple[Tensor, Tensor | None]":
+):
     """Launch rms_norm_backward_v3, and rms_norm_weight_v3 where the weight's gradient is wanted.
 
     Args:
-        dy, ds, s: (..., H), contiguous, not empty. weight: (H,), contiguous. All of one dtype.
+        dx: (..., H), written.
+        dweight: (H,), written; None: it is not wanted.
+        dy, ds, s: (..., H), not empty; ds None: s has received no gradient. weight: (H,).
         rstd: of the forward.
-        weight_needs_grad: whether dweight is computed.
 
-    Returns:
-        Dx, (..., H), and dweight, (H,), or None.
+    All are contiguous, and of one dtype but for rstd.
     """
     width = s.shape[-1]
     rows = s.numel() // width
     blocks = -(-rows // ROWS)
-    dx = torch.empty_like(s)
     partials = None
-    if weight_needs_grad:
+    if dweight is not None:
         partials = torch.empty(blocks, width, device=s.device)
     kernel = _kernel_for("rms_norm_backward_v3", width, dy, ds, s, weight, dx)
     kernel[blocks, kernel.bound](dx, partials, dy, ds, s, rstd, weight, rows, width)
-    if partials is None:
-        return dx, None
-    dweight = torch.empty_like(weight)
-    rms_norm_kernel("rms_norm_weight_v3", weight.dtype, 32, 4, 0)[-(-width // 32), 1024](
-        dweight, partials, blocks, width
-    )
-    return dx, dweight
+    if dweight is not None:
+        rms_norm_kernel("rms_norm_weight_v3", weight.dtype, 32, 4, 0)[-(-width // 32), 1024](
+            dweight, partials, blocks, width
+        )
 
 
 # ---- the operations that torch.compile sees ------------------------------------------------------
 
-_library.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+# They write into buffers that are given to them. Inductor prints the arguments of some operations,
+# an operation's result with all that it was made of, twice where a residual stream forks: the text
+# doubles with each norm. A buffer is printed by itself.
 _library.define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+    "add_rms_norm_out(Tensor(a!) y, Tensor(b!)? s, Tensor(c!) rstd, Tensor x, Tensor? residual, "
+    "Tensor weight, float eps) -> ()"
 )
 _library.define(
-    "rms_norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor weight, Tensor rstd, float eps, "
-    "bool weight_needs_grad) -> (Tensor, Tensor)"
+    "rms_norm_backward_out(Tensor(a!) dx, Tensor(b!)? dweight, Tensor dy, Tensor? ds, Tensor s, "
+    "Tensor weight, Tensor rstd, float eps) -> ()"
 )
 
 
@@ -214,74 +218,40 @@ def _kernels_run(x: Tensor, weight: Tensor) -> bool:
     return x.numel() > 0 and rms_norm_runs(x.device, x.dtype, weight.numel())
 
 
-def _forward(x, residual, weight, eps):
-    """(y, s, rstd); without a residual s is x."""
+def _contiguous(t: "Tensor | None") -> "Tensor | None":
+    return None if t is None else t.contiguous()
+
+
+def _forward(y, s, rstd, x, residual, weight, eps):
     if _kernels_run(x, weight):
-        residual = None if residual is None else residual.contiguous()
-        return launch_forward(x.contiguous(), residual, weight.contiguous(), eps)
-    y, s = reference_add_rms_norm(x, residual, weight, eps)
-    unused = x.new_zeros(_rows(x), dtype=torch.float32)
-    return y, s, unused
+        launch_forward(y, s, rstd, *map(_contiguous, (x, residual, weight)), eps)
+        return
+    norm, total = reference_add_rms_norm(x, residual, weight, eps)
+    y.copy_(norm)
+    rstd.zero_()
+    if s is not None:
+        s.copy_(total)
 
 
-def _rows(x):
-    return x.shape[:-1].numel()
-
-
-def _rms_norm(x, weight, eps):
-    y, _, rstd = _forward(x, None, weight, eps)
-    return y, rstd
-
-
-def _backward(dy, ds, s, weight, rstd, eps, weight_needs_grad):
-    """(dx, dweight); dweight is None where it is not wanted."""
+def _backward(dx, dweight, dy, ds, s, weight, rstd, eps):
     if _kernels_run(s, weight):
-        ds = None if ds is None else ds.contiguous()
-        return launch_backward(
-            dy.contiguous(), ds, s.contiguous(), weight.contiguous(), rstd, weight_needs_grad
-        )
-    dx, dweight = reference_backward(dy, ds, s, weight, eps)
-    return dx, dweight if weight_needs_grad else None
+        launch_backward(dx, dweight, *map(_contiguous, (dy, ds, s, weight)), rstd)
+        return
+    gradients = reference_backward(dy, ds, s, weight, eps)
+    dx.copy_(gradients[0])
+    if dweight is not None:
+        dweight.copy_(gradients[1])
 
 
-def _rms_norm_backward(dy, ds, s, weight, rstd, eps, weight_needs_grad):
-    dx, dweight = _backward(dy, ds, s, weight, rstd, eps, weight_needs_grad)
-    return dx, weight.new_empty(0) if dweight is None else dweight
-
-
-for _name, _function in (
-    ("rms_norm", _rms_norm),
-    ("add_rms_norm", _forward),
-    ("rms_norm_backward", _rms_norm_backward),
-):
+for _name, _function in (("add_rms_norm_out", _forward), ("rms_norm_backward_out", _backward)):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"gpuaccel::{_name}", lambda *args: None, lib=_library)
 
 
-def _empty(t):
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-def _empty_rstd(x):
-    return x.new_empty(_rows(x), dtype=torch.float32)
-
-
-torch.library.register_fake(
-    "gpuaccel::rms_norm", lambda x, weight, eps: (_empty(x), _empty_rstd(x)), lib=_library
-)
-torch.library.register_fake(
-    "gpuaccel::add_rms_norm",
-    lambda x, residual, weight, eps: (_empty(x), _empty(x), _empty_rstd(x)),
-    lib=_library,
-)
-torch.library.register_fake(
-    "gpuaccel::rms_norm_backward",
-    lambda dy, ds, s, weight, rstd, eps, weight_needs_grad: (
-        _empty(s),
-        weight.new_empty(weight.shape if weight_needs_grad else 0),
-    ),
-    lib=_library,
-)
+def _empty(t: Tensor) -> Tensor:
+    """Contiguous. Not empty_like: torch.compile would make one tensor of two of them."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -291,14 +261,14 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, eps):
         # None for the gradient of an output that nobody uses, as s is behind the last norm.
         ctx.set_materialize_grads(False)
-        if not torch.compiler.is_compiling():
-            y, s, rstd = _forward(x, residual, weight, eps)
-        elif residual is None:
-            y, rstd = torch.ops.gpuaccel.rms_norm(x, weight, eps)
-        else:
-            y, s, rstd = torch.ops.gpuaccel.add_rms_norm(x, residual, weight, eps)
+        y = _empty(x)
+        s = None if residual is None else _empty(x)
+        rstd = torch.empty(x.shape[:-1].numel(), device=x.device)
+        compiled = torch.compiler.is_compiling()
+        forward = torch.ops.gpuaccel.add_rms_norm_out if compiled else _forward
+        forward(y, s, rstd, x, residual, weight, eps)
         ctx.eps = eps
-        if residual is None:
+        if s is None:
             ctx.save_for_backward(x, weight, rstd)
             return y, x.view_as(x)
         ctx.save_for_backward(s, weight, rstd)
@@ -308,17 +278,17 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, ds):
         s, weight, rstd = ctx.saved_tensors
         weight_needs_grad = ctx.needs_input_grad[2]
+        compiled = torch.compiler.is_compiling()
         if dy is None:
             dx, dweight = ds, None
-        elif torch.compiler.is_compiling():
-            dx, dweight = torch.ops.gpuaccel.rms_norm_backward(
-                dy, ds, s, weight, rstd, ctx.eps, weight_needs_grad
-            )
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and not compiled:
             # With create_graph=True: it may be differentiated again.
             dx, dweight = reference_backward(dy, ds, s, weight, ctx.eps)
         else:
-            dx, dweight = _backward(dy, ds, s, weight, rstd, ctx.eps, weight_needs_grad)
+            dx = _empty(s)
+            dweight = _empty(weight) if weight_needs_grad else None
+            backward = torch.ops.gpuaccel.rms_norm_backward_out if compiled else _backward
+            backward(dx, dweight, dy, ds, s, weight, rstd, ctx.eps)
         return (
             dx if ctx.needs_input_grad[0] else None,
             dx if ctx.needs_input_grad[1] else None,

@@ -1,6 +1,10 @@
 """RMSNorm with the addition in its kernel: float64's values, torch's rounding, deterministic sums,
 and torch's own operations wherever the kernels do not fit."""
 
+import itertools
+import logging
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,7 +197,7 @@ def test_a_frozen_weight_costs_nothing_and_an_unused_sum_is_not_filled_with_zero
         patch.setattr(
             module,
             "launch_backward",
-            lambda dy, ds, *rest: launch_backward(dy, given.append(ds), *rest),
+            lambda dx, dw, dy, ds, *rest: launch_backward(dx, dw, dy, given.append(ds), *rest),
         )
         assert launched(lambda: work(False)) == ["forward_v3", "backward_v3", "weight_v3"]
         assert launched(lambda: work(True)) == ["forward_v3", "backward_v3"]
@@ -267,13 +271,15 @@ def test_tensors_that_do_not_fit_are_refused(change, message):
 def test_opcheck_passes(device):
     x, residual, weight, dy, ds = tensors(20, 24, device=device)
     ops = torch.ops.gpuaccel
-    torch.library.opcheck(ops.rms_norm.default, (x, weight, EPS))
-    torch.library.opcheck(ops.add_rms_norm.default, (x, residual, weight, EPS))
-    _, s, rstd = ops.add_rms_norm(x, residual, weight, EPS)
-    for upper, wanted in ((ds, True), (None, False)):
-        torch.library.opcheck(
-            ops.rms_norm_backward.default, (dy, upper, s, weight, rstd, EPS, wanted)
-        )
+    y, s, rstd = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(20, device=device)
+    for total, added in ((s, residual), (None, None)):
+        given = y, total, rstd, x, added, weight, EPS
+        torch.library.opcheck(ops.add_rms_norm_out.default, given)
+        ops.add_rms_norm_out(*given)
+    dx = torch.zeros_like(x)
+    for dweight, upper in ((torch.zeros_like(weight), ds), (None, None)):
+        given = dx, dweight, dy, upper, s, weight, rstd, EPS
+        torch.library.opcheck(ops.rms_norm_backward_out.default, given)
 
 
 @pytest.mark.parametrize("with_residual", [True, False])
@@ -288,6 +294,83 @@ def test_compiled_whole_it_is_bit_identical(device, with_residual):
             same(a, b, name)
     finally:
         torch._dynamo.reset()
+
+
+_numbers = itertools.count()
+
+
+def new_operation(backward):
+    """A copy, as an operation that nobody has compiled before; backward(dy) is its gradient."""
+
+    def clone(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    op = torch.library.custom_op(f"gpuaccel_test::clone_{next(_numbers)}", clone, mutates_args=())
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, dy: backward(dy))
+    return op
+
+
+def compiled_chain(norms, given):
+    """The results of a chain of norms in inductor, and the texts that its log makes of operations.
+
+    An operation stands behind the last norm, and another behind the first one's gradient."""
+
+    def chain(x, residual, weight, eps):
+        y, s = first(x), residual
+        for _ in range(norms):
+            y, s = add_rms_norm(y, s, weight, eps)
+        return last(y), s
+
+    first = new_operation(new_operation(torch.clone))
+    last = new_operation(torch.clone)
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    log = logging.getLogger("torch._inductor.graph")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    torch._dynamo.reset()
+    try:
+        with torch.compiler.config.patch(force_disable_caches=True):
+            compiled = torch.compile(chain, fullgraph=True, dynamic=False)
+            return results_of_chain(compiled, given), results_of_chain(chain, given), texts
+    finally:
+        torch._dynamo.reset()
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def results_of_chain(function, given):
+    x, residual, weight, dy, ds = given
+    inputs = [t.detach().requires_grad_() for t in (x, residual, weight)]
+    y, s = function(*inputs, EPS)
+    torch.autograd.backward([y, s], [dy, ds])
+    return [y.detach(), s.detach(), *(t.grad for t in inputs)]
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler, and there is none",
+)
+@on_kernels
+def test_inductor_copies_nothing_and_the_text_of_an_operation_does_not_grow_with_each_norm(device):
+    """torch 2.11 makes that text for its log whatever the level: a text that doubled with each norm
+    was never finished."""
+    given = tensors(20, 24, device=device)
+    missed = torch._dynamo.utils.ReinplaceCounters
+    missed.clear()
+    longest = []
+    for norms in (2, 8):
+        got, want, texts = compiled_chain(norms, given)
+        for name, a, b in zip("y s dx dresidual dweight".split(), got, want, strict=True):
+            torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+        lengths = [len(text) for text in texts if "target: gpuaccel_test.clone_" in text]
+        assert len(lengths) == 3, texts
+        longest.append(max(lengths))
+    assert missed.get_total_missed() == 0
+    assert longest[1] < 1.5 * longest[0], longest
 
 
 # ---- in the place of a module --------------------------------------------------------------------
