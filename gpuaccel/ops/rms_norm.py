@@ -158,7 +158,7 @@ def launch_backward(
     blocks = -(-rows // ROWS)
     partials = None
     if dweight is not None:
-        partials = torch.empty(blocks, width, device=s.device)
+        partials = torch.empty(blocks, width, dtype=torch.float32, device=s.device)
     kernel = _kernel_for("rms_norm_backward_v3", width, dy, ds, s, weight, dx)
     kernel[blocks, kernel.bound](dx, partials, dy, ds, s, rstd, weight, rows, width)
     if dweight is not None:
@@ -169,9 +169,11 @@ def launch_backward(
 
 # ---- the operations that torch.compile sees ------------------------------------------------------
 
-# They write into buffers that are given to them. Inductor prints the arguments of some operations,
-# an operation's result with all that it was made of, twice where a residual stream forks: the text
-# doubles with each norm. A buffer is printed by itself.
+# Both write into tensors that are given to them. torch 2.11's Inductor makes a text of the arguments
+# of each operation that it meets for the first time (GraphLowering.call_function). The text of a
+# tensor that an operation returned contains the texts of that operation's arguments. Each norm has
+# two of them from the norm before, y and s: the text doubled with each, and compiling 24 blocks did
+# not end. The text of a tensor from torch.empty has no other in it.
 _library.define(
     "add_rms_norm_out(Tensor(a!) y, Tensor(b!)? s, Tensor(c!) rstd, Tensor x, Tensor? residual, "
     "Tensor weight, float eps) -> ()"
@@ -250,8 +252,7 @@ for _name, _function in (("add_rms_norm_out", _forward), ("rms_norm_backward_out
 
 
 def _empty(t: Tensor) -> Tensor:
-    """Contiguous. Not empty_like: torch.compile would make one tensor of two of them."""
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -263,7 +264,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         y = _empty(x)
         s = None if residual is None else _empty(x)
-        rstd = torch.empty(x.shape[:-1].numel(), device=x.device)
+        rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
         compiled = torch.compiler.is_compiling()
         forward = torch.ops.gpuaccel.add_rms_norm_out if compiled else _forward
         forward(y, s, rstd, x, residual, weight, eps)
