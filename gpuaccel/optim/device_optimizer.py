@@ -701,13 +701,17 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def unshard(self, discard: bool = False):
         """Keep the whole state again. Collective: on every rank.
 
+        The masters of bf16 weights are whole, too.
+
         Args:
-            discard: the other ranks do not call this. The state is lost, and starts anew.
+            discard: the other ranks do not call this. The state is lost, and starts anew; a master
+                that another rank has updated takes the value of its bf16 weight.
         """
         if self.layout.ranks == 1:
             return
         if discard:
             self.state.clear()
+            self.arena.adopt(everything=True)
             self.layout = ArenaLayout(self.arena)
         else:
             self._gather()
@@ -725,7 +729,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if sharded.ranks == 1:
             yield self
             return
-        sharded.gather_masters()
         self._gather()
         try:
             yield self
@@ -735,7 +738,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._move_states()
 
     def _gather(self):
-        """An ArenaLayout with the whole state takes the place of the sharded one."""
+        """An ArenaLayout with the whole state takes the place of the sharded one; masters too."""
+        self.layout.gather_masters()
         self.layout = ArenaLayout(self.arena, self.layout.gather_state())
         for _, p, i in self._members():
             state = self.state.get(p, {})

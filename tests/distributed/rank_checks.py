@@ -381,6 +381,41 @@ def state_of_shards(rank: Rank, sizes, backend, low=torch.float32):
     return all(map(torch.equal, *results)), hashes
 
 
+def on_without_shards(rank: Rank, backend, low):
+    """Two steps, sharded and not; the step is closed, two more are taken without shards: whether
+    weights, masters and moments are bit-identical."""
+    results = []
+    for sharded in (True, False):
+        with ga.use_backend(backend):
+            model = Net().to(low)
+            config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+            with make_step(model, distributed=config) as step:
+                for number in range(2):
+                    step([micro_batch(4 * number + rank.rank)])
+            config = ga.Distributed(group=rank.group, bucket_mb=0.1)
+            with ga.TrainStep(model, step.opt, micro_batches=2, distributed=config) as step:
+                masters = [step.arena.weights.clone()]
+                for number in range(2, 4):
+                    step([micro_batch(4 * number + rank.rank)])
+            results.append([*masters, *moments(step), step.arena.weights, *weights(model).values()])
+    return all(map(torch.equal, *results))
+
+
+def left_alone(rank: Rank, backend):
+    """A sharded step of bf16 weights that an error closes: whether each master rounds to its
+    weight, and whether the ranks' masters were different before."""
+    with ga.use_backend(backend):
+        model = Net().to(torch.bfloat16)
+        config = ga.Distributed(group=rank.group, sharded=True, bucket_mb=0.1)
+        with contextlib.suppress(ZeroDivisionError), make_step(model, distributed=config) as step:
+            for number in range(2):
+                step([micro_batch(4 * number + rank.rank)])
+            arena = step.arena
+            stale = not torch.equal(arena.weights.bfloat16(), arena.bf16_weights)
+            raise ZeroDivisionError
+        return stale, torch.equal(arena.weights.bfloat16(), arena.bf16_weights)
+
+
 def shards_of_machines(rank: Rank, sizes, folder, low=torch.float32):
     """Two steps of sharded ranks on machines, which write a checkpoint together; the same ranks on
     one machine read it: whether weights, masters and moments are bit-identical."""

@@ -49,6 +49,19 @@ def test_a_sharded_checkpoint_is_resumed_by_any_number_of_ranks(workers, backend
 
 
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+def test_a_sharded_run_goes_on_without_shards(workers, backend, low):
+    """The masters of bf16 weights are whole on every rank once a sharded step is closed."""
+    assert workers(checks.on_without_shards, 2, backend=backend, low=low) == [True, True]
+
+
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+def test_an_error_leaves_no_master_behind_its_weight(workers, backend):
+    """Of other ranks' ranges the extra bits are lost with the state, the steps are not."""
+    assert workers(checks.left_alone, 2, backend=backend) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 def test_savers_of_others_write_a_sharded_run_whole(workers, low, tmp_path):
     assert workers(checks.savers_of_shards, 2, low=low, folder=str(tmp_path)) == [True, True]
 
