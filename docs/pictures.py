@@ -58,7 +58,7 @@ def live_meter() -> str:
         variants["graph"] = {"accumulate": "fused", "replay": "graph"}
     for name, options in variants.items():
         torch.manual_seed(0)
-        model = ga.Transformer(config).to(device, torch.bfloat16 if gpu else torch.float32)
+        model = ga.Transformer(config).to(device, ga.default_dtype())
         optimizer = ga.AdamW(ga.Arena(model), lr=1e-4 if gpu else 3e-3, max_norm=1.0)
         batches = ga.Batches(text.train, 16 if gpu else 8, config.T if gpu else 128, device=device)
         meter = ga.Meter(device, window=5)

@@ -418,6 +418,31 @@ def default_device() -> "torch.device":
     return torch.device("cpu")
 
 
+def default_dtype() -> "torch.dtype":
+    """The dtype to train in: torch.bfloat16 on a GPU that has matrix products in it.
+
+    These are GPUs of compute capability 8.0 (sm_80) and newer. On older ones torch emulates bf16.
+    They and the CPU get torch.float32: fp16 gradients would need a scaled loss.
+
+    Returns:
+        torch.bfloat16 or torch.float32.
+
+    Raises:
+        BackendError: when the requested backend cannot run here.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).to(ga.default_device(), ga.default_dtype())
+        >>> model.weight.dtype == ga.default_dtype()
+        True
+    """
+    import torch
+
+    arch = backend().arch
+    if arch is not None and int(arch.removeprefix("sm_")) >= 80:
+        return torch.bfloat16
+    return torch.float32
+
+
 @functools.cache
 def cache_dir() -> "pathlib.Path | None":
     """The folder of compiled kernels and tokenizers: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.

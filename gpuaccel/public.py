@@ -6,7 +6,7 @@ command line need is loaded later still, when one of its names is first used."""
 import importlib
 from typing import TYPE_CHECKING
 
-from .backends import backend, default_device, deterministic, use_backend
+from .backends import backend, default_device, default_dtype, deterministic, use_backend
 from .compiler import Kernel, compile
 from .distributed import Distributed, launch
 from .errors import GpuaccelError
@@ -58,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "default_device",
+    "default_dtype",
     "deterministic",
     "deterministic_embeddings",
     "doctor",

@@ -17,6 +17,26 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from gpuaccel.backends import find_gpu  # noqa: E402
 
+# GPUACCEL_TEST_GIB=15: as on GPUs with 15 GiB of memory.
+GIB = os.environ.get("GPUACCEL_TEST_GIB")
+
+
+def limit_gpu_memory(gib: float):
+    """Let this process, and each that it starts, allocate no more than so much on a GPU."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        total = torch.cuda.get_device_properties(index).total_memory
+        fraction = min(1.0, gib * 2**30 / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+    # For ranks, notebooks and commands. This process has read its own before.
+    os.environ["PYTORCH_ALLOC_CONF"] = f"per_process_memory_fraction:{fraction:.6f}"
+
+
+def pytest_configure():
+    if GIB and find_gpu()[0]:
+        limit_gpu_memory(float(GIB))
+
 
 def pytest_collection_modifyitems(items):
     there, why = find_gpu()

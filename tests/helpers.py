@@ -8,21 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from gpuaccel.measure import free_gpu_memory
+
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 KERNELS = ["simt", CUDA]  # our kernels
 EVERYWHERE = ["cpu", *KERNELS]  # and torch's own code
 INF = math.inf
 NAN = math.nan
-
-
-def free_gpu_memory() -> int:
-    """Bytes that this process may still allocate on the current GPU.
-
-    What is free on the device, or what torch's limit for this process leaves, whichever is less."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    limit = int(torch.cuda.get_per_process_memory_fraction() * total)
-    return min(free, limit - torch.cuda.memory_reserved())
 
 
 def needs_free_gpu_memory(size: int):

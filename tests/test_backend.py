@@ -17,6 +17,7 @@ from gpuaccel.backends import (
     backend,
     cache_dir,
     default_device,
+    default_dtype,
     find_driver,
     find_gpu,
     resolve,
@@ -468,6 +469,31 @@ def test_an_unwritable_cache_warns_once_and_kernels_still_compile(
         and str(tmp_path / "file" / "cache") in texts[0]
         and "GPUACCEL_CACHE" in texts[0]
     )
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, words",
+    [
+        ((7, 0), torch.float32, "torch.float32: sm_70 has no matrix products in bf16"),
+        ((7, 5), torch.float32, "torch.float32: sm_75 has no matrix products in bf16"),
+        ((8, 0), torch.bfloat16, "torch.bfloat16"),
+        ((8, 9), torch.bfloat16, "torch.bfloat16"),
+        ((12, 0), torch.bfloat16, "torch.bfloat16"),
+    ],
+)
+def test_the_default_dtype_is_one_that_the_gpu_multiplies(capability, dtype, words, monkeypatch):
+    """Where it is not bf16, doctor says why. Training chooses by the same function."""
+    monkeypatch.setattr(module, "find_gpu", lambda: THERE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA X")
+    with use_backend("cuda"):
+        assert default_dtype() == dtype
+        fact = ga.doctor().facts["default dtype"]
+        assert fact == words or fact == f"{words}, which begin with sm_80"
+    for name in ("torch", "simt"):
+        with use_backend(name):
+            assert default_dtype() == torch.float32
+            assert ga.doctor().facts["default dtype"] == "torch.float32"
 
 
 @pytest.mark.gpu

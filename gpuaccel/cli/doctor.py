@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import __version__
-from ..backends import backend, cache_dir, find_compiler, find_driver
+from ..backends import backend, cache_dir, default_dtype, find_compiler, find_driver
 from ..compiler import nvrtc
 from ..errors import GpuaccelError
 from .arguments import add_command
@@ -111,6 +111,7 @@ def doctor() -> Doctor:
         "GPU policy": choice.policy if choice else os.environ.get("GPUACCEL_GPU", "auto"),
         "device": choice and choice.device,
         "architecture": choice and choice.arch,
+        "default dtype": choice and _describe_dtype(choice.arch),
         "driver": f"for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else None,
         "NVRTC": library and f"{library.version[0]}.{library.version[1]}",
         # the end of the path says which wheel, and shows no home folder
@@ -130,6 +131,14 @@ def _version(package):
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _describe_dtype(arch):
+    """The dtype to train in on this architecture, in words."""
+    dtype = str(default_dtype())
+    if arch is not None and default_dtype() == torch.float32:
+        return f"{dtype}: {arch} has no matrix products in bf16, which begin with sm_80"
+    return dtype
 
 
 def _describe_cache():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from ..backends import backend, default_device, use_backend
+from ..backends import backend, default_device, default_dtype, use_backend
 from ..distributed import Distributed, launch
 from ..errors import ArgumentError, CheckpointError, RankError
 from ..measure import Meter, peak_flops
@@ -265,7 +265,7 @@ def _train(args) -> int:
         _report_new_schedule(args, previous.get("steps"), checkpoint)
 
     torch.manual_seed(args.seed)
-    dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
+    dtype = torch.float32 if args.model == "tiny" else default_dtype()
     model = config.build().to(device, dtype)
     optimizer = AdamW(Arena(model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))

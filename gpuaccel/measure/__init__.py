@@ -6,7 +6,15 @@ The rest reads the records of torch.profiler for other rooms."""
 
 from . import timeline
 from .ledger import Ledger, Row, ledger
-from .meter import LateValue, Meter, Reading, StageTimer, peak_flops, resident_bytes
+from .meter import (
+    LateValue,
+    Meter,
+    Reading,
+    StageTimer,
+    free_gpu_memory,
+    peak_flops,
+    resident_bytes,
+)
 from .profiler import profiler_sees_gpu, quiet_profiler, trace_events
 from .timeline import Span
 
@@ -18,6 +26,7 @@ __all__ = [
     "Row",
     "Span",
     "StageTimer",
+    "free_gpu_memory",
     "ledger",
     "peak_flops",
     "profiler_sees_gpu",

@@ -710,6 +710,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if self.layout.ranks == 1:
             return
         if discard:
+            # Only the state over an arena is sharded.
+            assert self.arena is not None
             self.state.clear()
             self.arena.adopt(everything=True)
             self.layout = ArenaLayout(self.arena)
