@@ -14,7 +14,7 @@
 struct Rows { int q_tilde, q, k, v, grad; };
 
 // t = tanh(factor x). With `exact`, t = 1 - 2 / (1 + e), e = exp(2 factor x), off by 2e-7 at most.
-// Else, up to degree 3 and from sm_75 on, one special function, off by 2^-11 of t, which its power
+// Else, up to degree 3 and from sm_80 on, one special function, off by 2^-11 of t, which its power
 // is off by p times: less than the rounding to bf16 that follows, too much for the sums of dphi
 // c^p.
 template <bool exact> __device__ __forceinline__ float tanh_of(float x, float factor) {

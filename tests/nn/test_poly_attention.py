@@ -7,6 +7,7 @@ import functools
 import importlib
 import math
 
+import ptx
 import pytest
 import torch
 from richards_formula import close, exact, values_of
@@ -191,6 +192,31 @@ def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(
                     " 2^-7 of it and 2^-6 of its row"
                 )
         same(found, launched(inputs, dy, degree, window, how))
+
+
+@pytest.fixture
+def as_on_sm_89():
+    """Kernels run on the CPU as on a GPU with tensor cores for bf16; for others they are made anew."""
+    attention_kernel.cache_clear()
+    with ga.use_backend("simt"), ptx.on("sm_89"):
+        yield
+    attention_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "degree, how, d, shape",
+    [
+        (3, V2, 64, (1, 130, 1, None)),
+        (7, V2_LATER, 16, (1, 130, 1, 66)),
+        (1, V2, 128, (1, 65, 1, 5)),
+    ],
+    ids=str,
+)
+def test_the_paths_of_tensor_cores_run_on_the_cpu(as_on_sm_89, degree, how, d, shape):
+    inputs, dy = given("cpu", torch.bfloat16, *shape[:3], d)
+    found = launched(inputs, dy, degree, shape[3], how)
+    for name, mine, theirs in zip(NAMES, found, wanted(inputs, dy, degree, shape[3])):
+        close(mine, theirs, 1e-4 if name == "dcoefficients" else 1e-2, name)
 
 
 @pytest.mark.gpu
