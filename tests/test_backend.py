@@ -482,7 +482,7 @@ def test_an_unwritable_cache_warns_once_and_kernels_still_compile(
     ],
 )
 def test_the_default_dtype_is_one_that_the_gpu_multiplies(capability, dtype, words, monkeypatch):
-    """Where it is not bf16, doctor says why. Training chooses by the same function."""
+    """Where it is not bf16, doctor says why."""
     monkeypatch.setattr(module, "find_gpu", lambda: THERE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA X")

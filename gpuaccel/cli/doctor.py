@@ -135,10 +135,10 @@ def _version(package):
 
 def _describe_dtype(arch):
     """The dtype to train in on this architecture, in words."""
-    dtype = str(default_dtype())
-    if arch is not None and default_dtype() == torch.float32:
+    dtype = default_dtype()
+    if arch is not None and dtype == torch.float32:
         return f"{dtype}: {arch} has no matrix products in bf16, which begin with sm_80"
-    return dtype
+    return str(dtype)
 
 
 def _describe_cache():

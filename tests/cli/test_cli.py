@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import gpuaccel as ga
@@ -393,6 +394,26 @@ def test_a_run_that_ends_with_nan_says_so_and_fails(tmp_path, monkeypatch, capsy
     assert main(["train", "--device", "cpu", "--no-progress", *map(str, words)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch("gpuaccel: .*(nan|not finite).*; expected a smaller --lr", said), said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_of_a_large_model_takes_the_default_dtype(dtype, tmp_path, monkeypatch, capsys):
+    """And not bf16 wherever there is a GPU."""
+
+    def small(name, **changes):
+        return models.preset("tiny", layers=1, hidden=32, **changes)
+
+    module = sys.modules["gpuaccel.cli.train"]
+    monkeypatch.setattr(module, "preset", small)
+    monkeypatch.setattr(module, "default_dtype", lambda: dtype)
+    monkeypatch.setitem(RECIPES, "gpt2-124m", Recipe("byte", 2, 3e-3))
+    (tmp_path / "text").write_text(TEXT)
+    words = ["--text", tmp_path / "text", "--out", tmp_path / "run", "--steps", 2, "--seq", 8]
+    words = ["--model", "gpt2-124m", "--device", "cpu", "--no-progress", *map(str, words)]
+    assert main(["train", *words]) == 0
+    assert f"parameters in {dtype}," in capsys.readouterr().err
+    weights = load_file(next((tmp_path / "run").glob("**/*.safetensors")))
+    assert dtype in {t.dtype for name, t in weights.items() if name.startswith("model.")}
 
 
 def test_sigterm_saves_as_ctrl_c_does(tmp_path):
