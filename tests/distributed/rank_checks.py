@@ -402,8 +402,8 @@ def on_without_shards(rank: Rank, backend, low):
 
 
 def left_alone(rank: Rank, backend):
-    """A sharded step of bf16 weights that an error closes: whether each master rounds to its
-    weight, and whether the ranks' masters were different before."""
+    """A sharded step of bf16 weights that an error closes: whether this rank had old masters of
+    other ranks' ranges before, and whether each master rounds to its weight after."""
     with ga.use_backend(backend):
         model = Net().to(torch.bfloat16)
         config = ga.Distributed(group=rank.group, sharded=True, bucket_mb=0.1)
