@@ -48,8 +48,8 @@ inline void ptx_cp_async_cg_shared_global(unsigned to, const void* from, int siz
 inline void ptx_cp_async_commit_group() {}
 inline void ptx_cp_async_wait_group(int) {}
 
-// Up to four warps. Four 8 x 8 matrices: lane 8 m + r has the address of row r of matrix m, and receives of each
-// matrix two elements of one row, transposed of one column.
+// Four 8 x 8 matrices: lane 8 m + r has the address of row r of matrix m. A lane receives of each
+// matrix two elements of one row, transposed of one column. Up to four warps.
 inline void ptx_ldmatrix(unsigned* (&d)[4], unsigned at, bool transposed) {
     if (at % 16) __trap();
     __shared__ unsigned rows[4][32];
@@ -133,8 +133,8 @@ def calls(source: str) -> str:
 @contextlib.contextmanager
 def on(arch: str):
     """Inside, kernels that are compiled for the CPU run as on a GPU of this architecture."""
-    number = arch.removeprefix("sm_")
-    front = f'#define __CUDA_ARCH__ {number}0\n#line 1 "ptx"\n{INSTRUCTIONS}\n'
+    number = 10 * int(arch.removeprefix("sm_"))
+    front = f'#define __CUDA_ARCH__ {number}\n#line 1 "ptx"\n{INSTRUCTIONS}\n'
     compile = build.program
 
     def program(source, *options):

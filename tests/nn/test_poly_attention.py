@@ -196,7 +196,8 @@ def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(
 
 @pytest.fixture
 def as_on_sm_89():
-    """Kernels run on the CPU as on a GPU with tensor cores for bf16; for others they are made anew."""
+    """Kernels run on the CPU as on a GPU with tensor cores for bf16."""
+    # Kernels that other tests have used are compiled already.
     attention_kernel.cache_clear()
     with ga.use_backend("simt"), ptx.on("sm_89"):
         yield

@@ -1,4 +1,4 @@
-"""What of kernels_cu depends on the GPU's architecture, and that the CPU runs the paths of old ones."""
+"""What of kernels_cu depends on the GPU's architecture: the CPU runs what an sm_75 runs."""
 
 import functools
 import re
