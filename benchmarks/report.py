@@ -1556,8 +1556,8 @@ def plan_spread() -> str:
     steps = load("ddp_2gpus", known.gpu)["results"]["2"]["groups"]["ours, replayed"]["4"]
     behind = steps["each for itself"]["ms"] / steps["one GPU"]["ms"] - 1
     return paragraph(
-        "**This is the weakest part of the model**: two GPUs that train independently, side by side,",
-        f"take {behind:.1%} longer than one that trains alone, and `spread` is",
+        "**This is the weakest part of the model**: two GPUs that train independently, side by",
+        f"side, take {behind:.1%} longer than one that trains alone, and `spread` is",
         f"{known.machine.spread:.1%}. Most of it is unexplained.",
     )
 

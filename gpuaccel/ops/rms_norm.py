@@ -169,11 +169,11 @@ def launch_backward(
 
 # ---- the operations that torch.compile sees ------------------------------------------------------
 
-# Both write into tensors that are given to them. torch 2.11's Inductor makes a text of the arguments
-# of each operation that it meets for the first time (GraphLowering.call_function). The text of a
-# tensor that an operation returned contains the texts of that operation's arguments. Each norm has
-# two of them from the norm before, y and s: the text doubled with each, and compiling 24 blocks did
-# not end. The text of a tensor from torch.empty has no other in it.
+# Both write into tensors that are given to them. torch 2.11's Inductor makes a text of the
+# arguments of each operation that it meets for the first time (GraphLowering.call_function). The
+# text of a tensor that an operation returned contains the texts of that operation's arguments. Each
+# norm has two of them from the norm before, y and s: the text doubled with each, and compiling 24
+# blocks did not end. The text of a tensor from torch.empty has no other in it.
 _library.define(
     "add_rms_norm_out(Tensor(a!) y, Tensor(b!)? s, Tensor(c!) rstd, Tensor x, Tensor? residual, "
     "Tensor weight, float eps) -> ()"

@@ -45,6 +45,15 @@ def results(x, residual, weight, dy, ds, function=add_rms_norm):
     return y.detach(), s.detach(), x.grad, weight.grad
 
 
+def results_of_chain(function, given):
+    """y, s and the gradients by x, the residual and the weight, all of them given."""
+    x, residual, weight, dy, ds = given
+    inputs = [t.detach().requires_grad_() for t in (x, residual, weight)]
+    y, s = function(*inputs, EPS)
+    torch.autograd.backward([y, s], [dy, ds])
+    return [y.detach(), s.detach(), *(t.grad for t in inputs)]
+
+
 def exact_results(s, weight, dy, ds):
     """y, dx and dweight in float64, of a sum that is rounded already."""
     s, weight = s.double().requires_grad_(), weight.double().requires_grad_()
@@ -342,14 +351,6 @@ def compiled_chain(norms, given):
         log.setLevel(level)
 
 
-def results_of_chain(function, given):
-    x, residual, weight, dy, ds = given
-    inputs = [t.detach().requires_grad_() for t in (x, residual, weight)]
-    y, s = function(*inputs, EPS)
-    torch.autograd.backward([y, s], [dy, ds])
-    return [y.detach(), s.detach(), *(t.grad for t in inputs)]
-
-
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))),
     reason="inductor needs a C++ compiler, and there is none",
@@ -488,16 +489,17 @@ def test_another_weight_in_the_parameters_place_is_used(device):
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_captured_it_is_replayed_on_other_values_and_nothing_waits(device, dtype):
     given = tensors(4096, 1024, dtype, device)
-    results(*given)  # loads the kernels
+    results_of_chain(add_rms_norm, given)  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     with no_waiting():
-        results(*given)
+        results_of_chain(add_rms_norm, given)
     with torch.cuda.graph(graph):
-        found = results(*given)
+        found = results_of_chain(add_rms_norm, given)
     for seed in (1, 2):
         new = tensors(4096, 1024, dtype, device, seed)
         for t, value in zip(given, new):
             t.copy_(value)
         graph.replay()
-        for name, a, b in zip("y s dx dweight".split(), found, results(*new)):
+        wanted = results_of_chain(add_rms_norm, new)
+        for name, a, b in zip("y s dx dresidual dweight".split(), found, wanted, strict=True):
             same(a, b, name)
