@@ -90,8 +90,9 @@ def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segmen
 
 
 def segments_on_host(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
-    """reference_segments() of tokens that are in range, by runs instead of by places: a third of
-    the time.
+    """reference_segments() of tokens that are in range, in a third of the time.
+
+    It looks at runs of equal tokens instead of at places.
 
     Args:
         tokens: on the CPU, 0 to vocab - 1.

@@ -251,7 +251,7 @@ class Jobs(list):
     stochastic: "bool | None" = None
     # An arena's sums may stay as they are: they need not be set to zero.
     leaves_sums = False
-    # Of a step in torch: the rows that it was made for, what rule.fused updates, and the other jobs.
+    # Of a step in torch: its rows, what rule.fused updates, and the other jobs.
     batches: "tuple[list[int], list[FusedBatch], list[tuple[Job, int]]] | None" = None
 
 
@@ -548,11 +548,23 @@ class FusedBatch:
         self.masters = [j.weight for j in self.copied]
 
     def takes(self, factor: float, seed: "int | None") -> bool:
-        """Does UpdateRule.fused round as the reference, which rounds once?"""
+        """Whether UpdateRule.fused rounds as the reference, which rounds once.
+
+        Args:
+            factor: what the gradients are multiplied by.
+            seed: of stochastic rounding; None: to the nearest.
+        """
         return not self.low or factor == 1 and seed is None
 
     def update(self, fused, settings: dict, factor: float, seed: "int | None"):
-        """One step, which is counted already. factor: what the gradients are multiplied by."""
+        """One step, which is counted already.
+
+        Args:
+            fused: UpdateRule.fused.
+            settings: its keyword arguments.
+            factor: what the gradients are multiplied by.
+            seed: of stochastic rounding; None: to the nearest.
+        """
         grads = [j.grad for j in self.jobs]
         if factor != 1 and self.clear:
             # Nobody reads the sums after the step.
