@@ -42,6 +42,19 @@ if TYPE_CHECKING:
 LEAST_ELEMENTS = 2**18
 
 
+def autograd_adds_faster(arena: Arena) -> bool:
+    """Whether mode "autograd" gives the sums of the modes "arena" and "fused" in less time.
+
+    It does where no kernels run and all weights are small and fp32: torch adds without a call of
+    Python for each gradient.
+
+    Args:
+        arena: any arena.
+    """
+    small = all(segment.numel < LEAST_ELEMENTS for segment in arena.segments)
+    return small and arena.bf16_weights is None and not takes(arena.device)
+
+
 class _ProductSlice:
     """A slice of arena.grads that products are added into (an nn.fused_linear.GradientSlice).
 

@@ -640,6 +640,31 @@ def test_without_kernels_small_weights_are_left_to_autograd(device, monkeypatch)
         torch.testing.assert_close(sums[name], p.grad)
 
 
+@pytest.mark.parametrize("mode", ["arena", "fused"])
+def test_a_step_without_kernels_lets_autograd_add_small_weights(mode, monkeypatch):
+    """Mode "autograd" is faster there, and bit-identical to mode "arena"."""
+
+    def trained(mode, least, dtype=torch.float32):
+        monkeypatch.setattr(fused_mode, "LEAST_ELEMENTS", least)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7)).to(dtype)
+        opt = ga.AdamW(Arena(model), lr=0.1, max_norm=0.5)
+        with (
+            ga.use_backend("torch"),
+            TrainStep(model, opt, micro_batches=3, accumulate=mode) as step,
+        ):
+            tokens = torch.arange(24).view(6, 4) % 7
+            outputs = [step((tokens.roll(k), tokens)) for k in range(3)]
+            return step.accumulator.mode, [o.norm for o in outputs], step.arena.weights.clone()
+
+    taken, norms, weights = trained(mode, 29)
+    by_hooks = trained("arena", 0)
+    assert taken == "autograd"
+    assert norms == by_hooks[1] and torch.equal(weights, by_hooks[2])
+    # A weight is not small, or torch would add in bf16.
+    assert trained(mode, 28)[0] == trained(mode, 29, torch.bfloat16)[0] == mode
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4)])
 def test_fused_linear_takes_every_input_that_linear_takes(shape):
     model = nn.Linear(4, 5)
