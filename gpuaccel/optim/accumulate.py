@@ -521,8 +521,11 @@ def finish_for(parameters: "Iterable[Tensor]"):
     ids = {id(p) for p in parameters}
     for accumulator in list(_accumulators):
         arena = accumulator.arena
-        if ids & arena.master_ids or any(id(p) in ids for p in arena.params):
-            accumulator.finish()
+        # Without bf16 weights the parameters are the masters.
+        low = arena.bf16_weights is not None and any(id(p) in ids for p in arena.params)
+        if not low and ids.isdisjoint(arena.master_ids):
+            continue
+        accumulator.finish()
         for i, (p, master) in enumerate(zip(arena.params, arena.masters)):
             if id(p) in ids and master is not p and p.grad is None and accumulator.received[i]:
                 raise ArgumentError(

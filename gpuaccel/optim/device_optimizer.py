@@ -476,8 +476,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 list(map(Tensor.numel, params)),
                 list(map(Tensor.data_ptr, lows)),
                 [
-                    tuple(map(Tensor.data_ptr, self.state[p].values())) if p in self.state else ()
-                    for p in params
+                    tuple(map(Tensor.data_ptr, state.values())) if state else ()
+                    for state in map(self.state.get, params)
                 ],
                 [
                     (len(group["params"]), *[group[option] for option in options])
