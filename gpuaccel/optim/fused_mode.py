@@ -4,7 +4,7 @@ arena.
 A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, a
 FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of every nn.Embedding
 (nn/). They call this module before and after each product. The other tensors go as in mode "arena",
-and where no kernels run also the weights of fewer than LEAST_ELEMENTS.
+and on a CPU where torch computes also the weights of fewer than LEAST_ELEMENTS.
 """
 
 import contextlib
@@ -45,14 +45,21 @@ LEAST_ELEMENTS = 2**18
 def autograd_adds_faster(arena: Arena) -> bool:
     """Whether mode "autograd" gives the sums of the modes "arena" and "fused" in less time.
 
-    It does where no kernels run and all weights are small and fp32: torch adds without a call of
-    Python for each gradient.
+    It does on a CPU where torch computes and all weights are small and fp32: torch adds without a
+    call of Python for each gradient.
 
     Args:
         arena: any arena.
     """
-    small = all(segment.numel < LEAST_ELEMENTS for segment in arena.segments)
-    return small and arena.bf16_weights is None and not takes(arena.device)
+    least = _least_elements(arena)
+    small = all(segment.numel < least for segment in arena.segments)
+    return small and arena.bf16_weights is None
+
+
+def _least_elements(arena: Arena) -> int:
+    """Weights of fewer elements are left to autograd."""
+    on_cpu = arena.device.type == "cpu" and not takes(arena.device)
+    return LEAST_ELEMENTS if on_cpu else 0
 
 
 class _ProductSlice:
@@ -160,7 +167,7 @@ class FusedMode(ArenaMode):
         self._fused: "dict[nn.Module, FusedForward]" = {}
         self._slices: "list[_ProductSlice]" = []
         index = {id(p): i for i, p in enumerate(arena.params)}
-        least = 0 if takes(arena.device) else LEAST_ELEMENTS
+        least = _least_elements(arena)
         for layer in arena.module.modules():
             i = index.get(id(getattr(layer, "weight", None)))
             if i is None or arena.segments[i].numel < least:

@@ -244,9 +244,9 @@ class TrainStep:
                 self._make_reducer(distributed, settings, accumulate, bool(compile))
             else:
                 # Nobody needs the gradients while backward runs.
-                small = options is None and autograd_adds_faster(self.arena)
-                by_autograd = small and accumulate in ("arena", "fused")
-                self._accumulate_into_arena("autograd" if by_autograd else accumulate)
+                if accumulate in ("arena", "fused") and autograd_adds_faster(self.arena):
+                    accumulate = "autograd"
+                self._accumulate_into_arena(accumulate)
             if compile:
                 self.loss_fn = torch.compile(loss_fn, dynamic=False)
             if options is not None:
