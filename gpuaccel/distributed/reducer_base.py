@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..backends import takes
 from ..errors import ArgumentError, RankError
-from ..ops import accumulate_kernel, clip_kernel
+from ..ops import MAX_TENSORS, accumulate_kernel, clip_kernel, tensors_of_launch
 from ..optim import Arena, BackwardListener, DeviceOptimizer, GradientAccumulator
 from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
@@ -162,7 +162,8 @@ class ReducerBase:
         """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
         if self.kernels:
             index = self.arena.device.index
-            clip_kernel("squares_v2", 2.0).load(index)
+            for most in {MAX_TENSORS, tensors_of_launch(len(self.arena.segments))}:
+                clip_kernel("squares_v2", 2.0, most).load(index)
             accumulate_kernel("accumulate_v2", torch.float32).load(index)
         if not self.nccl or self.world == 1:
             return

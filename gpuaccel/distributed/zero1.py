@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..compiler import zero_
 from ..errors import ArgumentError
-from ..ops import CHUNK, arena_launch, arena_runs, torch_step
+from ..ops import CHUNK, Jobs, arena_launch, arena_runs, torch_step
 from ..optim import ParameterLayout, own_storage
 from .collectives import all_gather, gather_objects
 
@@ -260,7 +260,8 @@ class ShardedLayout(ParameterLayout):
                 "stochastic_rounding with shares needs our kernels; expected backend cuda or simt, "
                 "or sharded=False"
             )
-        cut, cut_rows = [], []
+        cut, cut_rows = Jobs(), []
+        cut.leaves_sums = jobs.leaves_sums
         for j, row in zip(jobs, rows):
             flat = [None if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
             for k, (first, last, offset) in enumerate(self._parts[j.number] or [(0, 0, 0)]):

@@ -28,8 +28,10 @@ from ..ops import (
     check_tokens,
     launch_forward,
     launch_segments,
+    range_on_host,
     reference_encoder,
     reference_segments,
+    segments_on_host,
 )
 from .fused_linear import (
     FusedForward,
@@ -65,12 +67,7 @@ def _beside(index: int) -> torch.cuda.Stream:
 def _forward(tokens, wte, wpe, invalid, left_out, segments):
     """(output, segments as (3 N,) int32 or an empty tensor)."""
     if not (takes(wte.device) and wte.dtype in FLOAT_DTYPES and tokens.numel() and wte.shape[1]):
-        _count_invalid(tokens, len(wte), invalid)
-        if segments:
-            buffer = reference_segments(tokens, len(wte), left_out).buffer
-        else:
-            buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
-        return reference_encoder(tokens, wte, wpe), buffer
+        return _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments)
     tokens = tokens.contiguous()
     wte = wte.contiguous()
     if wpe is not None:
@@ -87,6 +84,21 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
         if side is not None:
             torch.cuda.current_stream(wte.device).wait_stream(side)
         del scratch
+
+
+def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
+    """The same in torch, on the host by torch's own look-up."""
+    low, high = range_on_host(tokens) or (-1, -1)
+    on_host = low >= 0 and high < len(wte)
+    buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
+    if segments:
+        find = segments_on_host if on_host else reference_segments
+        buffer = find(tokens, len(wte), left_out).buffer
+    if on_host:
+        out = F.embedding(tokens, wte)
+        return out if wpe is None else out + wpe[: tokens.shape[-1]], buffer
+    _count_invalid(tokens, len(wte), invalid)
+    return reference_encoder(tokens, wte, wpe), buffer
 
 
 def _count_invalid(tokens, vocab, invalid):
@@ -140,9 +152,11 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
-        out, segments = torch.ops.gpuaccel.encoder_forward(
-            tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1]
-        )
+        # The dispatch of an operation costs more than a small batch's look-up on a CPU.
+        forward = torch.ops.gpuaccel.encoder_forward
+        if wte.is_cpu and range_on_host(tokens) is not None:
+            forward = _forward
+        out, segments = forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
         ctx.save_for_backward(segments)
         ctx.sums = sums
         ctx.by_count = by_count

@@ -162,13 +162,16 @@ def _add_weight_gradient(
             (in, out) x and dy change places.
         added: as for GradientSlice.before_product.
     """
+    target = _slice_of(acc)
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
-    rows = rows_added(acc, added)
+    rows = [Rows(0, len(acc), False)] if target is None else target.before_product(added)
     dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
     x = x.flatten(0, -2) if x.dim() > 1 else x[None]
     for start, stop, overwrite in rows:
-        _add_product(acc[start:stop], dy[:, start:stop], x, 0 if overwrite else 1)
-    target = _slice_of(acc)
+        if stop - start == len(acc):
+            _add_product(acc, dy, x, 0 if overwrite else 1)
+        else:
+            _add_product(acc[start:stop], dy[:, start:stop], x, 0 if overwrite else 1)
     if target is not None:
         target.after_product()
 

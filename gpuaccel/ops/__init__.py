@@ -6,6 +6,7 @@ function.
 
 from .accumulate import (
     CHUNK,
+    GRAD_DTYPES,
     MAX_TENSORS,
     SQUARES_THREADS,
     accumulate_,
@@ -34,6 +35,7 @@ from .clip import (
     new_state,
     reference_norms,
     reference_scale,
+    tensors_of_launch,
     unnamed,
 )
 from .embedding_backward import (
@@ -44,6 +46,7 @@ from .embedding_backward import (
     encoder_kernel,
     launch_forward,
     pack_rounding,
+    range_on_host,
     reference_encoder,
     reference_encoder_backward,
 )
@@ -66,6 +69,7 @@ from .token_sort import (
     find_segments,
     launch_segments,
     reference_segments,
+    segments_on_host,
 )
 from .update_rule import (
     Job,
@@ -84,6 +88,7 @@ from .update_rule import (
 __all__ = [
     "ADAMW",
     "CHUNK",
+    "GRAD_DTYPES",
     "ClipState",
     "EPS",
     "Job",
@@ -129,6 +134,7 @@ __all__ = [
     "list_launches",
     "new_state",
     "pack_rounding",
+    "range_on_host",
     "reference_accumulate",
     "reference_add_rms_norm",
     "reference_adamw",
@@ -146,7 +152,9 @@ __all__ = [
     "rotary_kernel",
     "rotary_table",
     "rotate",
+    "segments_on_host",
     "span",
+    "tensors_of_launch",
     "torch_step",
     "unnamed",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from ..backends import takes
+from ..backends import find_driver, takes
 from ..compiler import KINDS, Kernel, kernel
 from ..errors import ArgumentError, described
 from .accumulate import CHUNK, SQUARES_THREADS
@@ -27,12 +27,26 @@ SCOPES = ("global", "block", "tensor")
 POLICIES = ("propagate", "skip", "raise")
 EPS = 1e-6  # torch's
 MAX_TENSORS = 256
+# Of a launch over more than MAX_TENSORS: its parameters are 30 KB then, which CUDA 12.1 allows. It
+# saves launches, each of which takes longer than what it does for small tensors.
+MANY_TENSORS = 2048
 MAX_BLOCKS = 2**20
 SCALE_BLOCKS = 16384  # fewer than chunks: most often the scale is 1 and nothing is to be done
-# struct Tensors of kernels_cu/clip.cu.
-_pack_tensors = struct.Struct(
-    f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x"
-).pack
+# struct Tensors of kernels_cu/clip.cu: tensors of a launch -> its packer.
+_pack_tensors = {
+    n: struct.Struct(f"{n}Q{n + 1}i{n}H{n}B4x").pack for n in (MAX_TENSORS, MANY_TENSORS)
+}
+
+
+def tensors_of_launch(count: int) -> int:
+    """How many tensors a launch can have, of those over `count` tensors.
+
+    Args:
+        count: number of all tensors.
+    """
+    driver = find_driver()[0] if count > MAX_TENSORS else None
+    allows_many = driver is None or driver >= 12010
+    return MANY_TENSORS if count > MAX_TENSORS and allows_many else MAX_TENSORS
 
 
 class ClipState:
@@ -189,31 +203,34 @@ def reference_scale(norms: Tensor, max_norm, eps: float = EPS) -> Tensor:
 
 
 @functools.cache
-def clip_kernel(name: str, norm_type: float) -> Kernel:
+def clip_kernel(name: str, norm_type: float, tensors: int = MAX_TENSORS) -> Kernel:
     """A kernel of clip.cu for the 1-norm, the 2-norm or the infinity norm.
 
     Args:
         name: of the kernel.
         norm_type: 1, 2 or infinity.
+        tensors: that a launch can have, MAX_TENSORS or MANY_TENSORS.
     """
     return Kernel(
         "clip",
         name,
         CHUNK=CHUNK,
         THREADS=SQUARES_THREADS,
-        MAX_TENSORS=MAX_TENSORS,
+        MAX_TENSORS=tensors,
         NORM=0 if norm_type == math.inf else int(norm_type),
     )
 
 
-def launches_for(tensors: "Sequence[Tensor | None]") -> tuple:
-    """(first tensor's number, number of chunks, struct) of each launch over these tensors.
+def launches_for(tensors: "Sequence[Tensor | None]", most: "int | None" = None) -> tuple:
+    """(first tensor's number, number of chunks, tensors that it can have, struct) of each launch.
 
     Chunks are counted without gaps over all launches. None: a tensor that has no gradient.
 
     Args:
         tensors: on one device; None: one that has no gradient.
+        most: of tensors_of_launch(); None: that of these tensors.
     """
+    most = most or tensors_of_launch(len(tensors))
     try:
         # The fast path. With a None among the tensors it raises TypeError.
         present = cast("Sequence[Tensor]", tensors)
@@ -221,23 +238,24 @@ def launches_for(tensors: "Sequence[Tensor | None]") -> tuple:
             tuple(map(Tensor.data_ptr, present)),
             tuple(map(Tensor.numel, present)),
             tuple([KINDS[t.dtype] for t in present]),
+            most,
         )
     except TypeError:
         rows = [
             (0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors
         ]
-        return _packed(*zip(*rows))
+        return _packed(*zip(*rows), most)
 
 
-def _parts(addresses, counts):
+def _parts(addresses, counts, most: int):
     """(first tensor, tensor behind the last) of each launch.
 
-    A launch has at most MAX_TENSORS tensors, and none of them twice: blocks that scale the same
-    elements would race."""
+    A launch has at most `most` tensors, and none of them twice: blocks that scale the same elements
+    would race."""
     start = 0
     in_launch: "set[int]" = set()
     for i, (address, count) in enumerate(zip(addresses, counts)):
-        if i - start == MAX_TENSORS or (count and address in in_launch):
+        if i - start == most or (count and address in in_launch):
             yield start, i
             start = i
             in_launch = set()
@@ -247,16 +265,16 @@ def _parts(addresses, counts):
 
 
 @functools.lru_cache(64)
-def _packed(addresses, counts, kinds):
+def _packed(addresses, counts, kinds, most):
     """Cached: gradients often lie where they lay in the last step, then nothing is packed again."""
     launches = []
-    for start, stop in _parts(addresses, counts):
+    for start, stop in _parts(addresses, counts, most):
         part = slice(start, stop)
         sizes = counts[part]
         first_chunks = [0, *itertools.accumulate([-(-n // CHUNK) for n in sizes])]
         chunks = first_chunks[-1]
-        rest = [0] * (MAX_TENSORS - len(sizes))
-        packed = _pack_tensors(
+        rest = [0] * (most - len(sizes))
+        packed = _pack_tensors[most](
             *addresses[part],
             *rest,
             *first_chunks,
@@ -266,7 +284,7 @@ def _packed(addresses, counts, kinds):
             *kinds[part],
             *rest,
         )
-        launches.append((start, chunks, packed))
+        launches.append((start, chunks, most, packed))
     return tuple(launches)
 
 
@@ -286,15 +304,15 @@ def launch_squares(
         norm_type: 1, 2 or infinity.
         launches: launches_for(tensors), where it is known already.
     """
-    kernel = clip_kernel("squares_v2", norm_type)
     row = 0
-    for start, chunks, packed in launches or launches_for(tensors):
+    for start, chunks, most, packed in launches or launches_for(tensors, MAX_TENSORS):
         if chunks:
             if row == 0:
                 out = (partials, chunk_to_tensor)
             else:
                 rest = None if chunk_to_tensor is None else chunk_to_tensor[row:]
                 out = (partials[row:], rest)
+            kernel = clip_kernel("squares_v2", norm_type, most)
             kernel[min(chunks, MAX_BLOCKS), SQUARES_THREADS](*out, start, packed, tensors=tensors)
             row += chunks
 
@@ -350,9 +368,9 @@ def launch_scale(
         skip: leave a group alone that is not finite.
         launches: launches_for(tensors), where it is known already.
     """
-    for start, chunks, packed in launches or launches_for(tensors):
+    for start, chunks, most, packed in launches or launches_for(tensors):
         if chunks:
-            clip_kernel("scale_v2", 2.0)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](
+            clip_kernel("scale_v2", 2.0, most)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](
                 state.values, groups, int(skip), start, packed, tensors=tensors
             )
 

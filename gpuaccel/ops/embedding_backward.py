@@ -10,8 +10,7 @@ token's gradient does not depend on the other tokens of the batch.
 A token out of range is never used as an address: the forward gives NaN for it and counts it, and
 row 0 of dwte becomes NaN, so that ga.AdamW skips the step (other optimizers see NaN).
 
-On a CPU without backend simt torch adds in the same fixed order, slower than its own sums. Modules:
-nn/embedding.py.
+On a CPU without backend simt torch adds in the same fixed order. Modules: nn/embedding.py.
 
 Source: llm.c's encoder_backward, whose buckets are made by the CPU; here the device finds segments.
 """
@@ -20,6 +19,7 @@ import functools
 import struct
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import takes
@@ -84,23 +84,20 @@ def reference_encoder_backward(
     grad = dout.reshape(-1, dout.shape[-1]).to(wide)
     if dwte is not None and segments.n:
         row, token = segments.order.long().unbind(1)
-        # Rows in the order in which they are added; NaN where the token was out of range.
-        sorted_grad = torch.where((row < 0)[:, None], torch.nan, grad[row & MAX_TOKENS])
         head = segments.pieces.nonzero()[:, 0]
-        kind = segments.pieces[head].long()
-        rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
-        sums = _in_order(sorted_grad, head, rows, 1)
-        # The first piece of each run, the run's length, and its number of pieces.
-        runs = ((kind > 0) & (kind <= PIECE) | (kind < 0)).nonzero()[:, 0]
-        length = kind[runs].abs()
-        count = -(-length // PIECE)
-        total = sums[runs]
-        long = (count > 1).nonzero()[:, 0]
-        if len(long):
+        length = segments.pieces[head].long()
+        total = _piece_sums(grad, row, head, length)
+        if len(head) and (int(length.min()) < 0 or int(length.max()) > PIECE):
+            # The first piece of each run, the run's length, and its number of pieces.
+            runs = (length <= PIECE).nonzero()[:, 0]
+            head, length = head[runs], length[runs].abs()
+            count = -(-length // PIECE)
+            long = (count > 1).nonzero()[:, 0]
+            sums, total = total, total[runs]
             total[long] = _combined(sums, runs[long], count[long])
         if by_count:
             total = total / length[:, None]
-        _add(dwte, token[head[runs]], total, rounding, 0)
+        _add(dwte, token[head], total, rounding, 0)
     if dwpe is not None and dout.numel():
         T = dout.shape[-2]
         grad = grad.view(-1, T, grad.shape[-1])
@@ -108,6 +105,25 @@ def reference_encoder_backward(
         for more in grad[1:]:
             total = total + more
         _add(dwpe, torch.arange(T, device=dwpe.device), total, rounding, 1)
+
+
+def _piece_sums(grad, row, head, kind):
+    """The sum of each piece's rows, one after the other.
+
+    Args:
+        grad: (N, C).
+        row: (N,) of `grad`, in the order in which they are added; negative: the token was out of
+            range, and the row counts as NaN.
+        head: where in `row` each piece begins.
+        kind: of each piece, as in Segments.pieces.
+    """
+    rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
+    if grad.is_cpu and len(head) and int(row.min()) >= 0:
+        # Rows that are left out stand behind the last piece.
+        order = row[: int(head[-1] + rows[-1])]
+        return F.embedding_bag(order.contiguous(), grad, head, mode="sum")
+    sorted_grad = torch.where((row < 0)[:, None], torch.nan, grad[row & MAX_TOKENS])
+    return _in_order(sorted_grad, head, rows, 1)
 
 
 def _combined(sums, first, count):
@@ -392,17 +408,13 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> "str | None":
     return None
 
 
-def check_range(tokens: Tensor, vocab: int):
-    """Refuse tokens outside of 0 .. vocab - 1, where the host can see them.
+def range_on_host(tokens: Tensor) -> "tuple[int, int] | None":
+    """The lowest and the highest token; None: there is none, or the host cannot see them.
 
     It cannot see those on a GPU, those without memory (meta, fake), and those of a recording.
 
     Args:
         tokens: integers, any shape.
-        vocab: number of different tokens.
-
-    Raises:
-        ArgumentError: for the first such token, with its position.
     """
     if (
         not tokens.is_cpu
@@ -411,9 +423,24 @@ def check_range(tokens: Tensor, vocab: int):
         or torch.compiler.is_compiling()
         or kernel.recorders
     ):
-        return
-    invalid = (tokens < 0) | (tokens >= vocab)
-    if invalid.any():
+        return None
+    low, high = torch.aminmax(tokens)
+    return int(low), int(high)
+
+
+def check_range(tokens: Tensor, vocab: int):
+    """Refuse tokens outside of 0 .. vocab - 1, where the host can see them (range_on_host).
+
+    Args:
+        tokens: integers, any shape.
+        vocab: number of different tokens.
+
+    Raises:
+        ArgumentError: for the first such token, with its position.
+    """
+    seen = range_on_host(tokens)
+    if seen is not None and (seen[0] < 0 or seen[1] >= vocab):
+        invalid = (tokens < 0) | (tokens >= vocab)
         index = tuple(invalid.nonzero()[0].tolist())
         raise ArgumentError(
             f"token {int(tokens[index])} at {index} of tokens {tuple(tokens.shape)}"

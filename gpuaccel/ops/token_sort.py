@@ -89,6 +89,39 @@ def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segmen
     return Segments(torch.cat([pairs.flatten(), kind]).int(), len(token), vocab, left_out)
 
 
+def segments_on_host(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
+    """reference_segments() of tokens that are in range, in a third of the time.
+
+    It looks at runs of equal tokens instead of at places.
+
+    Args:
+        tokens: on the CPU, 0 to vocab - 1.
+        vocab: number of different tokens.
+        left_out: the token whose rows count for nothing; -1: none.
+    """
+    key = tokens.reshape(-1).long()
+    if left_out >= 0:
+        key = torch.where(key == left_out, vocab, key)
+    token, row = key.sort(stable=True)
+    _, rows = torch.unique_consecutive(token, return_counts=True)
+    head = rows.cumsum(0) - rows
+    if left_out >= 0 and len(token) and token[-1] == vocab:
+        head, rows = head[:-1], rows[:-1]
+    kind = rows
+    if len(rows) and int(rows.max()) > PIECE:
+        # Of each piece: its run, and its number in the run.
+        count = -(-rows // PIECE)
+        run = torch.arange(len(rows)).repeat_interleave(count)
+        index = torch.arange(len(run)) - (count.cumsum(0) - count)[run]
+        rest = rows[run] - PIECE * index
+        first = torch.where(rest > PIECE, -rest, rest)
+        kind = torch.where(index == 0, first, PIECE + rest.clamp(max=PIECE))
+        head = head[run] + PIECE * index
+    pieces = torch.zeros_like(token).index_copy_(0, head, kind)
+    buffer = torch.cat([torch.stack([row, token], 1).flatten(), pieces]).int()
+    return Segments(buffer, len(token), vocab, left_out)
+
+
 # ---- launchers -----------------------------------------------------------------------------------
 
 

@@ -251,6 +251,8 @@ class Jobs(list):
     stochastic: "bool | None" = None
     # An arena's sums may stay as they are: they need not be set to zero.
     leaves_sums = False
+    # Of a step in torch: its rows, what rule.fused updates, and the other jobs.
+    batches: "tuple[list[int], list[FusedBatch], list[tuple[Job, int]]] | None" = None
 
 
 @dataclass(slots=True)
@@ -457,7 +459,7 @@ def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
 
 def torch_step(
     rule: UpdateRule,
-    jobs: "list[Job]",
+    jobs: Jobs,
     param_groups: "list[dict]",
     inputs: StepInputs,
     rows: "list[int]",
@@ -501,24 +503,18 @@ def torch_step(
         factors = torch.ones(max(rows) + 1, device=device) if clip is None else clip.values[:, 0]
         if inputs.divisor is not None:
             factors = factors / inputs.divisor
-        by_reference = list(zip(jobs, rows))
+        others = list(zip(jobs, rows))
         if on_host and rule.fused is not None:
-            fused, by_reference = _fused_batches(jobs, rows)
-            values = factors.tolist()
-            for batch in fused:
-                if batch.takes(values[batch.row], seed):
-                    batch.update(rule, param_groups[batch.jobs[0].group], factors[batch.row], seed)
-                else:
-                    by_reference += [(j, batch.row) for j in batch.jobs]
-        if by_reference:
-            counts = torch.stack([j.step for j, _ in by_reference]) + 1
+            others = _fused_step(rule, rule.fused, jobs, param_groups, rows, factors.tolist(), seed)
+        if others:
+            counts = torch.stack([j.step for j, _ in others]) + 1
             steps = counts.tolist() if on_host else counts.double().unbind()
             unless = None if on_host else keep
-            for (j, row), step in zip(by_reference, steps):
+            for (j, row), step in zip(others, steps):
                 group = param_groups[j.group]
                 _reference_update(rule, j, step, group, factors[row], unless, seed)
     sums = [j.grad for j in jobs if j.clear]
-    if sums:
+    if sums and not jobs.leaves_sums:
         torch._foreach_zero_(sums)
 
 
@@ -530,8 +526,8 @@ def _settings_of(rule: UpdateRule, group: dict) -> dict:
     }
 
 
-class _FusedBatch:
-    """Tensors that one call of rule.fused updates, all but their gradients.
+class FusedBatch:
+    """Tensors that one call of UpdateRule.fused updates, all but their gradients.
 
     Args:
         jobs: of one parameter group, row and dtype, on a CPU.
@@ -541,39 +537,89 @@ class _FusedBatch:
     def __init__(self, jobs: "list[Job]", row: int):
         self.jobs = jobs
         self.row = row
+        self.group = jobs[0].group
         self.clear = jobs[0].clear
         self.low = jobs[0].weight.dtype in (torch.bfloat16, torch.float16)
         self.weights = [j.weight for j in jobs]
         self.state = [list(column) for column in zip(*[j.state for j in jobs])]
         self.steps = [j.step for j in jobs]
+        self.copied = [j for j in jobs if j.copy is not None]
+        self.copies = [j.copy for j in jobs if j.copy is not None]
+        self.masters = [j.weight for j in self.copied]
 
     def takes(self, factor: float, seed: "int | None") -> bool:
-        """Does rule.fused round as the reference, which rounds once?"""
+        """Whether UpdateRule.fused rounds as the reference, which rounds once.
+
+        Args:
+            factor: what the gradients are multiplied by.
+            seed: of stochastic rounding; None: to the nearest.
+        """
         return not self.low or factor == 1 and seed is None
 
-    def update(self, rule: UpdateRule, group: dict, factor: Tensor, seed: "int | None"):
-        """One step. factor: what the gradients are multiplied by."""
+    def update(self, fused, settings: dict, factor: float, seed: "int | None"):
+        """One step, which is counted already.
+
+        Args:
+            fused: UpdateRule.fused.
+            settings: its keyword arguments.
+            factor: what the gradients are multiplied by.
+            seed: of stochastic rounding; None: to the nearest.
+        """
         grads = [j.grad for j in self.jobs]
         if factor != 1 and self.clear:
-            # The sums are set to zero after the step.
+            # Nobody reads the sums after the step.
             torch._foreach_mul_(grads, factor)
         elif factor != 1:
             grads = list(torch._foreach_mul(grads, factor))
-        # A number would become a tensor once for each of them.
-        torch._foreach_add_(self.steps, torch.ones(()))
-        settings = _settings_of(rule, group)
-        maximize = settings.pop("direction") < 0
-        assert rule.fused is not None
-        rule.fused(self.weights, grads, *self.state, self.steps, **settings, maximize=maximize)
+        fused(self.weights, grads, *self.state, self.steps, **settings)
         # Autograd does not see that the kernel writes them.
         torch.autograd.graph.increment_version(self.weights)
-        for j in self.jobs:
-            _round(j, j.weight, seed)
+        if seed is not None:
+            for j in self.copied:
+                _round(j, j.weight, seed)
+        elif self.copied:
+            torch._foreach_copy_(self.copies, self.masters)
+
+
+def _fused_step(
+    rule: UpdateRule,
+    fused: "Callable[..., None]",
+    jobs: Jobs,
+    param_groups: "list[dict]",
+    rows: "list[int]",
+    factors: "list[float]",
+    seed: "int | None",
+) -> "list[tuple[Job, int]]":
+    """Update the tensors that rule.fused takes; return the others, each with its row.
+
+    Args:
+        factors: of each row.
+    """
+    if jobs.batches is None or jobs.batches[0] != rows:
+        jobs.batches = (rows, *_fused_batches(jobs, rows))
+    _, batches, others = jobs.batches
+    others = [*others]
+    taken = []
+    for batch in batches:
+        if batch.takes(factors[batch.row], seed):
+            taken.append(batch)
+        else:
+            others += [(j, batch.row) for j in batch.jobs]
+    if taken:
+        # A number would become a tensor once for each of them.
+        torch._foreach_add_([step for batch in taken for step in batch.steps], torch.ones(()))
+    settings = {}
+    for group in {batch.group: None for batch in taken}:
+        settings[group] = _settings_of(rule, param_groups[group])
+        settings[group]["maximize"] = settings[group].pop("direction") < 0
+    for batch in taken:
+        batch.update(fused, settings[batch.group], factors[batch.row], seed)
+    return others
 
 
 def _fused_batches(
     jobs: "list[Job]", rows: "list[int]"
-) -> "tuple[list[_FusedBatch], list[tuple[Job, int]]]":
+) -> "tuple[list[FusedBatch], list[tuple[Job, int]]]":
     """What rule.fused takes, in calls of about BATCH elements; the other jobs with their rows."""
     lists: "dict[tuple, list[list[Job]]]" = {}
     others = []
@@ -585,7 +631,7 @@ def _fused_batches(
         if sum(j.weight.numel() for j in batches[-1]) >= BATCH:
             batches.append([])
         batches[-1].append(j)
-    fused = [_FusedBatch(batch, key[1]) for key, batches in lists.items() for batch in batches]
+    fused = [FusedBatch(batch, key[1]) for key, batches in lists.items() for batch in batches]
     return fused, others
 
 

@@ -6,6 +6,7 @@ from .adamw import AdamW
 from .arena import Arena, own_storage
 from .clip import clip_grad_norm_, clip_grads_
 from .device_optimizer import DeviceOptimizer
+from .fused_mode import autograd_adds_faster
 from .lion import Lion
 from .participants import capture_participants
 from .state_layout import ParameterLayout
@@ -19,6 +20,7 @@ __all__ = [
     "Lion",
     "MODES",
     "ParameterLayout",
+    "autograd_adds_faster",
     "capture_participants",
     "clip_grad_norm_",
     "clip_grads_",

@@ -13,8 +13,8 @@ The modes, each faster than the one before:
             result is moved into the arena
   arena     a hook collects fresh gradients, fp32 or bf16; one launch adds many tensors into fp32
   fused     the weight-gradient product of an nn.Linear, and the row sums of an nn.Embedding without
-            max_norm, write straight into the arena; other tensors (of subclasses, and weights with
-            hooks) go as in `arena`
+            max_norm, write straight into the arena; other tensors (of subclasses, weights with
+            hooks, and small weights on a CPU) go as in `arena`
 
 This file knows about hooks, backward passes and the accumulation window. Where a gradient goes is
 the mode's: accumulation_modes.py and fused_mode.py.
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ArgumentError
-from ..ops import check_choice, check_gradient
+from ..ops import GRAD_DTYPES, check_choice, check_gradient
 from .accumulation_modes import (
     AccumulationMode,
     ArenaMode,
@@ -181,7 +181,7 @@ class GradientAccumulator:
         else:
             # Torch exposes the sums of fp32 parameters by itself.
             for _, p, _ in self._window.bf16:
-                self._handles.append(p.register_hook(lambda grad: self._open_backward()))
+                self._handles.append(p.register_hook(self._gradient_begins))
         if mode in ("host", "autograd") or self._window.bf16:
             self._handles.append(_finish_before_steps(self))
         arena.before_release.append(self.close)
@@ -193,14 +193,22 @@ class GradientAccumulator:
         for i, p in enumerate(self.arena.params):
             if self.arena.masters[i] is p or self._window.bf16:
                 # Its .grad may be exposed: hide it before autograd looks.
-                self._handles.append(p.register_hook(lambda grad: self._open_backward()))
+                self._handles.append(p.register_hook(self._gradient_begins))
             self._handles.append(
                 p.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, i))
             )
 
+    # Both run once per tensor and backward: each call counts on a slow host.
+
+    def _gradient_begins(self, grad):
+        """Autograd is about to accumulate this gradient."""
+        if torch._C._current_graph_task_id() != self._backward:
+            self._open_backward()
+
     def _gradient_ready(self, i, p):
         """Autograd has accumulated into p.grad, or has nothing for it."""
-        self._open_backward()
+        if torch._C._current_graph_task_id() != self._backward:
+            self._open_backward()
         grad = p.grad
         listener = self._listener
         # None: a fused product has added it, or it is undefined.
@@ -210,7 +218,9 @@ class GradientAccumulator:
                 # Torch does this by itself where grad_dtype is not None.
                 if self._window.bf16 and grad.dtype != p.dtype:
                     grad = grad.to(p.dtype)
-                check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
+                # Autograd has seen to shape and device.
+                if grad.dtype not in GRAD_DTYPES or grad.layout is not torch.strided:
+                    check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                 p.grad = None
                 if grad.requires_grad:
                     raise ArgumentError(
@@ -228,7 +238,7 @@ class GradientAccumulator:
             listener.gradient_complete(i, self._mode.pending(i))
 
     def _open_backward(self):
-        """Begin a backward, at its first gradient. Called for every gradient."""
+        """Begin a backward, at its first gradient."""
         task = torch._C._current_graph_task_id()
         if task == self._backward:
             return
@@ -511,8 +521,11 @@ def finish_for(parameters: "Iterable[Tensor]"):
     ids = {id(p) for p in parameters}
     for accumulator in list(_accumulators):
         arena = accumulator.arena
-        if ids & arena.master_ids or any(id(p) in ids for p in arena.params):
-            accumulator.finish()
+        # Without bf16 weights the parameters are the masters.
+        low = arena.bf16_weights is not None and any(id(p) in ids for p in arena.params)
+        if not low and ids.isdisjoint(arena.master_ids):
+            continue
+        accumulator.finish()
         for i, (p, master) in enumerate(zip(arena.params, arena.masters)):
             if id(p) in ids and master is not p and p.grad is None and accumulator.received[i]:
                 raise ArgumentError(

@@ -336,11 +336,18 @@ class HostMode(AccumulationMode):
 
 
 class ArenaMode(AccumulationMode):
-    """Fresh gradients, fp32 or bf16, wait until there are enough; one launch adds all into fp32."""
+    """Fresh gradients, fp32 or bf16, wait until there are enough; one launch adds all into fp32.
+
+    Where no kernels run none waits: torch adds it while it is in the CPU's cache."""
 
     def __init__(self, arena: Arena, window: Window):
         super().__init__(arena, window)
+        self.adds_at_once = False
         self.reset()
+
+    def begin(self):
+        super().begin()
+        self.adds_at_once = not takes(self.arena.device)
 
     def reset(self):
         self.fresh: "list[Tensor | None]" = [None] * len(self.arena.segments)
@@ -350,6 +357,9 @@ class ArenaMode(AccumulationMode):
         return self.fresh[i] is not None
 
     def add(self, i, grad, squares):
+        if self.adds_at_once:
+            reference_accumulate(self.arena.grad_views[i], grad)
+            return
         if self.fresh[i] is not None:
             self.flush(squares)
         self.fresh[i] = grad

@@ -302,7 +302,7 @@ def _by_kernels(
         partials = arena.squares.values
         chunk_to_tensor = arena.chunk_to_tensor
     else:
-        chunks = sum(chunks for _, chunks, _ in launches)
+        chunks = sum(chunks for _, chunks, *_ in launches)
         partials = torch.empty(chunks, dtype=torch.float64, device=device)
         chunk_to_tensor = torch.empty(chunks, dtype=torch.int32, device=device)
         launch_squares(packed, partials, chunk_to_tensor, norm_type, launches)

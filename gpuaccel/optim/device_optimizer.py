@@ -42,6 +42,7 @@ from ..ops import (
     launch_begin,
     launch_update,
     launches_for,
+    tensors_of_launch,
     unnamed,
 )
 from .accumulate import GradientAccumulator
@@ -57,7 +58,7 @@ class _Part:
     device: torch.device
     jobs: "list[Job]"
     by_kernels: Jobs
-    by_torch: "list[Job]"
+    by_torch: Jobs
     all_sums: bool  # every gradient is an arena's sum ...
     whole_arena: bool  # ... and the arena holds no other
     changed: "list[Tensor]"  # what our kernels write and autograd may know
@@ -242,7 +243,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 self._clip_state_on(state)
             # Compiled and loaded: neither can be done in a capture.
             if device.type == "cuda" and takes(device):
-                kernels = [clip_kernel(name, 2.0) for name in ("squares_v2", "reduce_v2")]
+                most = tensors_of_launch(len(self._numbers))
+                kernels = [clip_kernel("squares_v2", 2.0, most), clip_kernel("reduce_v2", 2.0)]
                 for dtype, macros in {
                     (p.dtype, self.rule.macros_of(self.param_groups[g]))
                     for g, p, _ in members
@@ -414,8 +416,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def _part(self, device, jobs, accumulator) -> _Part:
         jobs = [j for j in jobs if j.weight.device == device]
         by_kernels = Jobs(j for j in jobs if takes(device) and _kernels_take(j))
-        by_kernels.leaves_sums = accumulator is not None and accumulator.leaves_sums
         ids = {id(j) for j in by_kernels}
+        by_torch = Jobs(j for j in jobs if id(j) not in ids)
+        leaves_sums = accumulator is not None and accumulator.leaves_sums
+        by_kernels.leaves_sums = by_torch.leaves_sums = leaves_sums
         # By number, so that the first tensor that is not finite can be named.
         grads = [None] * len(self._numbers)
         for j in jobs:
@@ -426,7 +430,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             device,
             jobs,
             by_kernels,
-            [j for j in jobs if id(j) not in ids],
+            by_torch,
             all_sums,
             all_sums and self._is_whole_arena(jobs, accumulator),
             [t for j in by_kernels for t in (j.weight, j.copy) if t is not None],
@@ -472,8 +476,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 list(map(Tensor.numel, params)),
                 list(map(Tensor.data_ptr, lows)),
                 [
-                    tuple(map(Tensor.data_ptr, self.state[p].values())) if p in self.state else ()
-                    for p in params
+                    tuple(map(Tensor.data_ptr, state.values())) if state else ()
+                    for state in map(self.state.get, params)
                 ],
                 [
                     (len(group["params"]), *[group[option] for option in options])

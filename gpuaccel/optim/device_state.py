@@ -107,7 +107,7 @@ class DeviceState:
             arena.squares.update()
             partials, chunk_to_tensor = arena.squares.values, arena.chunk_to_tensor
         else:
-            rows = sum(chunks for _, chunks, _ in launches)
+            rows = sum(chunks for _, chunks, *_ in launches)
             partials = torch.empty(rows, dtype=torch.float64, device=self.device)
             chunk_to_tensor = torch.empty(rows, dtype=torch.int32, device=self.device)
             launch_squares(grads, partials, chunk_to_tensor, launches=launches)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..ops import launch_squares
+from ..ops import launch_squares, launches_for, tensors_of_launch
 
 
 class ChunkSquares:
@@ -67,5 +67,8 @@ class ChunkSquares:
             return
         first = flags.index(False)
         last = len(flags) - flags[::-1].index(False)
-        launch_squares(self._grad_views[first:last], self.values[self._first_chunk[first] :])
+        views = self._grad_views[first:last]
+        # One kernel for any range: a capture may need another range than the steps before it.
+        launches = launches_for(views, tensors_of_launch(len(flags)))
+        launch_squares(views, self.values[self._first_chunk[first] :], launches=launches)
         self.mark_all()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..ops import (
-    Job,
     Jobs,
     StepInputs,
     UpdateRule,
@@ -59,7 +58,7 @@ class ParameterLayout:
     def torch_step(
         self,
         rule: UpdateRule,
-        jobs: "list[Job]",
+        jobs: Jobs,
         param_groups: "list[dict]",
         inputs: StepInputs,
         rows: "list[int]",

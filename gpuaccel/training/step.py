@@ -41,7 +41,14 @@ from ..errors import ArgumentError, check_module, described
 from ..graphs import GraphedStep
 from ..measure import Meter
 from ..ops import EPS, check_choice, check_max_norm
-from ..optim import MODES, AdamW, Arena, DeviceOptimizer, GradientAccumulator
+from ..optim import (
+    MODES,
+    AdamW,
+    Arena,
+    DeviceOptimizer,
+    GradientAccumulator,
+    autograd_adds_faster,
+)
 from .micro import rows_of, split
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
@@ -115,7 +122,8 @@ class TrainStep:
             mean. Default: token_loss.
         micro_batches: pieces that a batch is split into along dim 0, 1 or more. Default: 1.
         accumulate: how gradients get into the sum: "host", "autograd", "arena" (the default) or
-            "fused" (optim/accumulate.py).
+            "fused" (optim/accumulate.py). On a CPU a model of small fp32 weights takes "autograd"
+            in place of the latter two, which is faster there.
         clip: where gradients are clipped. "item": the norm of each tensor goes to the host, which
             waits for each. "torch": `torch.nn.utils.clip_grad_norm_`. "fused": inside ga.AdamW,
             without a pass over memory of its own; the default with that optimizer, or without any.
@@ -235,6 +243,9 @@ class TrainStep:
                 }
                 self._make_reducer(distributed, settings, accumulate, bool(compile))
             else:
+                # Nobody needs the gradients while backward runs.
+                if accumulate in ("arena", "fused") and autograd_adds_faster(self.arena):
+                    accumulate = "autograd"
                 self._accumulate_into_arena(accumulate)
             if compile:
                 self.loss_fn = torch.compile(loss_fn, dynamic=False)

@@ -22,6 +22,7 @@ from gpuaccel.compiler.kernel import (
     kernel_names,
     kernel_root,
     signature,
+    usual_values,
     without_comments,
     zero_,
 )
@@ -118,8 +119,11 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     [
         (accumulate_kernel("accumulate_v3", torch.float32), [_pack_addresses]),
         (accumulate_kernel("accumulate_v4", torch.bfloat16), [_pack_addresses]),
-        (clip.clip_kernel("squares_v2", 2.0), [clip._pack_tensors]),
-        (clip.clip_kernel("scale_v2", 2.0), [clip._pack_tensors]),
+        *[
+            (clip.clip_kernel(name, 2.0, most), [clip._pack_tensors[most]])
+            for name in ("squares_v2", "scale_v2")
+            for most in (clip.MAX_TENSORS, clip.MANY_TENSORS)
+        ],
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
         (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
         (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),
@@ -134,12 +138,14 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     ids=lambda k: getattr(k, "name", ""),
 )
 def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
-    """To the byte as the host compiler lays them out. A launch takes at most 4 KiB of arguments."""
+    """To the byte as the host compiler lays them out. A launch takes at most 4 KiB of arguments,
+    with CUDA 12.1 up to 32,764 bytes."""
     found = [size for _, size in kernel.load("fast").structs]
     assert found == [pack.__self__.size for pack in sizes], (
         f"{kernel.name}: {found} bytes in the kernel"
     )
-    assert sum(found) + 8 * len(kernel.params) <= 4096
+    many = kernel.defines.get("MAX_TENSORS") == str(clip.MANY_TENSORS)
+    assert sum(found) + 8 * len(kernel.params) <= (32764 if many else 4096)
 
 
 def test_an_update_rule_reads_its_structs_from_the_source():
@@ -454,6 +460,62 @@ X = torch.ones(8)
 def test_a_wrong_argument_is_named_with_what_is_expected(scale, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         check_arguments(scale, arguments)
+    assert usual(scale, "cuda", arguments) is None
+
+
+def usual(kernel, device, arguments):
+    """What a launch takes without check_arguments(); None: it calls that."""
+    try:
+        return usual_values(tuple(kernel.plan), device)(*arguments)
+    except (TypeError, AttributeError, RuntimeError):
+        return None
+
+
+NUMBERS = (8, -1, 1.5, True, None, "1", b"12345678", b"", 1j)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_arguments_of_the_usual_kinds_are_taken_as_check_arguments_takes_them(data):
+    """Whatever is given: the short way takes nothing that the long way refuses, and the values of
+    both are the same."""
+    kernel = gpuaccel.compile(
+        """struct S { int a; float b; };
+        extern "C" __global__ void k(float* x, const double2* y, void* z, float a, int n, S s) {}"""
+    )
+    memory = torch.zeros(64)
+    tensors = [
+        memory,
+        memory[1:],
+        memory[::2],
+        memory.double(),
+        memory.double()[1:],
+        memory.bfloat16(),
+        memory.to_sparse(),
+        torch.nn.Parameter(memory),
+        torch.empty(0),
+        torch.zeros(8, device="meta"),
+    ]
+    arguments = [data.draw(st.sampled_from([*tensors, *NUMBERS])) for _ in range(6)]
+    fitting = [memory, memory.double(), memory, 1.5, 3, b"12345678"]
+    for i in range(6):
+        if data.draw(st.booleans()):
+            arguments[i] = fitting[i]
+    taken = usual(kernel, "cpu", arguments)
+    if taken is not None:
+        assert taken == check_arguments(kernel, arguments, "cpu")
+    assert usual(kernel, "cpu", fitting) == check_arguments(kernel, fitting, "cpu")
+    assert usual(kernel, "cpu", fitting) is not None
+    assert usual(kernel, "cpu", fitting[:-1]) is None
+    assert usual(kernel, "cuda", fitting) is None
+
+
+def test_a_kernel_without_parameters_or_without_pointers_has_usual_values_too():
+    kernel = gpuaccel.compile('extern "C" __global__ void k() {}')
+    assert usual(kernel, "cuda", ()) == (None, [])
+    kernel = gpuaccel.compile('extern "C" __global__ void k(int n) {}')
+    assert usual(kernel, "cuda", (3,)) == (None, [3])
+    assert usual(kernel, "cuda", (3.5,)) is None
 
 
 def test_what_fits_is_taken(scale):

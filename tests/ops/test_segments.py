@@ -16,6 +16,7 @@ from gpuaccel.ops.token_sort import (
     find_segments,
     launch_segments,
     reference_segments,
+    segments_on_host,
 )
 
 VOCABULARIES = [
@@ -90,6 +91,17 @@ def batches(draw):
         )
         tokens += [token] * draw(st.sampled_from([1, 1, 2, 31, 32, 33, 63, 64, 65, 96, 97]))
     return draw(st.permutations(tokens)), vocab, draw(st.sampled_from([-1, 0, vocab - 1]))
+
+
+@some
+@given(
+    tokens=st.lists(st.integers(0, 4) | st.just(2), max_size=200),
+    left_out=st.integers(-1, 4),
+)
+def test_on_the_host_runs_give_what_places_give(tokens, left_out):
+    tokens = torch.tensor(tokens, dtype=torch.int64)
+    same = reference_segments(tokens, 5, left_out).buffer
+    assert torch.equal(segments_on_host(tokens, 5, left_out).buffer, same)
 
 
 @pytest.mark.parametrize("device", DIRECT, indirect=True)

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.ops.accumulate import accumulate_, reference_accumulate
+from gpuaccel.optim import fused_mode
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep, token_loss
@@ -617,6 +619,50 @@ def test_fused_linear_is_a_linear_again_after_close_and_in_copies():
     assert "forward" not in vars(model.head)
     loss_of(model, micro_batches(1)[0]).backward()
     assert model.head.weight.grad is not None and not arena.grads.any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
+def test_without_kernels_small_weights_are_left_to_autograd(device, monkeypatch):
+    monkeypatch.setattr(fused_mode, "LEAST_ELEMENTS", 4 * 5)
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5), nn.Linear(5, 3))
+    arena = Arena(model)
+    want = [False, True, False] if ga.backend().name == "torch" else [True, True, True]
+    with GradientAccumulator(arena, "fused"):
+        assert [fused_forward(layer) is not None for layer in model] == want
+        for _ in range(2):
+            model(torch.tensor([0, 2, 2])).square().sum().backward()
+        sums = {name: p.grad.clone() for name, p in arena.named_parameters().items()}
+    arena.release()
+    model.zero_grad()
+    for _ in range(2):
+        model(torch.tensor([0, 2, 2])).square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(sums[name], p.grad)
+
+
+@pytest.mark.parametrize("mode", ["arena", "fused"])
+def test_a_step_without_kernels_lets_autograd_add_small_weights(mode, monkeypatch):
+    """Mode "autograd" is faster there, and bit-identical to mode "arena"."""
+
+    def trained(mode, least, dtype=torch.float32):
+        monkeypatch.setattr(fused_mode, "LEAST_ELEMENTS", least)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7)).to(dtype)
+        opt = ga.AdamW(Arena(model), lr=0.1, max_norm=0.5)
+        with (
+            ga.use_backend("torch"),
+            TrainStep(model, opt, micro_batches=3, accumulate=mode) as step,
+        ):
+            tokens = torch.arange(24).view(6, 4) % 7
+            outputs = [step((tokens.roll(k), tokens)) for k in range(3)]
+            return step.accumulator.mode, [o.norm for o in outputs], step.arena.weights.clone()
+
+    taken, norms, weights = trained(mode, 29)
+    by_hooks = trained("arena", 0)
+    assert taken == "autograd"
+    assert norms == by_hooks[1] and torch.equal(weights, by_hooks[2])
+    # A weight is not small, or torch would add in bf16.
+    assert trained(mode, 28)[0] == trained(mode, 29, torch.bfloat16)[0] == mode
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4)])

@@ -211,7 +211,7 @@ def test_scale_v2_touches_the_gradients_only_when_it_has_to(verdict, skip, write
     g = torch.randn(5000, generator=generator(0))
     found = clip_ops.new_state(1, "cpu", "global", list)
     found.values.copy_(torch.tensor([verdict]))
-    for start, chunks, packed in clip_ops.launches_for([g]):
+    for start, chunks, _, packed in clip_ops.launches_for([g]):
         trace = clip_ops.clip_kernel("scale_v2", 2.0)[chunks, 256].on_cpu(
             (found.values, None, skip, start, packed), [g], trace=True
         )
@@ -303,7 +303,7 @@ def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
     per_chunk = [c.double().square().sum().item() for g in grads for c in g.split(CHUNK)]
     for one, exact in zip(want.tolist(), per_chunk):
         close(one, exact, 1e-6, "a chunk's sum of squares")
-    ((start, chunks, packed),) = clip_ops.launches_for(grads)
+    ((start, chunks, _, packed),) = clip_ops.launches_for(grads)
     assert chunks == rows
     clip_ops.clip_kernel("squares_v2", 2.0)[grid, 256](got, None, start, packed, tensors=grads)
     same(got, want, f"grid {grid}")
@@ -347,6 +347,31 @@ def test_accumulate_v4_leaves_the_partial_sums_of_squares_v2_over_its_sums(dtype
     same(arena.squares.values, partials, "partials")
     close(arena.squares.values.sum().sqrt(), exact_norm(list(arena.grad_views)))
     arena.release()
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("count, launches", [(256, 1), (257, 1), (1000, 1), (2049, 2)])
+def test_many_small_tensors_take_one_launch(device, count, launches):
+    """Of up to 2,048, as those of 256; each chunk's sum is the same in either."""
+    numbers = torch.randn(count, 5, generator=torch.Generator().manual_seed(count))
+    numbers[3] = 0.0
+    grads = [row[: 1 + i % 5].clone().to(device) for i, row in enumerate(numbers)]
+    grads[1] = grads[1][:0]
+    found = clip_ops.launches_for(grads)
+    assert len(found) == launches
+    partials = torch.zeros(count - 1, dtype=torch.float64, device=grads[0].device)
+    by_256 = torch.zeros_like(partials)
+    tensors = torch.zeros(count - 1, dtype=torch.int32, device=grads[0].device)
+    launch_squares(grads, partials, tensors, launches=found)
+    launch_squares(grads, by_256)
+    assert torch.equal(partials, by_256)
+    assert tensors.tolist() == [i for i in range(count) if i != 1]
+    plain = [g.clone() for g in grads]
+    torchs_norm = torch.nn.utils.clip_grad_norm_(parameters(plain, device), 0.5)
+    norm = clip_grad_norm_(parameters(grads, device), 0.5)
+    torch.testing.assert_close(norm, torchs_norm)
+    for g, want in zip(grads, plain):
+        torch.testing.assert_close(g, want)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -559,7 +584,7 @@ def launch_fails(device, ours):
         patch.setattr(
             clip_ops,
             "clip_kernel",
-            lambda name, norm_type: Broken() if name == "squares_v2" else plain(name, norm_type),
+            lambda name, *rest: Broken() if name == "squares_v2" else plain(name, *rest),
         )
         with pytest.raises(BackendError, match="was not launched"):
             clip_grad_norm_(parameters([g], device), 1.0)
@@ -606,7 +631,7 @@ def test_gpu_a_launch_that_the_driver_refuses_is_an_error_and_changes_nothing(mo
     monkeypatch.setattr(
         clip_ops,
         "clip_kernel",
-        lambda name, norm_type: type(
+        lambda *which: type(
             "K", (), {"__getitem__": lambda self, shape: kernel[(*shape, 200_000_000 // 1000)]}
         )(),
     )

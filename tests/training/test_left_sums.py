@@ -10,6 +10,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
+from gpuaccel.optim import fused_mode
 from gpuaccel.training.models import Config, Transformer
 
 V, T = 61, 8
@@ -125,6 +126,20 @@ def test_what_a_step_leaves_does_not_count_in_the_next_one(device, net, dtype):
     if device != "cuda":
         # cuBLAS may choose other kernels for a product that does not add.
         all_same(run(cleared(make(net, device, dtype)), device), want)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("net", [Sometimes, tied])
+def test_the_sum_of_a_small_weight_that_is_left_to_autograd_is_not_overwritten(
+    device, net, monkeypatch
+):
+    """On a CPU products add the gradients of large weights only."""
+    monkeypatch.setattr(fused_mode, "LEAST_ELEMENTS", V * 32)
+    step = make(net, device)
+    numels = [step.arena.segments[i].numel for i in step.accumulator.product_tensors]
+    assert numels and set(numels) == {V * 32}
+    got = run(step, device, between=poison)
+    all_same(got, run(cleared(make(net, device)), device))
 
 
 @pytest.mark.parametrize("net", NETS)

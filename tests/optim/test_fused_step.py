@@ -1,0 +1,179 @@
+"""A step on a CPU: torch's fused kernel and the definition give the same weights and state."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel.ops import ADAMW, update_rule
+from gpuaccel.optim.accumulate import GradientAccumulator
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+
+SHAPES = ((7, 5), (3,), (), (0, 4), (2, 3, 4, 5), (64, 33))
+BY_DEFINITION = dataclasses.replace(ADAMW, fused=None)
+
+
+@pytest.fixture(autouse=True)
+def in_torch():
+    with ga.use_backend("torch"):
+        yield
+
+
+@pytest.fixture
+def fused_tensors(monkeypatch):
+    """How many tensors each call of torch's kernel has updated."""
+    calls, plain = [], torch._fused_adamw_
+    monkeypatch.setattr(
+        torch,
+        "_fused_adamw_",
+        lambda p, *rest, **more: calls.append(len(p)) or plain(p, *rest, **more),
+    )
+    return calls
+
+
+def parameters(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
+    params[0] = params[0].t()
+    params[4] = params[4].contiguous(memory_format=torch.channels_last)
+    return [nn.Parameter(p) for p in params]
+
+
+def give(params, step):
+    """Gradients of a step, one of them with other strides than its parameter, one without."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for i, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = grad.contiguous() if i != 1 or step != 1 else None
+
+
+def close(ours, theirs, dtype):
+    # bf16 and fp16 states are rounded after each step.
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}.get(dtype, 2e-2)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True, "maximize": True},
+        {"max_norm": 0.5},
+        {"max_norm": 0.5, "scope": "tensor", "on_nonfinite": "skip"},
+        {"lr": torch.tensor(0.02), "weight_decay": 0.3, "max_norm": 1e9},
+        {"stochastic_rounding": True, "seed": 3},
+    ],
+    ids=str,
+)
+def test_torchs_kernel_and_the_definition_do_the_same(dtype, options, fused_tensors):
+    ours, theirs = parameters(dtype), parameters(dtype)
+    mine, definition = (AdamW(p, **{"lr": 0.01, **options}) for p in (ours, theirs))
+    definition.rule = BY_DEFINITION
+    for step in range(4):
+        give(ours, step), give(theirs, step)
+        grads = [p.grad if p.grad is None else p.grad.clone() for p in ours]
+        versions = [p._version for p in ours]
+        mine.step(), definition.step()
+        close(ours, theirs, dtype)
+        for p, q in zip(ours, theirs):
+            assert mine.state[p].keys() == definition.state[q].keys()
+            close(mine.state[p].values(), definition.state[q].values(), dtype)
+        for p, grad, version in zip(ours, grads, versions):
+            if grad is not None:
+                assert torch.equal(p.grad, grad), "step() has written a user's gradient"
+                assert p.numel() == 0 or p._version > version, "autograd has not seen the update"
+    rounds_once = dtype in (torch.bfloat16, torch.float16) and (
+        options.get("max_norm") == 0.5 or "stochastic_rounding" in options
+    )
+    if not (rounds_once and options.get("scope") == "tensor"):
+        # All but the empty one, and the one without a gradient in one of the steps.
+        assert sum(fused_tensors) == (0 if rounds_once else 4 * (len(SHAPES) - 1) - 1)
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("leaves_sums", [False, True])
+def test_over_an_arena_with_masters(low, seed, leaves_sums, fused_tensors):
+    def trained(rule):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3).to(low).float())
+        model[2].to(low)
+        options = {"stochastic_rounding": seed is not None, "seed": seed or 0}
+        arena = Arena(model)
+        opt = AdamW(arena, lr=0.05, weight_decay=0.2, max_norm=0.3, **options)
+        opt.rule = rule
+        with GradientAccumulator(arena) as accumulator:
+            accumulator.leaves_sums = leaves_sums
+            for step in range(4):
+                for p in model.parameters():
+                    (p.float() * (step + 1.5)).square().sum().backward()
+                opt.step()
+                accumulator.clear_left_sums()
+                assert not arena.grads.any()
+        return arena.weights, [p.detach().float() for p in model.parameters()]
+
+    ours, theirs = trained(ADAMW), trained(BY_DEFINITION)
+    assert len(fused_tensors) >= 4
+    close([ours[0]], [theirs[0]], torch.float32)
+    close(ours[1], theirs[1], low)
+
+
+def test_a_step_that_a_grad_scaler_skips_changes_nothing(fused_tensors):
+    params = parameters(torch.float32)
+    opt = AdamW(params, lr=0.1)
+    give(params, 0)
+    opt.step()
+    before = [p.detach().clone() for p in params]
+    steps = [float(opt.state[p]["step"]) for p in params]
+    opt.found_inf, opt.grad_scale = torch.ones(1), torch.full((1,), 8.0)
+    fused_tensors.clear()
+    opt.step()
+    assert not fused_tensors and all(map(torch.equal, params, before))
+    assert [float(opt.state[p]["step"]) for p in params] == steps
+    opt.found_inf = torch.zeros(1)
+    opt.step()
+    assert fused_tensors and float(opt.state[params[0]]["step"]) == 2
+
+
+def test_what_is_kept_for_the_next_step_follows_what_changes(monkeypatch):
+    """The calls are planned once, anew for another scope, and loaded state is used."""
+    made, plain = [], update_rule._fused_batches
+    monkeypatch.setattr(update_rule, "_fused_batches", lambda *args: made.append(1) or plain(*args))
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    mine, definition = (AdamW(p, lr=0.01, max_norm=0.5) for p in (ours, theirs))
+    definition.rule = BY_DEFINITION
+    grads = [torch.randn(p.shape) for p in ours]
+
+    def step():
+        for params, opt in ((ours, mine), (theirs, definition)):
+            for p, grad in zip(params, grads):
+                p.grad = grad
+            opt.step()
+        close(ours, theirs, torch.float32)
+
+    # Parameters that are not contiguous are planned anew in each step.
+    for params in (ours, theirs):
+        for i in (0, 4):
+            params[i].data = params[i].data.contiguous()
+    step(), step()
+    assert len(made) == 1
+    mine.scope = definition.scope = "tensor"
+    step()
+    assert len(made) == 2
+    for params, opt in ((ours, mine), (theirs, definition)):
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    step()
+
+
+def test_a_step_is_made_of_calls_that_fit_the_cache(monkeypatch, fused_tensors):
+    monkeypatch.setattr(update_rule, "BATCH", 100)
+    params = [nn.Parameter(torch.randn(60)) for _ in range(5)]
+    give(params, 0)
+    AdamW(params).step()
+    assert fused_tensors == [2, 2, 1]
