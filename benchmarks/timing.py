@@ -12,7 +12,7 @@ import time
 
 import torch
 from common import DEVICE
-from power import measuring
+from power import measuring, visible_gpus
 
 from gpuaccel.backends import backend
 from gpuaccel.errors import CaptureError
@@ -250,7 +250,8 @@ def copy_rate(elements: int) -> float:
 
 def clock_MHz(load) -> float:
     """The multiprocessors' clock by nvidia-smi while load() runs over and over; median of 3."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={visible_gpus()[0]}", "--query-gpu=clocks.sm"]
+    query.append("--format=csv,noheader,nounits")
     readings = []
     for _ in range(3):
         with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
