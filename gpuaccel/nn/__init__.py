@@ -4,6 +4,7 @@ added straight into an arena (fused_linear), and nn.RMSNorm with the addition be
 
 from .embedding import Embedding, Encoder, deterministic_embeddings, fuse_embedding, invalid_tokens
 from .fused_linear import (
+    FrozenLinear,
     FusedForward,
     FusedLinear,
     GradientUse,
@@ -29,6 +30,7 @@ __all__ = [
     "Embedding",
     "Encoder",
     "FLOATS",
+    "FrozenLinear",
     "FusedForward",
     "FusedLinear",
     "GradientUse",

@@ -25,6 +25,9 @@ With rotary positions one kernel rotates what the product has written, in place,
 gradients of q, k and v side by side, where the product's backward reads them:
 
     q, k, v = fused_rotary(x, self.w_q, self.w_k, self.w_v, table)
+
+Frozen layers of one input are one product, too, with LoRA (LoRALinear) around some of them or none:
+y = x @ joint^T, and the thin product (x @ A^T) @ B^T adds into its columns of y.
 """
 
 import enum
@@ -41,11 +44,20 @@ from torch.autograd import forward_ad
 from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError
 from ..ops import reference_rotary_backward, rotate
+from .lora import LoRALinear
 
 _library = torch.library.Library("gpuaccel", "DEF")
-_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
+_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x, float alpha=1.0) -> ()")
 _library.define(
     "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
+)
+_library.define(
+    "lora_linears(Tensor x, Tensor weight, Tensor u, Tensor[] bs, int[] starts, float[] scalings)"
+    " -> Tensor"
+)
+_library.define(
+    "lora_linears_backward(Tensor dy, Tensor weight, Tensor a, Tensor[] bs, int[] starts,"
+    " float[] scalings) -> (Tensor, Tensor)"
 )
 
 
@@ -153,9 +165,13 @@ def _slice_of(acc: Tensor) -> "GradientSlice | None":
 
 
 def _add_weight_gradient(
-    acc: Tensor, dy: Tensor, x: Tensor, added: "list[bool] | None" = None
+    acc: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    alpha: float = 1.0,
+    added: "list[bool] | None" = None,
 ) -> None:
-    """acc += dy^T @ x, summed in fp32.
+    """acc += alpha * dy^T @ x, summed in fp32.
 
     Args:
         acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16. For a weight that is
@@ -168,22 +184,24 @@ def _add_weight_gradient(
     dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
     x = x.flatten(0, -2) if x.dim() > 1 else x[None]
     for start, stop, overwrite in rows:
+        beta = 0 if overwrite else 1
         if stop - start == len(acc):
-            _add_product(acc, dy, x, 0 if overwrite else 1)
+            _add_product(acc, dy, x, beta, alpha)
         else:
-            _add_product(acc[start:stop], dy[:, start:stop], x, 0 if overwrite else 1)
+            _add_product(acc[start:stop], dy[:, start:stop], x, beta, alpha)
     if target is not None:
         target.after_product()
 
 
-def _add_product(acc: Tensor, dy: Tensor, x: Tensor, beta: int):
-    """acc = beta * acc + dy^T @ x. With beta 0 nothing reads acc: a NaN in it is gone."""
+def _add_product(acc: Tensor, dy: Tensor, x: Tensor, beta: int, alpha: float):
+    """acc = beta * acc + alpha * dy^T @ x. With beta 0 nothing reads acc: a NaN in it is gone."""
+    factors = {"beta": beta, "alpha": alpha}
     if dy.dtype == torch.float32:
-        acc.addmm_(dy.t(), x, beta=beta)
+        acc.addmm_(dy.t(), x, **factors)
     elif dy.is_cuda:
-        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, beta=beta, out=acc)
+        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, out=acc, **factors)
     else:
-        acc.addmm_(dy.t().float(), x.float(), beta=beta)
+        acc.addmm_(dy.t().float(), x.float(), **factors)
 
 
 def _fused_linears_backward(
@@ -200,7 +218,7 @@ def _fused_linears_backward(
             torch.compile would generate a slow kernel for the concatenation.
     """
     dy = _side_by_side(dys)
-    _add_weight_gradient(acc, dy, x, added)
+    _add_weight_gradient(acc, dy, x, added=added)
     return dy @ weight
 
 
@@ -209,16 +227,77 @@ def _side_by_side(dys: "list[Tensor] | tuple[Tensor, ...]") -> Tensor:
     return torch.cat(dys, -1) if len(dys) > 1 else dys[0]
 
 
+def _lora_linears(
+    x: Tensor,
+    weight: Tensor,
+    u: Tensor,
+    bs: "list[Tensor]",
+    starts: "list[int]",
+    scalings: "list[float]",
+) -> Tensor:
+    """y = x @ weight^T, then y[..., start :][..., : out] += scaling * u_k @ b^T for each layer with
+    LoRA.
+
+    One operation, because torch.compile would copy y for each sum.
+
+    Args:
+        x: (..., in). weight: (sum of out, in), the frozen weights of the layers side by side.
+        u: (..., sum of ranks), x @ A^T of each layer with LoRA, side by side.
+        bs: B (out, rank) of each. starts: its layer's first column of y.
+    """
+    y = F.linear(x, weight)
+    rows = y.view(-1, y.shape[-1])
+    thin = u.reshape(-1, u.shape[-1]).split([b.shape[1] for b in bs], -1)
+    for u_k, b, start, scaling in zip(thin, bs, starts, scalings):
+        rows[:, start : start + len(b)].addmm_(u_k, b.t(), alpha=scaling)
+    return y
+
+
+def _lora_linears_backward(
+    dy: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    bs: "list[Tensor]",
+    starts: "list[int]",
+    scalings: "list[float]",
+) -> "tuple[Tensor, Tensor]":
+    """(gradient of x, gradient of u) of _lora_linears() and u = x @ a^T.
+
+    Args:
+        dy: (..., sum of out). a: (sum of ranks, in), A of each layer with LoRA, side by side.
+    """
+    du = dy.new_empty(*dy.shape[:-1], len(a))
+    rows = dy.reshape(-1, dy.shape[-1])
+    thin = du.view(-1, len(a)).split([b.shape[1] for b in bs], -1)
+    for du_k, b, start, scaling in zip(thin, bs, starts, scalings):
+        du_k.addmm_(rows[:, start : start + len(b)], b, beta=0, alpha=scaling)
+    dx = dy @ weight
+    dx.view(-1, dx.shape[-1]).addmm_(du.view(-1, len(a)), a)
+    return dx, du
+
+
 for _name, _function in (
     ("add_weight_gradient_", _add_weight_gradient),
     ("fused_linears_backward_", _fused_linears_backward),
+    ("lora_linears", _lora_linears),
+    ("lora_linears_backward", _lora_linears_backward),
 ):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
-torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
+torch.library.register_fake(
+    "gpuaccel::add_weight_gradient_", lambda acc, dy, x, alpha=1.0: None, lib=_library
+)
 torch.library.register_fake(
     "gpuaccel::fused_linears_backward_",
     lambda acc, dys, x, weight: torch.empty_like(x),
+    lib=_library,
+)
+torch.library.register_fake(
+    "gpuaccel::lora_linears", lambda x, weight, *_: F.linear(x, weight), lib=_library
+)
+torch.library.register_fake(
+    "gpuaccel::lora_linears_backward",
+    lambda dy, weight, a, *_: (dy @ weight, dy.new_empty(*dy.shape[:-1], len(a))),
     lib=_library,
 )
 
@@ -234,6 +313,26 @@ def _as_autocast(x: Tensor) -> Tensor:
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dy^T @ x, of operations that can be differentiated and vmapped."""
     return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _has_second_derivative() -> bool:
+    """In a backward: does it run with create_graph=True?"""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor, alpha: float = 1.0):
+    """Add alpha * dy^T @ x into `acc`, or return it, as the running backward wants it.
+
+    i: the weight's index among the inputs of ctx's function, from the side where only tensors
+        stand."""
+    if torch.compiler.is_compiling():
+        if ctx.needs_input_grad[i]:
+            torch.ops.gpuaccel.add_weight_gradient_(acc, dy, x, alpha)
+        return None
+    (use,) = gradient_uses(acc, [ctx.next_functions[i]])
+    if use is ADDED:
+        _add_weight_gradient(acc, dy, x, alpha, [True])
+    return alpha * _weight_gradient(dy, x) if use is RETURNED else None
 
 
 class _LinearIntoArena(torch.autograd.Function):
@@ -263,19 +362,10 @@ class _LinearIntoArena(torch.autograd.Function):
         x, cast, *weight = ctx.saved_tensors
         # The weight's gradient is rows^T @ columns.
         rows, columns = (x, dy) if ctx.transposed else (dy, x)
-        dw = None
-        if torch.compiler.is_compiling():
-            if ctx.needs_input_grad[1]:
-                torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, rows, columns)
-        else:
-            (use,) = gradient_uses(ctx.acc, ctx.next_functions[1:2])
-            if use is ADDED:
-                _add_weight_gradient(ctx.acc, rows, columns, [True])
-            elif use is RETURNED:
-                dw = _weight_gradient(rows, columns)
-            if weight and torch.is_grad_enabled():
-                # `cast` does not lead back to the weight.
-                cast = weight[0].to(cast.dtype)
+        dw = _add_or_return(ctx, 1, ctx.acc, rows, columns)
+        if weight and _has_second_derivative():
+            # `cast` does not lead back to the weight.
+            cast = weight[0].to(cast.dtype)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = F.linear(dy, cast) if ctx.transposed else dy @ cast
@@ -283,11 +373,28 @@ class _LinearIntoArena(torch.autograd.Function):
         return dx, dw, dbias, None, None, None
 
 
+def _rotated_parts(y: Tensor, widths: "list[int]", table: "Tensor | None"):
+    """y, a joint product's output, cut; with a table its k and q are rotated in place before."""
+    if table is not None:
+        torch.ops.gpuaccel.rotary_(y, table, widths[0] // table.shape[-1])
+    return y.split(widths, -1)
+
+
+def _rotated_back(dys: "tuple[Tensor, ...]", table: "Tensor | None") -> "tuple[Tensor, ...]":
+    """The gradients of the parts; with a table that of y, in one tensor."""
+    if table is None:
+        return dys
+    dv, dk, dq = dys
+    if _has_second_derivative():
+        return (reference_rotary_backward(dv, dk, dq, table),)
+    return (torch.ops.gpuaccel.rotary_backward(dv, dk, dq, table),)
+
+
 class _LinearsIntoArena(torch.autograd.Function):
     """The outputs of several layers from one product.
 
     joint: the layers' weights as the arena holds them, side by side. acc: their gradients,
-    likewise. widths: the number of outputs of each layer.
+    likewise. widths: the number of outputs of each layer; of all in one, where y stays whole.
     table: of rotary positions, where the layers are v, k and q; else None.
     weights: the same weights one by one, so that autograd knows whose gradients backward computes.
     """
@@ -297,23 +404,14 @@ class _LinearsIntoArena(torch.autograd.Function):
         joint = _as_autocast(joint)
         ctx.save_for_backward(x, joint, *weights)
         ctx.acc = acc
-        ctx.widths = widths
         ctx.table = table
-        y = F.linear(x, joint)
-        if table is not None:
-            torch.ops.gpuaccel.rotary_(y, table, widths[0] // table.shape[-1])
-        return y.split(widths, -1)
+        return _rotated_parts(F.linear(x, joint), widths, table)
 
     @staticmethod
     def backward(ctx, *dys):
         x, joint, *weights = ctx.saved_tensors
-        count = len(dys)
-        if ctx.table is not None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                # For a second derivative.
-                dys = (reference_rotary_backward(*dys, ctx.table),)
-            else:
-                dys = (torch.ops.gpuaccel.rotary_backward(*dys, ctx.table),)
+        count = len(weights)
+        dys = _rotated_back(dys, ctx.table)
         fresh: "list[Tensor | None]" = [None] * count
         if not any(ctx.needs_input_grad[5:]):
             dx = _side_by_side(dys) @ joint
@@ -321,7 +419,7 @@ class _LinearsIntoArena(torch.autograd.Function):
             dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
         else:
             uses = gradient_uses(ctx.acc, ctx.next_functions[-count:])
-            cut = dys if len(dys) == count else dys[0].split(ctx.widths, -1)
+            cut = dys if len(dys) == count else dys[0].split([len(w) for w in weights], -1)
             for i, (use, dy) in enumerate(zip(uses, cut)):
                 if use is RETURNED:
                     fresh[i] = _weight_gradient(dy, x)
@@ -336,15 +434,78 @@ class _LinearsIntoArena(torch.autograd.Function):
         return dx, None, None, None, None, *fresh
 
 
+class _FrozenLinears(torch.autograd.Function):
+    """The outputs of several layers with frozen weights from one product, of which some have LoRA.
+
+    joint, widths, table: as for _LinearsIntoArena, but the joint weights have no gradient.
+    starts: the first column of each layer with LoRA in the joint output. scalings: of these layers.
+    tensors: A and B of each of these layers, and before them their gradients' slices of the arena.
+    """
+
+    @staticmethod
+    def forward(ctx, x, joint, widths, table, starts, scalings, *tensors):
+        joint = _as_autocast(joint)
+        ctx.table = table
+        ctx.starts = starts
+        ctx.scalings = scalings
+        ctx.accs = tensors[: len(tensors) // 2]
+        factors = tensors[len(tensors) // 2 :]
+        if not factors:
+            ctx.save_for_backward(joint)
+            return _rotated_parts(F.linear(x, joint), widths, table)
+        a, bs = _side_by_side_factors(factors, joint.dtype)
+        u = F.linear(x, a)
+        y = torch.ops.gpuaccel.lora_linears(x, joint, u, bs, starts, scalings)
+        ctx.save_for_backward(joint, x, a, u, *factors)
+        return _rotated_parts(y, widths, table)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        joint, *saved = ctx.saved_tensors
+        dy = _side_by_side(_rotated_back(dys, ctx.table))
+        if not saved:
+            return dy @ joint, *[None] * 5
+        x, a, u, *factors = saved
+        if _has_second_derivative():
+            # `a` and `u` do not lead back to x and the factors.
+            a, bs = _side_by_side_factors(factors, joint.dtype)
+            u = F.linear(x, a)
+            dus = [
+                scaling * dy[..., start : start + len(b)] @ b
+                for b, start, scaling in zip(bs, ctx.starts, ctx.scalings)
+            ]
+            du = torch.cat(dus, -1)
+            dx = dy @ joint + du @ a
+        else:
+            bs = [b.to(joint.dtype) for b in factors[1::2]]
+            dx, du = torch.ops.gpuaccel.lora_linears_backward(
+                dy, joint, a, bs, ctx.starts, ctx.scalings
+            )
+        ranks = [b.shape[1] for b in bs]
+        grads: "list[Tensor | None]" = []
+        for k, (du_k, u_k) in enumerate(zip(du.split(ranks, -1), u.split(ranks, -1))):
+            i = 2 * k - len(factors)
+            start = ctx.starts[k]
+            dy_k = dy[..., start : start + len(bs[k])]
+            grads.append(_add_or_return(ctx, i, ctx.accs[i], du_k, x))
+            grads.append(_add_or_return(ctx, i + 1, ctx.accs[i + 1], dy_k, u_k, ctx.scalings[k]))
+        return dx, *[None] * (5 + len(factors)), *grads
+
+
+def _side_by_side_factors(factors, dtype: torch.dtype) -> "tuple[Tensor, list[Tensor]]":
+    """(each A as one tensor, each B), of A and B in turn."""
+    return torch.cat(factors[::2]).to(dtype), [b.to(dtype) for b in factors[1::2]]
+
+
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
     It is possible while an accumulator of mode "fused" is open, and the weights lie side by side in
-    its arena.
+    its arena, or all are frozen.
 
     Args:
         x: (..., in).
-        *layers: nn.Linear, all of the same input.
+        *layers: nn.Linear or LoRALinear, all of the same input.
 
     Returns:
         The output of each layer.
@@ -355,13 +516,30 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     return _linears(_as_autocast(x), joint, layers)
 
 
-def _linears(x: Tensor, joint: "Joint", layers, table: "Tensor | None" = None):
-    """The output of each layer, of one product; with a table k and q are rotated."""
+def _linears(
+    x: Tensor, joint: "Joint", layers, table: "Tensor | None" = None, whole: bool = False
+) -> "tuple[Tensor, ...]":
+    """The output of each layer, of one product; with a table k and q are rotated.
+
+    whole: the product's output in one tensor, that of the last layer first."""
     # An arena lies in reverse order.
     layers = layers[::-1]
     widths = [layer.out_features for layer in layers]
-    weights = [layer.weight for layer in layers]
-    return _LinearsIntoArena.apply(x, joint.weight, joint.grad, widths, table, *weights)[::-1]
+    parts = [sum(widths)] if whole else widths
+    if joint.grad is not None:
+        weights = [layer.weight for layer in layers]
+        return _LinearsIntoArena.apply(x, joint.weight, joint.grad, parts, table, *weights)[::-1]
+    starts, scalings, accs, factors = [], [], [], []
+    for k, layer in enumerate(layers):
+        if isinstance(layer, LoRALinear):
+            starts.append(sum(widths[:k]))
+            scalings.append(layer.scaling)
+            for factor in (layer.lora_A, layer.lora_B):
+                accs.append(factor.gpuaccel_fused.grad)
+                factors.append(factor.weight)
+    return _FrozenLinears.apply(x, joint.weight, parts, table, starts, scalings, *accs, *factors)[
+        ::-1
+    ]
 
 
 def fused_rotary(
@@ -376,8 +554,8 @@ def fused_rotary(
 
     Args:
         x: (B, T, in).
-        w_q: nn.Linear, in -> heads * head_dim.
-        w_k, w_v: nn.Linear, in -> kv_heads * head_dim.
+        w_q: nn.Linear or LoRALinear, in -> heads * head_dim.
+        w_k, w_v: likewise, in -> kv_heads * head_dim.
         table: (2, at least T, head_dim), ga.ops.rotary_table.
 
     Returns:
@@ -407,35 +585,27 @@ def fused_rotary(
     return (q, k, v) if in_place else (rotate(q, table), rotate(k, table), v)
 
 
-class _SwigluIntoArena(torch.autograd.Function):
-    """silu(gate) * up with [up, gate] = x @ joint^T.
+class _Swiglu(torch.autograd.Function):
+    """silu(gate) * up of [up, gate], the output of a joint product.
 
     Backward computes the gradients of `up` and `gate` side by side in one tensor."""
 
     @staticmethod
-    def forward(ctx, x, joint, acc, *weights):
-        joint = _as_autocast(joint)
-        y = F.linear(x, joint)
-        ctx.save_for_backward(x, joint, y)
-        ctx.acc = acc
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
         up, gate = y.chunk(2, -1)
         return F.silu(gate) * up
 
     @staticmethod
     def backward(ctx, dh):
-        x, joint, y = ctx.saved_tensors
+        (y,) = ctx.saved_tensors
         up, gate = y.unflatten(-1, (2, -1)).unsqueeze(-2).unbind(-3)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         is_up = torch.arange(2, device=y.device)[:, None] == 0
         # Not a cat: torch.compile would evaluate both halves for each element behind masks.
         derivative = torch.where(is_up, silu, up * (sigmoid + silu * (1 - sigmoid)))
-        dy = (derivative * dh.unsqueeze(-2)).flatten(-2)
-        weights_need_grad = ctx.needs_input_grad[3:]
-        if any(weights_need_grad):
-            torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
-        dx = dy @ joint if ctx.needs_input_grad[0] else None
-        return dx, None, None, *[None] * len(weights_need_grad)
+        return (derivative * dh.unsqueeze(-2)).flatten(-2)
 
 
 def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
@@ -443,26 +613,36 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
     Args:
         x: (..., in). torch.compile makes one kernel of what follows the product.
-        gate, up: nn.Linear, (..., in) -> (..., out).
+        gate, up: nn.Linear or LoRALinear, (..., in) -> (..., out).
     """
     joint = _joint_of(gate, up) if torch.compiler.is_compiling() else None
     if joint is None or gate.out_features != up.out_features:
         return F.silu(gate(x)) * up(x)
-    return _SwigluIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, up.weight, gate.weight)
+    (y,) = _linears(_as_autocast(x), joint, (gate, up), whole=True)
+    return _Swiglu.apply(y)
 
 
 def _joint_of(*layers: nn.Module) -> "Joint | None":
     """The layers' weights as one tensor; None where they do not lie side by side, or have hooks."""
-    first = fused_forward(layers[0])
-    if not isinstance(first, FusedLinear) or first.joint is None or not _backward_may_add():
+    joint: "Joint | None" = getattr(fused_forward(layers[0]), "joint", None)
+    if joint is None or not _backward_may_add():
         return None
     for layer in layers:
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            return None
         fused = fused_forward(layer)
-        if fused is None or layer.weight is not fused.weight:
+        if fused is None or layer.weight is not fused.weight or _has_hooks(layer):
             return None
-    return first.joint
+        if joint.grad is None and layer.weight.requires_grad:
+            return None
+        if isinstance(layer, LoRALinear):
+            if layer.merged or any(map(_has_hooks, layer.children())):
+                return None
+            if not all(map(adds_to_arena, (layer.lora_A, layer.lora_B))):
+                return None
+    return joint
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 # ---- in the place of a layer's forward -----------------------------------------------------------
@@ -479,10 +659,10 @@ class FusedForward:
 
     Args:
         layer: a module whose `forward` is its class's.
-        grad: fp32, of the weight's shape: a slice of arena.grads.
+        grad: fp32, of the weight's shape: a slice of arena.grads. None: the weight is frozen.
     """
 
-    def __init__(self, layer: nn.Module, grad: Tensor):
+    def __init__(self, layer: nn.Module, grad: "Tensor | None"):
         self.layer = layer
         self.grad = grad
         self.weight = layer.weight
@@ -557,16 +737,16 @@ def has_class_forward(layer: nn.Module) -> bool:
 
 
 class Joint(NamedTuple):
-    """Several layers of one input whose weights lie side by side in an arena.
+    """Several layers of one input whose weights lie side by side, the last layer's first.
 
     Attributes:
-        weight: (sum of out, in).
-        grad: the same range of arena.grads, fp32.
+        weight: (sum of out, in), of an arena, or of frozen layers.
+        grad: the same range of arena.grads, fp32; None: the weights are frozen.
         kernels: whether our kernels run on its device. It is known before torch.compile asks.
     """
 
     weight: Tensor
-    grad: Tensor
+    grad: "Tensor | None"
     kernels: bool
 
 
@@ -585,6 +765,19 @@ class FusedLinear(FusedForward):
         if fused is None:
             return F.linear(x, layer.weight, layer.bias)
         return _into_arena(fused, x, layer.bias, False)
+
+
+class FrozenLinear(FusedForward):
+    """forward of a layer that is frozen, with LoRA or without, and part of a joint product.
+
+    Called by itself, the layer runs the forward of its class.
+    """
+
+    joint: "Joint | None" = None
+
+    @staticmethod
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        return type(layer).forward(layer, x)
 
 
 class FusedConv1D(FusedForward):

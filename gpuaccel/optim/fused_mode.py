@@ -19,10 +19,12 @@ from ..backends import takes
 from ..compiler import zero_
 from ..errors import ArgumentError
 from ..nn import (
+    FrozenLinear,
     FusedForward,
     FusedLinear,
     GradientUse,
     Joint,
+    LoRALinear,
     Rows,
     fuse_embedding,
     fuse_linear,
@@ -33,7 +35,7 @@ from ..nn import (
 )
 from ..ops import CHUNK
 from .accumulation_modes import ArenaMode, Window, chunk_table_of
-from .arena import Arena
+from .arena import Arena, own_storage
 
 if TYPE_CHECKING:
     from .accumulate import BackwardListener
@@ -166,6 +168,8 @@ class FusedMode(ArenaMode):
         self.also_from_autograd: "set[int]" = set()
         self._fused: "dict[nn.Module, FusedForward]" = {}
         self._slices: "list[_ProductSlice]" = []
+        # Frozen weights that lie side by side -> their addresses.
+        self._frozen: "dict[Tensor, int]" = {}
         index = {id(p): i for i, p in enumerate(arena.params)}
         least = _least_elements(arena)
         for layer in arena.module.modules():
@@ -181,7 +185,9 @@ class FusedMode(ArenaMode):
         self.product_tensors = {i for part in self._slices for i in part.tensors}
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
-                self._add_joint([getattr(layer, name) for name in names], index)
+                layers = [getattr(layer, name) for name in names]
+                self._add_joint(layers, index)
+                self._add_frozen_joint(layers)
         self._others = chunk_table_of(arena, set(range(len(arena.segments))) - self.product_tensors)
         # The same chunks' indices in the arena.
         self._other_chunks = self._others[0][:, 3].long()
@@ -213,18 +219,49 @@ class FusedMode(ArenaMode):
         assert weights is not None  # one of its parameters is bf16
         start = segments[0].offset
         stop = start + sum(s.numel for s in segments)
+        grad = self.arena.grads[start:stop].view(-1, linears[0].in_features)
         joint = Joint(
             weight=weights[start:stop].view(-1, linears[0].in_features),
-            grad=self.arena.grads[start:stop].view(-1, linears[0].in_features),
+            grad=grad,
             kernels=takes(weights.device),
         )
         # fused_linears() looks at the first layer of forward, which is the last one here.
         fused[-1].joint = joint
-        self._slices.append(_ProductSlice(self, tensors, joint.grad))
+        self._slices.append(_ProductSlice(self, tensors, grad))
+
+    def _add_frozen_joint(self, layers: "list[nn.Module]"):
+        """Make one product of several frozen layers of one input, with LoRA or without.
+
+        Their weights are moved side by side, once, into memory that they keep after close().
+        Nothing changes where one of them is trained, or its layer has a bias or dropout.
+        """
+        # The order of an arena.
+        layers = layers[::-1]
+        linears = [_frozen_linear(layer, self._fused) for layer in layers]
+        weights = [linear.weight for linear in linears if linear is not None]
+        kinds = {(weight.dtype, weight.device) for weight in weights}
+        # Two weights in one memory stay in it, and a tied one where another group has it.
+        addresses = {weight.data_ptr() for weight in weights if weight not in self._frozen}
+        if len(addresses) < len(layers) or len(kinds) > 1:
+            return
+        joint = torch.cat([weight.detach() for weight in weights])
+        for layer, weight, piece in zip(layers, weights, joint.split([len(w) for w in weights])):
+            weight.data = own_storage(piece)
+            self._frozen[weight] = weight.data_ptr()
+            self._fused[layer] = first = FrozenLinear(layer, None)
+        # As in _add_joint().
+        first.joint = Joint(joint, None, takes(joint.device))
 
     # ---- while backward runs ----
 
     def begin(self):
+        for weight, address in self._frozen.items():
+            if weight.data_ptr() != address:
+                raise ArgumentError(
+                    "a frozen weight no longer lies where its layer's product reads it "
+                    "(module.to(...) or .data = ... moved it): close the accumulator before, and "
+                    "make a new one after"
+                )
         super().begin()
         self.products_added = [0] * len(self.products_added)
 
@@ -311,3 +348,28 @@ def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":
     if not has_class_forward(layer):
         return None
     return fuse_linear(layer, grad) or fuse_embedding(layer, grad)
+
+
+def _frozen_linear(layer: nn.Module, fused: "dict[nn.Module, FusedForward]") -> "nn.Linear | None":
+    """The nn.Linear that `layer` is, or that LoRA is around; None where it cannot be joined.
+
+    Args:
+        fused: layers whose weight gradient goes into the arena.
+    """
+    linear = layer
+    if type(layer) is LoRALinear:
+        linear = layer.base_layer
+        factors = layer.lora_A, layer.lora_B
+        if not isinstance(layer.lora_dropout, nn.Identity) or any(
+            factor not in fused or factor.weight.dtype != layer.weight.dtype for factor in factors
+        ):
+            return None
+    if (
+        type(linear) is not nn.Linear
+        or linear.bias is not None
+        or linear.weight.requires_grad
+        or not has_class_forward(linear)
+        or not has_class_forward(layer)
+    ):
+        return None
+    return linear
