@@ -494,7 +494,8 @@ class _FrozenLinears(torch.autograd.Function):
 
 def _side_by_side_factors(factors, dtype: torch.dtype) -> "tuple[Tensor, list[Tensor]]":
     """(each A as one tensor, each B), of A and B in turn."""
-    return torch.cat(factors[::2]).to(dtype), [b.to(dtype) for b in factors[1::2]]
+    factors = [factor.to(dtype) for factor in factors]
+    return torch.cat(factors[::2]), factors[1::2]
 
 
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
@@ -537,9 +538,8 @@ def _linears(
             for factor in (layer.lora_A, layer.lora_B):
                 accs.append(factor.gpuaccel_fused.grad)
                 factors.append(factor.weight)
-    return _FrozenLinears.apply(x, joint.weight, parts, table, starts, scalings, *accs, *factors)[
-        ::-1
-    ]
+    tensors = [*accs, *factors]
+    return _FrozenLinears.apply(x, joint.weight, parts, table, starts, scalings, *tensors)[::-1]
 
 
 def fused_rotary(
@@ -629,15 +629,17 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
         return None
     for layer in layers:
         fused = fused_forward(layer)
-        if fused is None or layer.weight is not fused.weight or _has_hooks(layer):
-            return None
-        if joint.grad is None and layer.weight.requires_grad:
-            return None
+        linear = layer
         if isinstance(layer, LoRALinear):
+            linear = layer.base_layer
             if layer.merged or any(map(_has_hooks, layer.children())):
                 return None
             if not all(map(adds_to_arena, (layer.lora_A, layer.lora_B))):
                 return None
+        if fused is None or linear.weight is not fused.weight or _has_hooks(layer):
+            return None
+        if joint.grad is None and fused.weight.requires_grad:
+            return None
     return joint
 
 

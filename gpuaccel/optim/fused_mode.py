@@ -5,6 +5,9 @@ A FusedLinear takes the place of the `forward` of every nn.Linear whose weight h
 FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of every nn.Embedding
 (nn/). They call this module before and after each product. The other tensors go as in mode "arena",
 and on a CPU where torch computes also the weights of fewer than LEAST_ELEMENTS.
+
+Layers of one input (FUSED_LINEARS of their module) become one product: trained ones where the arena
+has their weights side by side, frozen ones, with LoRA or without, whose weights are moved so.
 """
 
 import contextlib

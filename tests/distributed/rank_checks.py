@@ -88,6 +88,18 @@ class ProductsOnly(nn.Module):
         return self.head(x)
 
 
+def adapted(tied=False, seed=0):
+    """Frozen layers of one input, which mode "fused" makes one product, with LoRA."""
+    torch.manual_seed(seed)
+    sizes = dict(vocab=VOCAB, hidden=WIDTH, intermediate=WIDTH, layers=2, heads=2, kv_heads=1)
+    model = ga.preset("tiny", head_dim=8, T=8, **sizes).build()
+    ga.apply_lora(model, rank=2, seed=seed, also=ga.training.BLOCK_NORMS)
+    for block in model.blocks:
+        for layer in (block.w_q, block.w_v):
+            nn.init.normal_(layer.lora_B.weight, std=0.1)
+    return model
+
+
 class LargerHead(Net):
     def __init__(self):
         super().__init__()

@@ -12,6 +12,7 @@ from test_sums import SIMT, is_one_process, near_one_process, words
         dict(),
         dict(backend="simt"),
         dict(backend="simt", accumulate="fused", tied=True),
+        dict(backend="simt", accumulate="fused", net=checks.adapted),
         dict(backend="simt", low=torch.bfloat16, bound=2e-3),
         dict(low=torch.bfloat16, bound=2e-3),
         dict(backend="simt", config=dict(dtype=torch.bfloat16), bound=2e-2),

@@ -94,6 +94,7 @@ def test_what_a_compiled_backward_sends_early(workers, options, backend):
         dict(accumulate="arena"),
         dict(accumulate="fused", tied=True),
         dict(accumulate="fused", config=dict(find_nonfinite_rank=False, bucket_mb=0.02)),
+        dict(accumulate="fused", net=checks.adapted),
     ],
     ids=words,
 )

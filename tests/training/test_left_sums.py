@@ -60,7 +60,16 @@ def grouped():
     )
 
 
-NETS = [Sometimes, tied, grouped]
+def adapted():
+    """Frozen layers of one input are one product, with LoRA; the norms are trained whole."""
+    model = ga.apply_lora(grouped(), rank=4, seed=0, also=ga.training.BLOCK_NORMS)
+    for block in model.blocks:
+        for layer in (block.w_q, block.w_v):
+            nn.init.normal_(layer.lora_B.weight, std=0.1)
+    return model
+
+
+NETS = [Sometimes, tied, grouped, adapted]
 
 
 def make(net, device, dtype=torch.float32, **options):
