@@ -307,6 +307,8 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         for bucket in buckets:
             copies.send(bucket)
         copies.join()
+        if copies.stream is not None:
+            torch.cuda.current_stream().wait_stream(copies.stream)
         expected = sums_in_order(everyone, sizes)
         has = torch.ones(arena.numel, dtype=torch.bool, device=device)
         if copies.scatters:
