@@ -159,6 +159,8 @@ def yes_or_no(value) -> str:
 GIVEN = {
     "torch": "`torch.compile`, bf16 autocast over fp32 weights, foreach clipping, AdamW `fused` "
     "and `capturable` with its learning rate on the device, one CUDA graph, not deterministic.",
+    "torch, bf16 weights": "the same with bf16 weights, fp32 masters and fp32 sums of gradients, as "
+    "FSDP2's mixed precision has them.",
     "torch, max-autotune": 'the same with `mode="max-autotune-no-cudagraphs"`.',
     "torch, Liger-Kernel": "the same with Liger-Kernel's RMSNorm and fused linear cross-entropy.",
     "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '
@@ -297,7 +299,7 @@ def transformers_step_table() -> str:
             "without dropout; 4 micro-batches, AdamW, clipped at 1.0",
             "(`benchmarks/transformers_step.py`). What each was given:",
         ),
-        given(("torch", "ours")),
+        given(("torch", "torch, bf16 weights", "ours")),
         step_markdown(rows),
         conditions(result),
     )

@@ -5,7 +5,8 @@ Needs a GPU with 80 GB and three minutes.
 llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of matrices, clipped at
 1.0. What both sides are given is in step_variants.py. The peers in torch:
 
-torch: torch.compile as it is.
+torch: fp32 weights under bf16 autocast, torch.compile as it is.
+torch, bf16 weights: bf16 weights with fp32 masters and fp32 sums, as FSDP2's mixed precision.
 torch, max-autotune: torch.compile(mode="max-autotune-no-cudagraphs"), which tries Triton's products
 beside cuBLAS's. Where it has not compiled in AUTOTUNE_LIMIT seconds, there is no row.
 torch, Liger-Kernel: with its RMSNorm and its fused linear cross-entropy, where liger_kernel is
@@ -25,7 +26,7 @@ import functools
 import torch
 from common import DEVICE, Clock, record, show_table
 from limits import Limit
-from step_variants import Attempt, LigerPeer, Ours, Peer, Task, measured
+from step_variants import Attempt, Bf16Peer, LigerPeer, Ours, Peer, Task, measured
 from training import build
 from workers import Workers
 
@@ -35,10 +36,11 @@ from gpuaccel.training.models import flops_per_token
 # Sequences of a micro-batch.
 B = 4
 LENGTHS = (1024, 256)
-PEER, AUTOTUNED, LIGER = "torch", "torch, max-autotune", "torch, Liger-Kernel"
+PEER, BF16 = "torch", "torch, bf16 weights"
+AUTOTUNED, LIGER = "torch, max-autotune", "torch, Liger-Kernel"
 OURS, EXACT = "ours", "ours, deterministic"
 LIMIT = "limit"
-VARIANTS = (PEER, AUTOTUNED, LIGER, OURS, EXACT)
+VARIANTS = (PEER, BF16, AUTOTUNED, LIGER, OURS, EXACT)
 AUTOTUNE = "max-autotune-no-cudagraphs"
 # Seconds to compile in, of AUTOTUNED and of LIGER.
 AUTOTUNE_LIMIT = 110.0
@@ -58,6 +60,7 @@ def measure(config, lengths=LENGTHS, here=False) -> dict:
         # Of its own, so that it has the cores for its many kernels.
         slow[AUTOTUNED, T] = (Attempt, AUTOTUNE_LIMIT, Peer, what, AUTOTUNE)
         quick[PEER, T] = (Peer, what)
+        quick[BF16, T] = (Bf16Peer, what)
         if LigerPeer.available():
             quick[LIGER, T] = (Attempt, LIGER_LIMIT, LigerPeer, what)
         quick[OURS, T] = (Ours, what)

@@ -95,7 +95,7 @@ class Peer:
         self.task = task
         self.mode = mode
         model = task.make(torch.float32)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = self.trained(model)
         self.optimizer = captured_adamw(self.parameters)
         self.batch = task.batch()
         # What the graph reads.
@@ -107,6 +107,10 @@ class Peer:
         # Waiting for its turn, it holds its weights only.
         self.optimizer.zero_grad(set_to_none=True)
         release()
+
+    def trained(self, model) -> "list[torch.Tensor]":
+        """What the optimizer updates."""
+        return [p for p in model.parameters() if p.requires_grad]
 
     def compiled_loss(self, model):
         """(inputs, targets) of a micro-batch -> its part of the step's mean loss."""
@@ -174,6 +178,47 @@ class Peer:
 
     def end(self) -> dict:
         return {"last_loss": float(self.out)}
+
+
+class Bf16Peer(Peer):
+    """torch's step with bf16 weights and their fp32 masters, as FSDP2's mixed precision has them.
+
+    Each micro-batch's gradients are bf16 and added in fp32, by one compiled function. The optimizer
+    updates the masters, and one call rounds them to the weights. Autocast has the loss in fp32."""
+
+    def trained(self, model):
+        weights = super().trained(model)
+        masters = [p.detach().clone() for p in weights]
+        # In place: tied weights stay so.
+        model.to(torch.bfloat16)
+        self.weights = weights
+        self.add = torch.compile(add_each, dynamic=False)
+        return masters
+
+    def accumulate(self):
+        self.loss.zero_()
+        count = self.task.micro_batches
+        for inputs, targets in zip(self.inputs.chunk(count), self.targets.chunk(count)):
+            loss = self.loss_fn(inputs, targets)
+            loss.backward()
+            self.loss += loss.detach()
+            grads = [p.grad for p in self.weights]
+            for p in self.weights:
+                p.grad = None
+            if self.parameters[0].grad is None:
+                for master, grad in zip(self.parameters, grads):
+                    master.grad = grad.float()
+            else:
+                self.add([master.grad for master in self.parameters], grads)
+
+    def step(self, to_none: bool):
+        super().step(to_none)
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.parameters)
+
+
+def add_each(sums: "list[torch.Tensor]", terms: "list[torch.Tensor]"):
+    torch._foreach_add_(sums, terms)
 
 
 class LigerPeer(Peer):

@@ -10,6 +10,7 @@ keeps torch from its flash kernels. As in step.py (step_variants.py):
 
 torch: fp32 weights, bf16 autocast, compiled, foreach clip, AdamW fused and capturable, one CUDA
 graph.
+torch, bf16 weights: the same with bf16 weights, fp32 masters and fp32 sums.
 Ours: bf16 weights with fp32 masters, mode `fused`, compiled, replayed. GPT-2's layers are Conv1D.
 """
 
@@ -17,8 +18,8 @@ import functools
 
 import torch
 from common import DEVICE, Clock, record
-from step import OURS, PEER, show_rows
-from step_variants import Ours, Peer, Task, measured
+from step import BF16, OURS, PEER, show_rows
+from step_variants import Bf16Peer, Ours, Peer, Task, measured
 from workers import Workers
 
 from gpuaccel.training.models import Config, preset
@@ -102,6 +103,7 @@ def measure(sizes=SIZES, T: int = T, here=False) -> dict:
     variants = {}
     for name, what in tasks.items():
         variants[PEER, name] = (Peer, what)
+        variants[BF16, name] = (Bf16Peer, what)
         variants[OURS, name] = (Ours, what)
     clock = Clock()
     results = {}

@@ -526,7 +526,7 @@ def test_step_runs_and_has_a_table(on_simt, monkeypatch):
         assert all(ms > 0 for ms in limit["parts"].values())
         for row in results[T].values():
             assert row["of_limit"] * row["ms"] == pytest.approx(limit["ms"])
-    expected = [step.PEER, step.AUTOTUNED, step.OURS, step.EXACT]
+    expected = [step.PEER, step.BF16, step.AUTOTUNED, step.OURS, step.EXACT]
     results = {
         "limits": dict(zip(("256", "1024"), results["limits"].values())),
         **dict(zip(("1024", "256"), step.lengths_of(results).values())),
@@ -542,11 +542,11 @@ def test_step_runs_and_has_a_table(on_simt, monkeypatch):
             # Not known of a CPU.
             row["mfu"] = 0.5
     table = table_of(on_simt, monkeypatch, "step", results)
-    assert table.count("\n| T = ") == 7 + 2 and table.count("(goal ") == 8
+    assert table.count("\n| T = ") == 9 + 2 and table.count("(goal ") == 8
     assert "| of the limit |" in table and "| other bytes |" in table
     assert "T = 1024: no row for *torch, max-autotune*, which did not compile in 9 s." in table
     # What each was given, once.
-    assert table.count("\n* *") == 4
+    assert table.count("\n* *") == 5
 
 
 @needs_simt
@@ -558,8 +558,8 @@ def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     results = module.measure({"Llama": (SMALL, 1), "GPT-2": (gpt2, 2)}, 16, here=True)
     module.show(results)
     assert {name: (r["batch"], list(r["rows"])) for name, r in results.items()} == {
-        "Llama": (1, ["torch", "ours"]),
-        "GPT-2": (2, ["torch", "ours"]),
+        "Llama": (1, ["torch", "torch, bf16 weights", "ours"]),
+        "GPT-2": (2, ["torch", "torch, bf16 weights", "ours"]),
     }
     table = table_of(on_simt, monkeypatch, "transformers_step", results)
     assert table.count("(goal ") == 4 and "| GPT-2, 2 x 16: ours |" in table
