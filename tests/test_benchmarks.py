@@ -550,6 +550,21 @@ def test_step_runs_and_has_a_table(on_simt, monkeypatch):
 
 
 @needs_simt
+def test_the_peer_with_bf16_weights_learns_as_the_one_in_fp32(on_simt):
+    variants, step = on_simt("step_variants"), on_simt("step", B=2)
+    falls = []
+    for make in (variants.Peer, variants.Bf16Peer):
+        peer, losses = make(step.task(SMALL, 16)), []
+        for _ in range(40):
+            peer.step(to_none=True)
+            losses.append(float(peer.loss))
+        falls.append(losses[0] - losses[-1])
+    assert falls[0] > 0.02 and falls[1] == pytest.approx(falls[0], rel=0.1)
+    for weight, master in zip(peer.weights, peer.parameters, strict=True):
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, master.bfloat16())
+
+
+@needs_simt
 def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")
     on_simt("step_variants", CALLS=1)
