@@ -101,9 +101,13 @@ class Sampler:
             ]
 
     def most_MiB(self) -> "float | None":
-        """The most memory that all processes together had on one GPU."""
+        """The most memory that all processes together had on one GPU that CUDA sees here."""
+        gpus = visible_gpus()
         with self._lock:
-            return max((MiB for *_, MiB in self._samples if MiB is not None), default=None)
+            return max(
+                (MiB for *_, gpu, MiB in self._samples if gpu in gpus and MiB is not None),
+                default=None,
+            )
 
 
 def reading(name: "str | None" = None, gpus: int = 1) -> "dict | None":

@@ -418,8 +418,8 @@ class Ours:
 def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dict, dict]":
     """(variant -> measurement, variant -> why it was left out), measured in turns.
 
-    Peers have names that begin with "torch"; ratios are against the fastest one. What is left out
-    is closed.
+    Peers have names that begin with "torch"; ratios are against the fastest one. A peer whose first
+    loss is not the first peer's is left out. What is left out is closed.
 
     workers: (variant, more) -> the Workers that have it
     tokens: of a step"""
@@ -427,8 +427,9 @@ def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dic
     for key, some in workers.items():
         result = some.ask(key, "alone")
         clock.say(f"{', '.join(map(str, key))}, alone: {result}")
-        if "left_out" in result:
-            left_out[key[0]] = result["left_out"]
+        reason = result.get("left_out") or other_loss(key[0], result, alone)
+        if reason:
+            left_out[key[0]] = reason
             some.close(key)
         else:
             alone[key] = result
@@ -454,6 +455,16 @@ def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dic
         f"expected first ones within {SAME_LOSS:g} and finite last ones"
     )
     return rows, left_out
+
+
+def other_loss(name: str, result: dict, alone: dict) -> "str | None":
+    """Why a peer computes something else than the first one; None: it does not, or is no peer."""
+    first = next(iter(alone.values()), result)["first_loss"]
+    if not name.startswith("torch") or abs(result["first_loss"] - first) < SAME_LOSS:
+        return None
+    return (
+        f"did not compute the same: its first loss is {result['first_loss']:.3f}, not {first:.3f}"
+    )
 
 
 def fastest(times: dict) -> str:

