@@ -168,6 +168,8 @@ GIVEN = {
     "ours, deterministic": "the same with `deterministic=True`.",
     "torch, peft": "`get_peft_model`, fp32 factors beside bf16 weights, bf16 autocast, "
     "`torch.compile`, foreach clipping, AdamW `fused` and `capturable`, one CUDA graph.",
+    "ours, LoRA": "`ga.apply_lora`, bf16 factors with fp32 masters, "
+    '`accumulate="fused"`, `compile=True`, `replay="graph"`.',
 }
 
 
@@ -321,12 +323,7 @@ def lora_table() -> str:
             "queries and values: batch 4, 4 micro-batches, AdamW, clipped at 1.0",
             "(`benchmarks/lora.py`). What each was given:",
         ),
-        given(("torch, peft",)),
-        "* "
-        + paragraph(
-            "*ours*: `ga.apply_lora`, bf16 factors with fp32 masters, "
-            '`accumulate="fused"`, `compile=True`, `replay="graph"`.'
-        ).replace("\n", "\n  "),
+        given(("torch, peft", "ours, LoRA")).replace("*ours, LoRA*", "*ours*"),
         step_markdown(rows),
         step_limit(r["limits"]),
         paragraph(
@@ -1371,24 +1368,37 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
 
     if result := load("step", gpu):
         peers = {T: fastest_torch(result["results"][T]) for T in ("1024", "256")}
-        words = {T: f"{name}: compiled, fused AdamW, one CUDA graph" for T, name in peers.items()}
     claim(
         "step",
         "one step of `llama-350m`, T = 1024",
-        result and words["1024"],
+        result and peers["1024"],
         lambda r: r["1024"]["ours"]["times_torch"],
     )
     claim(
         "step",
         "the same, T = 256",
-        result and words["256"],
+        result and peers["256"],
         lambda r: r["256"]["ours"]["times_torch"],
     )
     claim(
         "step",
         "T = 1024, bit-identical in every run",
-        "the same peer, not deterministic",
+        "the same, not deterministic",
         lambda r: r["1024"]["ours, deterministic"]["times_torch"],
+    )
+    if result := load("transformers_step", gpu):
+        peer = fastest_torch(result["results"]["Llama"]["rows"])
+    claim(
+        "transformers_step",
+        "one step of transformers' Llama",
+        result and peer,
+        lambda r: r["Llama"]["rows"]["ours"]["times_torch"],
+    )
+    claim(
+        "lora",
+        "one step with LoRA, T = 256",
+        "PEFT",
+        lambda r: r["256"]["ours"]["times_torch"],
     )
     if result := load("ddp_2gpus", gpu):
         made.append(ddp_headline(result))
@@ -1433,16 +1443,23 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
 
 def ratios_table() -> str:
     """The README's table: one line for each claim, a column for each GPU."""
-    gpus = machines("step")
+    gpus = machines("step", "ddp_2gpus")
     speeds: "dict[tuple[str, str], dict[str, str]]" = {}
+    # As in claims(), also where a GPU lacks some of them.
+    order: "list[tuple[str, str]]" = []
     # versions -> the GPUs with these, in their order
     conditions: "dict[str, dict[str, None]]" = {}
     for gpu in gpus:
-        for claim in claims(gpu):
-            speeds.setdefault((claim.what, claim.against), {})[gpu] = claim.words
+        place = len(order)
+        for claim in reversed(claims(gpu)):
+            key = claim.what, claim.against
+            if key not in order:
+                order.insert(place, key)
+            place = order.index(key)
+            speeds.setdefault(key, {})[gpu] = claim.words
             conditions.setdefault(versions(claim.result), {})[gpu] = None
     heads = map(short, gpus) if len(gpus) > 1 else ["speed"]
-    rows = [(*words, *(values.get(gpu, "") for gpu in gpus)) for words, values in speeds.items()]
+    rows = [(*key, *(speeds[key].get(gpu, "") for gpu in gpus)) for key in order]
     lines = (f"*{' and '.join(names)}, {words}.*" for words, names in conditions.items())
     return section(markdown(("what", "against", *heads), rows), *lines)
 

@@ -204,8 +204,6 @@ def test_the_generated_parts_are_what_the_generator_makes(report):
     # cpu has a page, and a result once it was measured.
     assert {name for name in report.TABLES if not report.gpus_of(name)} <= {
         "cpu",
-        "lora",
-        "transformers_step",
     }
 
 
@@ -254,10 +252,12 @@ def test_the_peer_on_several_gpus_is_the_fastest_ddp(report):
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text().split()) <= 1200
+    # Not the bars of tables.
+    words = [word for word in README.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= 1200
     assert [line for line in README.read_text().split("\n") if len(line) > 120] == []
     ratios = re.search(r"<!-- ratios: .*?<!-- /ratios -->", README.read_text(), re.DOTALL)[0]
-    assert 5 <= ratios.count("\n| ") - 1 <= 10
+    assert 5 <= ratios.count("\n| ") - 1 <= 13
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
