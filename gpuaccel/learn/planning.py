@@ -130,10 +130,10 @@ def meta_model(name: str) -> nn.Module:
 
 
 def calibrated(gpu: "str | None" = None) -> "Calibration | None":
-    """The model's inputs from the newest recorded runs of benchmarks/ddp.py on two and four GPUs.
+    """The model's inputs from the recorded runs of benchmarks/ddp.py on two and four GPUs.
 
     Args:
-        gpu: the kind of GPU; None: of the newest run on two.
+        gpu: the kind of GPU; None: as recorded.recorded() chooses.
 
     Returns:
         None where no run on two GPUs is recorded, or it lacks a row that is needed.

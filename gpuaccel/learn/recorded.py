@@ -1,7 +1,7 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    recorded.clipping()                   # a table of the newest run of benchmarks/clip.py
-    run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
+    recorded.clipping()                   # a table of the run of benchmarks/clip.py
+    run = recorded.recorded("accumulate") # the result of benchmarks/accumulate.py
     run.label                             # "Recorded, not run here: NVIDIA H200, ..."
     run.get("addition", "elements")       # a value of the results; None where the file has none
     recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
@@ -90,7 +90,10 @@ def result_paths(
 
 
 def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
-    """The newest result of benchmarks/<benchmark>.py; a damaged file counts as none.
+    """The result of benchmarks/<benchmark>.py; a damaged file counts as none.
+
+    Where several GPUs have one, it is that of the GPU with most results, so that the pictures of
+    the notebooks and their sentences are of one GPU; among equals the newest.
 
     Args:
         benchmark: name of the file.
@@ -103,8 +106,10 @@ def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
         except (OSError, ValueError):
             continue
         if isinstance(content, dict) and gpu in (None, content.get("gpu")):
-            contents.append(content)
-    return Recorded(benchmark, max(contents, key=lambda c: str(c.get("date", "")), default=None))
+            results = len(list(path.parent.glob("*.json")))
+            contents.append((results, str(content.get("date", "")), content))
+    best = max(contents, key=lambda one: one[:2], default=(0, "", None))
+    return Recorded(benchmark, best[2])
 
 
 # ---- ledgers of the notebooks -------------------------------------------------------------------

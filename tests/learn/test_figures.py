@@ -145,6 +145,12 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
     write_result(tmp_path / "damaged" / "accumulate.json", "{")
     words = text_of(recorded.addition("float32"))
     assert words.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02") and "50%" in words
+    # Of a GPU with more results, though they are older: all pictures are of one GPU.
+    for name in ("accumulate", "step", "tail"):
+        more = {**RESULT, "gpu": "NVIDIA H100", "date": "2025-06-01"}
+        write_result(tmp_path / "h100" / f"{name}.json", json.dumps(more))
+    assert recorded.recorded("accumulate").content["gpu"] == "NVIDIA H100"
+    assert recorded.recorded("accumulate", "NVIDIA H200").content["date"] == "2026-01-02"
     over = {"ours": {"launched": {"ms": 1.5}}, "note": {}}
     write_result(
         tmp_path / "h200" / "clip.json",
