@@ -27,6 +27,7 @@ from ..distributed.failures import (
 )
 from ..distributed.plan import (
     BUCKET_SIZES,
+    PASS_SLOW,
     Link,
     Machine,
     Workload,
@@ -317,12 +318,16 @@ def inputs(
         entered.append(f"the network of each GPU, {network_GBs:g} GB/s")
     machine = dataclasses.replace(machine, gpus=per_machine, network=network)
     fitted = f"backward is slowed by {machine.copies_slow:.1%} while copies run and by "
-    fitted += f"{machine.nccl_slow:.0%} while NCCL runs, ranks are {machine.spread:.1%} apart"
+    fitted += (
+        f"{machine.nccl_slow:.0%} while NCCL runs, the ranks' times have a standard deviation of "
+    )
+    fitted += f"{machine.spread:.1%}"
     if known is None:
         assumed.append("sending slows nothing, ranks are equally fast, memory costs nothing")
     assumed.append(
+        f"backward has {1 / (1 + PASS_SLOW):.0%} of its speed beside a pass over GPU memory; "
         f"{1e3 * FAILURES_PER_GPU_DAY:.2f} failures of 1,000 GPUs in a day, {RESTART_S / 60:g} "
-        f"minutes for a restart, checkpoints written at {STORAGE_GBS:g} GB/s"
+        f"minutes for a restart, checkpoints written at {STORAGE_GBS:g} GB/s by all ranks together"
     )
     sources = []
     if measured and known:

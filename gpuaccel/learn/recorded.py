@@ -108,7 +108,7 @@ def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
         if isinstance(content, dict) and gpu in (None, content.get("gpu")):
             results = len(list(path.parent.glob("*.json")))
             contents.append((results, str(content.get("date", "")), content))
-    best = max(contents, key=lambda one: one[:2], default=(0, "", None))
+    best = max(contents, key=lambda choice: choice[:2], default=(0, "", None))
     return Recorded(benchmark, best[2])
 
 
