@@ -19,6 +19,7 @@ from ..ops import (
     SQUARES_THREADS,
     accumulate_,
     add_gradients,
+    add_rms_norm,
     find_segments,
     launch_forward,
     reference_encoder,
@@ -355,6 +356,24 @@ def _rotary(n, device, generator, dtypes) -> Results:
     return results
 
 
+def _rms_norm(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    for dtype in dtypes:
+        # With and without accesses of 16 bytes, with and without an addition before the norm.
+        for width, adds in ((64, True), (64, False), (30, True)):
+            shape = (n // width + 1, width)
+            x, residual, dy, ds = (normal(*shape, dtype=dtype) for _ in range(4))
+            weight = normal(width, dtype=dtype)
+            inputs = [t.requires_grad_() for t in (x, residual, weight)]
+            y, total = add_rms_norm(x, residual if adds else None, weight, 1e-5)
+            dx, _, dweight = torch.autograd.grad([y, total], inputs, [dy, ds], allow_unused=True)
+            words = f"{shape[0]:,} rows of {width} in {dtype}{', added' if adds else ''}"
+            results |= {f"y, {words}": y.detach(), f"sum, {words}": total.detach()}
+            results |= {f"dx, {words}": dx, f"dweight, {words}": dweight}
+    return results
+
+
 # ---- learned layers ------------------------------------------------------------------------------
 
 
@@ -430,6 +449,7 @@ _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
 _ROTARY = Case(_rotary, roundings=4)
+_RMS_NORM = Case(_rms_norm, roundings=64, stored_roundings=4)
 _CURVE = Case(_curve, roundings=256, stored_roundings=4)
 _GLU = Case(_glu, roundings=256, stored_roundings=4)
 _HEADS = Case(_attention(16, torch.float32), roundings=2048)
@@ -464,6 +484,9 @@ CASES: "dict[str, tuple[Case, ...]]" = {
     "rotary_v2": (_ROTARY,),
     "rotary_backward_v1": (_ROTARY,),
     "rotary_backward_v2": (_ROTARY,),
+    "rms_norm_forward_v3": (_RMS_NORM,),
+    "rms_norm_backward_v3": (_RMS_NORM,),
+    "rms_norm_weight_v3": (_RMS_NORM,),
     "richards_forward": (_CURVE,),
     "richards_backward": (_CURVE,),
     "richards_finish": (_CURVE, _GLU),
