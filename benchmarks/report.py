@@ -1395,12 +1395,6 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
         result and peer,
         lambda r: r["Llama"]["rows"]["ours"]["times_torch"],
     )
-    claim(
-        "lora",
-        "one step with LoRA, T = 256",
-        "PEFT",
-        lambda r: r["256"]["ours"]["times_torch"],
-    )
     if result := load("ddp_2gpus", gpu):
         made.append(ddp_headline(result))
     claim(
@@ -1416,12 +1410,6 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
         lambda r: r["float32"]["over"]["ga.clip_grad_norm_"]["replayed"]["times_torch"],
     )
     claim(
-        "accumulate",
-        "adding gradients to their sums",
-        "`torch._foreach_add_`",
-        lambda r: r["addition"]["float32"]["accumulate_v3, one launch"]["times_foreach"],
-    )
-    claim(
         "encoder",
         "embedding gradient, 65,536 tokens",
         "atomic `index_add_`",
@@ -1432,12 +1420,6 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
         "the same, 4,096 tokens, worst case measured",
         "atomic `index_add_`",
         lambda r: min(c["times_atomics"] for c in r["grid"] if c["tokens"] == 4096),
-    )
-    claim(
-        "dispatch",
-        "`PolyAttention` without its projections, T = 2048",
-        "the same in torch, compiled",
-        lambda r: r["attention"]["batch 4"]["core"]["times"]["torch.compile"],
     )
     return made
 
@@ -1482,7 +1464,7 @@ def ddp_headline(result) -> Claim:
     r = result["results"]["2"]
     ours, peer = ddp_ours(r, "4"), fastest_ddp(r, "4")
     if peer and captured_measured(r, "4"):
-        ratio, what = peer[1]["ms"] / ours["ms"], "the same on two GPUs, T = 1024"
+        ratio, what = peer[1]["ms"] / ours["ms"], "`llama-350m` on two GPUs, T = 1024"
         kind = "FSDP2" if "FSDP2" in peer[0] else "DDP"
         how = "in a CUDA graph" if "captured" in peer[0] else "compiled"
         return Claim(what, f"torch: {kind} {how}", ratio, result)

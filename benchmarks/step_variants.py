@@ -132,6 +132,10 @@ class Peer:
             loss = self.loss_fn(inputs, targets)
             loss.backward()
             self.loss += loss.detach()
+            self.gradients_ready()
+
+    def gradients_ready(self):
+        """Called behind the backward of each micro-batch."""
 
     def step(self, to_none: bool):
         if to_none:
@@ -195,21 +199,15 @@ class Bf16Peer(Peer):
         self.add = torch.compile(add_each, dynamic=False)
         return masters
 
-    def accumulate(self):
-        self.loss.zero_()
-        count = self.task.micro_batches
-        for inputs, targets in zip(self.inputs.chunk(count), self.targets.chunk(count)):
-            loss = self.loss_fn(inputs, targets)
-            loss.backward()
-            self.loss += loss.detach()
-            grads = [p.grad for p in self.weights]
-            for p in self.weights:
-                p.grad = None
-            if self.parameters[0].grad is None:
-                for master, grad in zip(self.parameters, grads):
-                    master.grad = grad.float()
-            else:
-                self.add([master.grad for master in self.parameters], grads)
+    def gradients_ready(self):
+        grads = [p.grad for p in self.weights]
+        for p in self.weights:
+            p.grad = None
+        if self.parameters[0].grad is None:
+            for master, grad in zip(self.parameters, grads):
+                master.grad = grad.float()
+        else:
+            self.add([master.grad for master in self.parameters], grads)
 
     def step(self, to_none: bool):
         super().step(to_none)

@@ -252,12 +252,10 @@ def test_the_peer_on_several_gpus_is_the_fastest_ddp(report):
 
 
 def test_the_readme_is_short():
-    # Not the bars of tables.
-    words = [word for word in README.read_text().split() if re.search(r"\w", word)]
-    assert len(words) <= 1200
+    assert len(README.read_text().split()) <= 1200
     assert [line for line in README.read_text().split("\n") if len(line) > 120] == []
     ratios = re.search(r"<!-- ratios: .*?<!-- /ratios -->", README.read_text(), re.DOTALL)[0]
-    assert 5 <= ratios.count("\n| ") - 1 <= 13
+    assert 5 <= ratios.count("\n| ") - 1 <= 10
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
