@@ -169,6 +169,7 @@ def on_the_cpu(results: dict, cases=None, config=None) -> dict:
                 ms[CPU] = min(host_milliseconds(run) for _ in range(2))
                 parts[name]["times"] = ratios_to_ours(ms)
             step.close()
+            step.arena.release()
             clock.say(f"{case} on {cores} cores")
     return {**results, "cores": cores, "cpu": processor()}
 

@@ -162,7 +162,7 @@ GIVEN = {
     "torch, bf16 weights": "the same with bf16 weights, fp32 masters and fp32 sums of gradients, "
     "as FSDP2's mixed precision has them.",
     "torch, max-autotune": 'the same with `mode="max-autotune-no-cudagraphs"`.',
-    "torch, Liger-Kernel": "the same with Liger-Kernel's RMSNorm and fused linear cross-entropy.",
+    "torch, Liger-Kernel": "*torch, bf16 weights* with Liger-Kernel's fused linear cross-entropy.",
     "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '
     '`replay="graph"`.',
     "ours, deterministic": "the same with `deterministic=True`.",

@@ -1,6 +1,6 @@
 """A whole optimizer step against the best that torch alone can do: python benchmarks/step.py
 
-Needs a GPU with 80 GB and three minutes.
+Needs a GPU with 80 GB and four minutes.
 
 llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of matrices, clipped at
 1.0. What both sides are given is in step_variants.py. The peers in torch:
@@ -9,15 +9,16 @@ torch: fp32 weights under bf16 autocast, torch.compile as it is.
 torch, bf16 weights: bf16 weights with fp32 masters and fp32 sums, as FSDP2's mixed precision.
 torch, max-autotune: torch.compile(mode="max-autotune-no-cudagraphs"), which tries Triton's products
 beside cuBLAS's. Where it has not compiled in AUTOTUNE_LIMIT seconds, there is no row.
-torch, Liger-Kernel: with its RMSNorm and its fused linear cross-entropy, where liger_kernel is
-installed.
+torch, Liger-Kernel: bf16 weights as above, and Liger-Kernel's fused linear cross-entropy, where
+liger_kernel is installed. Its RMSNorm is not used: torch 2.11 cannot tell what a compiled call of
+it (0.8.5) writes, so it copies all inputs of each; torch.compile fuses torch's own norms.
 
 Ours: bf16 weights with fp32 masters, mode `fused`; the same with deterministic=True. Ratios are
 against the fastest peer of the same T.
 
-Each variant has a process of its own. All compile side by side. Then, first those of the shorter
-T, each is captured alone, which gives its peak of allocated memory from warm-up to replay; those of
-one T are measured in turns, and end. Times are those of steps that are queued back to back, as in a
+Each variant has a process of its own. Those of one T, first of the shorter one, compile side by
+side. Then each is captured alone, which gives its peak of allocated memory from warm-up to replay.
+They are measured in turns, and end. Times are those of steps that are queued back to back, as in a
 training loop. At the end of each T its limit is measured (limits.py).
 """
 
@@ -54,38 +55,46 @@ def task(config, T: int) -> Task:
 def measure(config, lengths=LENGTHS, here=False) -> dict:
     """T -> variant -> measurement; beside them "limits": T -> the limit of a step, and "left_out":
     T -> variant -> why it has no row."""
-    quick, slow = {}, {}
-    for T in sorted(lengths):
-        what = task(config, T)
-        # Of its own, so that it has the cores for its many kernels.
-        slow[AUTOTUNED, T] = (Attempt, AUTOTUNE_LIMIT, Peer, what, AUTOTUNE)
-        quick[PEER, T] = (Peer, what)
-        quick[BF16, T] = (Bf16Peer, what)
-        if LigerPeer.available():
-            quick[LIGER, T] = (Attempt, LIGER_LIMIT, LigerPeer, what)
-        quick[OURS, T] = (Ours, what)
-        quick[EXACT, T] = (Ours, what, True)
-        quick[LIMIT, T] = (Limit, config, what.rows, T, what.micro_batches)
+    attempts = {
+        (AUTOTUNED, T): (Attempt, AUTOTUNE_LIMIT, Peer, task(config, T), AUTOTUNE) for T in lengths
+    }
     clock = Clock()
     results, limits, left_out = {}, {}, {}
-    with Workers(slow, here) as autotuned, Workers(quick, here) as others:
-        others.ready()
-        clock.say("compiled all but max-autotune")
-        autotuned.ready()
-        clock.say("compiled max-autotune, or given up")
+    # Of their own, so that they have the cores for their many kernels.
+    with Workers(attempts, here) as autotuned:
         for T in sorted(lengths):
-            keys = [(name, T) for name in VARIANTS if (name, T) in quick | slow]
-            workers = {key: others if key in quick else autotuned for key in keys}
-            rows, left_out[str(T)] = measured(workers, task(config, T).tokens, clock)
-            for name in rows:
-                workers[name, T].close((name, T))
-            limits[str(T)] = others.ask((LIMIT, T), "measure")
-            clock.say(f"T = {T}: the limit is {limits[str(T)]['ms']:.2f} ms")
-            others.close((LIMIT, T))
+            with Workers(variants(config, T), here) as others:
+                others.ready()
+                clock.say(f"T = {T}: compiled all but max-autotune")
+                autotuned.ready()
+                clock.say("compiled max-autotune, or given up")
+                made = dict.fromkeys(others.names, others)
+                made |= dict.fromkeys(autotuned.names, autotuned)
+                workers = {(name, T): made[name, T] for name in VARIANTS if (name, T) in made}
+                rows, left_out[str(T)] = measured(workers, task(config, T).tokens, clock)
+                for name in rows:
+                    made[name, T].close((name, T))
+                limits[str(T)] = others.ask((LIMIT, T), "measure")
+                clock.say(f"T = {T}: the limit is {limits[str(T)]['ms']:.2f} ms")
             results[str(T)] = with_shares(rows, config, T, limits[str(T)])
     # As they were asked for.
     rows = {str(T): results[str(T)] for T in lengths}
     return {**rows, "limits": limits, "left_out": left_out}
+
+
+def variants(config, T: int) -> dict:
+    """(variant, T) -> how it is made, and its limit, for Workers; without max-autotune."""
+    what = task(config, T)
+    made = {
+        PEER: (Peer, what),
+        BF16: (Bf16Peer, what),
+        OURS: (Ours, what),
+        EXACT: (Ours, what, True),
+        LIMIT: (Limit, config, what.rows, T, what.micro_batches),
+    }
+    if LigerPeer.available():
+        made[LIGER] = (Attempt, LIGER_LIMIT, LigerPeer, what)
+    return {(name, T): how for name, how in made.items()}
 
 
 def with_shares(rows: dict, config, T: int, limit: dict) -> dict:

@@ -219,22 +219,21 @@ def add_each(sums: "list[torch.Tensor]", terms: "list[torch.Tensor]"):
     torch._foreach_add_(sums, terms)
 
 
-class LigerPeer(Peer):
-    """torch's step with Liger-Kernel's RMSNorm and its fused output layer and cross-entropy.
+class LigerPeer(Bf16Peer):
+    """torch's step with bf16 weights, and Liger-Kernel's fused output layer and cross-entropy.
 
-    For a model with `lm_head`, a bias-free linear layer, and nn.RMSNorm. The loss is not inside
-    torch.compile: it launches kernels of its own and cuBLAS's."""
+    For a model with `lm_head`, a bias-free linear layer. The loss is not inside torch.compile: it
+    launches kernels of its own and cuBLAS's. Liger's RMSNorm is not used: see step.py."""
 
-    # Liger's default is at most as many logits at a time as the hidden states have elements. Its
-    # products are larger, and faster, with more.
-    CHUNK = 8
+    # All logits at once, as the other variants have them. Liger's default is at most as many as the
+    # hidden states have elements: less memory, and smaller, slower products.
+    CHUNK = 2**20
 
     @staticmethod
     def available() -> bool:
         return importlib.util.find_spec("liger_kernel") is not None
 
     def compiled_loss(self, model):
-        use_liger_norms(model)
         head, model.lm_head = model.lm_head, nn.Identity()
         task, chunk = self.task, self.CHUNK
 
@@ -250,18 +249,6 @@ class LigerPeer(Peer):
             return LigerLoss.apply(hidden_fn(inputs), head.weight, targets.flatten(), count, chunk)
 
         return loss_fn
-
-
-def use_liger_norms(model):
-    """Liger's RMSNorm in the place of each nn.RMSNorm, with the same weight."""
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
-
-    for parent in list(model.modules()):
-        for name, norm in list(parent.named_children()):
-            if isinstance(norm, nn.RMSNorm):
-                liger = LigerRMSNorm(norm.weight.numel(), eps=norm.eps)
-                liger.weight = norm.weight
-                setattr(parent, name, liger)
 
 
 class LigerLoss(torch.autograd.Function):
