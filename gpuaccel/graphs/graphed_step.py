@@ -234,7 +234,7 @@ class GraphedStep(Generic[P, R]):
     def _graph_for(self, args, kwargs) -> "CapturedGraph | None":
         """The graph for these inputs, captured if need be; None where fn runs eagerly."""
         if self.closed:
-            raise CaptureError("the step was closed: make a new one")
+            _closed()
         if self.replay == "eager":
             return None
         if self._graphs:
@@ -438,12 +438,23 @@ class GraphedStep(Generic[P, R]):
         """Wait for what was launched, and give graphs and memory back. May be called twice."""
         self._close_graphs()
         self.closed = True
+        # What these functions refer to may hold this object: without them, models and optimizers
+        # are freed with their last user.
+        self.fn = self._warm_up_fn = self._modes = _closed
+        self.state = self._saved = []
+        self._list_members()
+        self._addresses = Addresses(())
 
     def __enter__(self) -> "Self":
         return self
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def _closed(*_, **__) -> Any:
+    """In the place of the functions of a closed step."""
+    raise CaptureError("the step was closed: make a new one")
 
 
 def _device_of(state) -> torch.device:

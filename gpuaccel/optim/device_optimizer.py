@@ -14,6 +14,7 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 """
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -209,11 +210,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def names(self) -> "list[str]":
         """The name of each tensor, by number: in the arena's order, else in that of the groups."""
-        if self.arena is not None:
-            return [s.name for s in self.arena.segments]
-        params = self._params()
-        named = [name for group in self.param_groups for name in group.get("param_names", ())]
-        return named if len(named) == len(params) else unnamed(params)
+        return _tensor_names(self.arena, self.param_groups)
 
     def _params(self) -> "list[Tensor]":
         return [p for group in self.param_groups for p in group["params"]]
@@ -605,7 +602,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 return self.arena.tensor_to_block
             return torch.arange(tensors, dtype=torch.int32, device=state.device)
 
-        return state.clip_state(self.scope, rows[self.scope], self.names, group_of)
+        # Not self.names: the norms would hold the optimizer, which holds them, and its memory would
+        # stay until Python looks for cycles.
+        names = functools.partial(_tensor_names, self.arena, self.param_groups)
+        return state.clip_state(self.scope, rows[self.scope], names, group_of)
 
     def device_state(self, device: torch.device) -> DeviceState:
         """Settings, counts and norms on this device.
@@ -918,3 +918,12 @@ def _zeros_by_device(params) -> "list[Tensor]":
         for device in {p.device: None for p in params}
     }
     return [next(zeros[p.device]) for p in params]
+
+
+def _tensor_names(arena: "Arena | None", param_groups: "list[dict]") -> "list[str]":
+    """The name of each tensor: in the arena's order, else in that of the groups."""
+    if arena is not None:
+        return [s.name for s in arena.segments]
+    params = [p for group in param_groups for p in group["params"]]
+    named = [name for group in param_groups for name in group.get("param_names", ())]
+    return named if len(named) == len(params) else unnamed(params)

@@ -344,6 +344,10 @@ class FusedMode(ArenaMode):
             part.close()
         for fused in self._fused.values():
             fused.remove()
+        # Each part holds this mode, and these functions hold the accumulator, which holds it too:
+        # without them the memory is freed with the last one who has it.
+        self._slices = []
+        self._open_backward = self._listener = lambda: None
 
 
 def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":

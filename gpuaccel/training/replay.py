@@ -4,6 +4,7 @@ ga.TrainStep(model, opt, replay="graph")
 ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 """
 
+import weakref
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -64,13 +65,13 @@ class StepGraphs:
     """
 
     def __init__(self, step: "TrainStep", ours: bool, options: Replay):
-        self.step = step
+        self._step = weakref.ref(step)
         self.ours = ours
-        self.options = {"modes": self._mode, **asdict(options)}
+        self._options = options
         # All that a warm-up without an update changes: its gradients are dropped.
         self.buffers = buffers_of(step.model)
         self.batch_graphs = GraphedStep(
-            lambda batch: vars(step.eager_step(batch)),
+            lambda batch: vars(self.step.eager_step(batch)),
             [step.model, step.opt],
             warm_up=self._warm_up_batch if ours else None,
             saved=self.buffers if ours else None,
@@ -78,6 +79,16 @@ class StepGraphs:
         )
         # Made by the first list of micro-batches.
         self.list_graphs: "ListGraphs | None" = None
+
+    @property
+    def step(self) -> "TrainStep":
+        """Whose graphs these are. It has them, and a second strong reference would be a cycle."""
+        return _alive(self._step)
+
+    @property
+    def options(self) -> dict:
+        """Of each GraphedStep."""
+        return {"modes": self._mode, **asdict(self._options)}
 
     def __call__(self, batch) -> StepOutput:
         if self.batch_graphs.closed:
@@ -170,7 +181,8 @@ class ListGraphs:
     """
 
     def __init__(self, graphs: StepGraphs, micros):
-        self.step = step = graphs.step
+        step = graphs.step
+        self._step = weakref.ref(step)
         device = step.arena.device
         # Of loss_fn's count of tokens; None: it returns means.
         self._token_dtype: "torch.dtype | None" = None
@@ -195,6 +207,10 @@ class ListGraphs:
             saved=[] if graphs.ours else None,
             **graphs.options,
         )
+
+    @property
+    def step(self) -> "TrainStep":
+        return _alive(self._step)
 
     def __call__(self, micros) -> StepOutput:
         step = self.step
@@ -260,3 +276,9 @@ class ListGraphs:
     def _zero_totals(self):
         for total in self._totals:
             total.zero_()
+
+
+def _alive(reference: "weakref.ref[TrainStep]") -> "TrainStep":
+    step = reference()
+    assert step is not None  # it is what calls its graphs
+    return step

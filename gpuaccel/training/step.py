@@ -112,7 +112,8 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays.
+    of the caller's stays. Use `with`, or close(): a step that is only dropped keeps the arena's
+    memory until Python's garbage collector comes by.
 
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.

@@ -252,3 +252,28 @@ def test_a_weight_with_tensor_hooks_stays_out_of_the_fused_product():
         assert [fused_forward(part) is not None for part in model] == [False, True]
         model(ones("cpu")).sum().backward()
         assert len(seen) == 1 and torch.equal(model[0].weight.grad, 2 * seen[0])
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, ga.optim.Lion, torch.optim.AdamW])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_closed_step_leaves_its_memory_at_once(device, mode, optimizer):
+    """Also where Python does not look for cycles."""
+    ours = optimizer is not torch.optim.AdamW
+    graphs = ours and ga.backend().name != "torch" and mode in ("arena", "fused")
+    replay = "graph" if graphs else "eager"
+    model = linear(device, torch.bfloat16)
+    arena = Arena(model)
+    opt = optimizer(arena if ours else arena.parameters(), lr=1e-2)
+    refs = [weakref.ref(arena), weakref.ref(model)]
+    options = {"accumulate": mode, "replay": replay, "max_norm": 1.0}
+    gc.collect()
+    gc.disable()
+    try:
+        with TrainStep(model, opt, lambda model, micro: model(micro).mean(), **options) as step:
+            for _ in range(2):
+                step(ones(device, torch.bfloat16))
+        del model, arena, opt, step
+        assert [ref() is None for ref in refs] == [True, True]
+    finally:
+        gc.enable()
