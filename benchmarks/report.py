@@ -65,17 +65,14 @@ def all_results(pattern: str = "*") -> "list[dict]":
 
 
 def machines(*patterns: str) -> "list[str]":
-    """The GPUs with results of these files; first the one with most results, then the newest.
+    """The GPUs with results of these files, the one that was measured last first.
 
     A machine without a GPU is "none"."""
-    everything = all_results()
-
-    def rank(gpu):
-        dates = [result["date"] for result in everything if result["gpu"] == gpu]
-        return len(dates), max(dates), gpu
-
-    found = {result["gpu"] for pattern in patterns for result in all_results(pattern)}
-    return sorted(found, key=rank, reverse=True)
+    last: "dict[str, str]" = {}
+    for pattern in patterns:
+        for result in all_results(pattern):
+            last[result["gpu"]] = max(result["date"], last.get(result["gpu"], ""))
+    return sorted(last, key=lambda gpu: (last[gpu], gpu), reverse=True)
 
 
 def short(gpu: str) -> str:
@@ -1434,26 +1431,11 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
 
 
 def ratios_table() -> str:
-    """The README's table: one line for each claim, a column for each GPU."""
-    gpus = machines("step", "ddp_2gpus")
-    speeds: "dict[tuple[str, str], dict[str, str]]" = {}
-    # As in claims(), also where a GPU lacks some of them.
-    order: "list[tuple[str, str]]" = []
-    # versions -> the GPUs with these, in their order
-    conditions: "dict[str, dict[str, None]]" = {}
-    for gpu in gpus:
-        place = len(order)
-        for claim in reversed(claims(gpu)):
-            key = claim.what, claim.against
-            if key not in order:
-                order.insert(place, key)
-            place = order.index(key)
-            speeds.setdefault(key, {})[gpu] = claim.words
-            conditions.setdefault(versions(claim.result), {})[gpu] = None
-    heads = map(short, gpus) if len(gpus) > 1 else ["speed"]
-    rows = [(*key, *(speeds[key].get(gpu, "") for gpu in gpus)) for key in order]
-    lines = (f"*{' and '.join(names)}, {words}.*" for words, names in conditions.items())
-    return section(markdown(("what", "against", *heads), rows), *lines)
+    """The README's table: the claims of the GPU on which a whole step was measured last."""
+    some = claims(machines("step")[0])
+    rows = [(claim.what, claim.against, claim.words) for claim in some]
+    lines = dict.fromkeys(f"*{c.result['gpu']}, {versions(c.result)}.*" for c in some)
+    return section(markdown(("what", "against", "speed"), rows), *lines)
 
 
 def charts_part() -> str:

@@ -1,6 +1,6 @@
 """A whole optimizer step against the best that torch alone can do: python benchmarks/step.py
 
-Needs a GPU with 80 GB and four minutes.
+Needs a GPU with 80 GB and five minutes.
 
 llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of matrices, clipped at
 1.0. What both sides are given is in step_variants.py. The peers in torch:
