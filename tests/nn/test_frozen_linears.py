@@ -24,7 +24,7 @@ V, T = 61, 8
 NAMES = ("w_q", "w_k", "w_v")
 ALL = (*NAMES, "w_o", "gate", "up", "down")
 TARGETS = [("w_q", "w_v"), ("w_k",), ("down",), ALL]
-BOUND = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 8e-2}
 
 needs_a_cpp_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))),
