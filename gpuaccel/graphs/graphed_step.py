@@ -172,7 +172,7 @@ class GraphedStep(Generic[P, R]):
         self.new_shapes = new_shapes
         self.max_graphs = max_graphs
         self.closed = False
-        self._saved = self.state if saved is None else saved
+        self._saved = self.state if saved is None else list(saved)
         self._warm_up_fn = warm_up or fn
         self._modes = modes
         self._graphs: "OrderedDict[GraphKey, CapturedGraph]" = OrderedDict()
@@ -283,7 +283,10 @@ class GraphedStep(Generic[P, R]):
         )
 
     def _key(self, leaves, structure) -> GraphKey:
-        constants = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        # With their places: fn(x, None) is not fn(None, x).
+        constants = tuple(
+            (i, type(leaf), leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)
+        )
         tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
         kind = self.device.type
         mode = (
@@ -307,7 +310,7 @@ class GraphedStep(Generic[P, R]):
         except TypeError:
             raise ArgumentError(
                 "the arguments that are no tensors are part of a graph's key; expected hashable "
-                f"ones, got {[value for _, value in constants]}"
+                f"ones, got {[value for *_, value in constants]}"
             ) from None
         return key
 
@@ -410,14 +413,16 @@ class GraphedStep(Generic[P, R]):
 
     def reset(self):
         """Close every graph: the next call captures anew. For a model changed on purpose."""
+        if self.closed:
+            _closed()
         self._close_graphs()
         if self._recorder is not None:
             self._replay_graphs()
 
     def _close_graphs(self):
-        for graph in self._graphs.values():
+        while self._graphs:
+            _, graph = self._graphs.popitem(last=False)
             graph.close()
-        self._graphs.clear()
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
         """(names of the nodes, edges) of the newest graph; ([], []) without one.
@@ -436,8 +441,8 @@ class GraphedStep(Generic[P, R]):
 
     def close(self):
         """Wait for what was launched, and give graphs and memory back. May be called twice."""
-        self._close_graphs()
         self.closed = True
+        self._close_graphs()
         # What these functions refer to may hold this object: without them, models and optimizers
         # are freed with their last user.
         self.fn = self._warm_up_fn = self._modes = _closed

@@ -152,7 +152,10 @@ class StepGraphs:
 
     def _replay_list(self, micros) -> StepOutput:
         self._check_list()
-        if self.list_graphs is None:
+        # Whether the loss counts tokens decides what the totals are.
+        if self.list_graphs is None or self.list_graphs.loss_fn is not self.step.loss_fn:
+            if self.list_graphs is not None:
+                self.list_graphs.close()
             self.list_graphs = ListGraphs(self, micros)
         graphs = self.list_graphs
         self._agree(lambda: graphs.warm_up_micro(micros[0], len(micros)))
@@ -183,6 +186,7 @@ class ListGraphs:
     def __init__(self, graphs: StepGraphs, micros):
         step = graphs.step
         self._step = weakref.ref(step)
+        self.loss_fn = step.loss_fn
         device = step.arena.device
         # Of loss_fn's count of tokens; None: it returns means.
         self._token_dtype: "torch.dtype | None" = None
@@ -237,6 +241,10 @@ class ListGraphs:
         step.accumulator.sums_left()
         return StepOutput(**result)
 
+    def close(self):
+        self.micro_graphs.close()
+        self.update_graphs.close()
+
     def warm_up_micro(self, micro, count: int) -> int:
         with self.step.accumulation_window():
             _, tokens = self.step.micro(micro, count or 1, last=False)
@@ -280,5 +288,6 @@ class ListGraphs:
 
 def _alive(reference: "weakref.ref[TrainStep]") -> "TrainStep":
     step = reference()
-    assert step is not None  # it is what calls its graphs
+    if step is None:
+        raise CaptureError("the TrainStep of these graphs is gone: keep it, and call it")
     return step

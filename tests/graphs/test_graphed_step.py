@@ -259,6 +259,8 @@ def test_a_closed_step_says_so_and_closing_twice_is_fine(device):
     for again in (step, step.capture):
         with pytest.raises(CaptureError, match="the step was closed"):
             again(x)
+    with pytest.raises(CaptureError, match="the step was closed"):
+        step.reset()
     assert torch.equal(kept, x + 1), "a result outlives the graph"
     assert len(step) == 0 and step.graph() == ([], [])
     whole, (batch,) = make(device, "graph"), batches(device, n=1)
@@ -824,3 +826,15 @@ def test_an_input_that_comes_to_require_a_gradient_is_refused_and_the_graph_stay
         with pytest.raises(ArgumentError, match="requires a gradient"):
             step(x.clone().requires_grad_())
         assert not step(x).requires_grad
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_the_place_of_an_argument_that_is_no_tensor_belongs_to_the_key(device):
+    def fn(a, b):
+        return b + 1 if a is None else a - 1
+
+    ten = torch.full((2,), 10.0, device=device)
+    with ga.GraphedStep(fn, torch.zeros(1, device=device), policy="require") as step:
+        results = [step(ten, None).clone(), step(None, ten).clone(), step(ten, None).clone()]
+        assert [r.tolist() for r in results] == [[9.0, 9.0], [11.0, 11.0], [9.0, 9.0]]
+        assert len(step) == 2

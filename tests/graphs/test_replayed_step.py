@@ -237,6 +237,14 @@ def test_lists_and_whole_batches_may_take_turns(device):
     compare(device, [whole[0], split[1], whole[1], split[2], whole[2], split[0]])
 
 
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_loss_that_counts_tokens_and_a_mean_may_take_turns_over_lists(device):
+    def between(step, k):
+        step.loss_fn = mean_loss if k in (2, 3) else loss_fn
+
+    compare(device, lists(device), between)
+
+
 @pytest.mark.parametrize("accumulate", ["autograd", "host"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_list_with_gradients_outside_of_the_arena_is_a_capture_error_that_changes_nothing(
