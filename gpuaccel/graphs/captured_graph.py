@@ -55,10 +55,10 @@ class CapturedGraph:
             static, new = zip(*pairs)
             torch._foreach_copy_(static, new, non_blocking=True)
 
-    def close(self):
-        """Give the memory back. A `.grad` that lies in it goes, too."""
+    def close(self, keep_gradients: bool = False):
+        """Give the memory back. A `.grad` that lies in it goes, too, or is copied out of it."""
         for gradient in self.gradients:
             p, after = gradient.parameter, gradient.after
             if after is not None and after is not gradient.before and p.grad is after:
-                p.grad = None
+                p.grad = after.clone() if keep_gradients else None
         self.recording.close()

@@ -265,7 +265,8 @@ class GraphedStep(Generic[P, R]):
         self._graphs[key] = graph
         while len(self._graphs) > self.max_graphs:
             _, oldest = self._graphs.popitem(last=False)
-            oldest.close()
+            # The new graph may add to gradients that the oldest one has left.
+            oldest.close(keep_gradients=True)
         return graph
 
     def _refuse(self, key):

@@ -838,3 +838,22 @@ def test_the_place_of_an_argument_that_is_no_tensor_belongs_to_the_key(device):
         results = [step(ten, None).clone(), step(None, ten).clone(), step(ten, None).clone()]
         assert [r.tolist() for r in results] == [[9.0, 9.0], [11.0, 11.0], [9.0, 9.0]]
         assert len(step) == 2
+
+
+@pytest.mark.parametrize("max_graphs", [1, 2])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_gradients_outlive_the_graph_that_has_to_go_for_another_one(device, max_graphs):
+    """They are added up over calls with inputs of two shapes."""
+    sums = []
+    for graphed in (False, True):
+        layer = nn.Linear(3, 1, bias=False, device=device)
+
+        def fn(x, layer=layer):
+            layer(x).sum().backward()
+
+        options = {"policy": "require", "max_graphs": max_graphs}
+        step = ga.GraphedStep(fn, layer, **options) if graphed else fn
+        for rows in (2, 5, 2, 2, 5):
+            step(torch.ones(rows, 3, device=device))
+        sums.append(layer.weight.grad.tolist())
+    assert sums == [[[16.0, 16.0, 16.0]]] * 2
