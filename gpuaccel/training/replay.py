@@ -68,13 +68,18 @@ class StepGraphs:
         self._step = weakref.ref(step)
         self.ours = ours
         self._options = options
+        self._begin()
+
+    def _begin(self):
+        """Without a graph."""
+        step = self.step
         # All that a warm-up without an update changes: its gradients are dropped.
         self.buffers = buffers_of(step.model)
         self.batch_graphs = GraphedStep(
             lambda batch: vars(self.step.eager_step(batch)),
             [step.model, step.opt],
-            warm_up=self._warm_up_batch if ours else None,
-            saved=self.buffers if ours else None,
+            warm_up=self._warm_up_batch if self.ours else None,
+            saved=self.buffers if self.ours else None,
             **self.options,
         )
         # Made by the first list of micro-batches.
@@ -91,8 +96,7 @@ class StepGraphs:
         return {"modes": self._mode, **asdict(self._options)}
 
     def __call__(self, batch) -> StepOutput:
-        if self.batch_graphs.closed:
-            raise CaptureError("the step was closed: make a new one")
+        self._check_open()
         if is_split(batch):
             return self._replay_list(batch)
         # An ArgumentError before anything is captured.
@@ -120,9 +124,15 @@ class StepGraphs:
         reasons = [graphs.reason for graphs in self.all if graphs.replay == "eager"]
         return reasons[0] if reasons else self.batch_graphs.reason
 
+    def _check_open(self):
+        if self.batch_graphs.closed:
+            raise CaptureError("the step was closed: make a new one")
+
     def reset(self):
-        for graphs in self.all:
-            graphs.reset()
+        self._check_open()
+        self.close()
+        # The model may have other buffers now.
+        self._begin()
 
     def close(self):
         for graphs in self.all:

@@ -245,6 +245,18 @@ def test_a_loss_that_counts_tokens_and_a_mean_may_take_turns_over_lists(device):
     compare(device, lists(device), between)
 
 
+@pytest.mark.parametrize("make_data", [batches, lists])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_after_a_reset_a_capture_leaves_no_trace_in_buffers_that_are_new(device, make_data):
+    def between(step, k):
+        if k == 2:
+            step.model.norm.running_mean = torch.zeros(HIDDEN, device=device)
+            step.model.norm.num_batches_tracked = torch.tensor(0, device=device)
+            step.reset()
+
+    compare(device, make_data(device), between, net=lambda: Net(norm=True))
+
+
 @pytest.mark.parametrize("accumulate", ["autograd", "host"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_list_with_gradients_outside_of_the_arena_is_a_capture_error_that_changes_nothing(
