@@ -107,7 +107,8 @@ class GraphedStep(Generic[P, R]):
             warm-up leaves them as they were; an optimizer has its state on the device after it.
         warm_up: a function that is run instead of fn as warm-up, with the same arguments. Default:
             fn.
-        saved: what the warm-up changes, where that is less than state. Default: state.
+        saved: a function that returns what the warm-up changes, where that is less than state.
+            Default: state.
         modes: a function without arguments; its hashable result is part of the key. Default: none.
         policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from
             then on, with one warning that says why. "require": CaptureError. A later capture that
@@ -149,7 +150,7 @@ class GraphedStep(Generic[P, R]):
         state: "StateMember | Iterable[StateMember]" = (),
         *,
         warm_up: "Callable[..., object] | None" = None,
-        saved: "Iterable[StateMember] | None" = None,
+        saved: "Callable[[], Iterable[StateMember]] | None" = None,
         modes: "Callable[[], Hashable] | None" = None,
         policy: str = "auto",
         new_shapes: str = "capture",
@@ -172,7 +173,7 @@ class GraphedStep(Generic[P, R]):
         self.new_shapes = new_shapes
         self.max_graphs = max_graphs
         self.closed = False
-        self._saved = self.state if saved is None else list(saved)
+        self._saved = saved
         self._warm_up_fn = warm_up or fn
         self._modes = modes
         self._graphs: "OrderedDict[GraphKey, CapturedGraph]" = OrderedDict()
@@ -340,7 +341,8 @@ class GraphedStep(Generic[P, R]):
     def _warm_up(self, args, kwargs):
         """Run the step as often as it takes until nothing is allocated or compiled any more."""
         addresses = Addresses([member for member in self.state if isinstance(member, nn.Module)])
-        with preserved(self._saved, self.device), _no_autocast_cache():
+        saved = self.state if self._saved is None else list(self._saved())
+        with preserved(saved, self.device), _no_autocast_cache():
             for _ in range(WARM_UPS):
                 self._recorder.run(lambda: self._warm_up_fn(*args, **kwargs))
             addresses.check(
@@ -447,7 +449,7 @@ class GraphedStep(Generic[P, R]):
         # What these functions refer to may hold this object: without them, models and optimizers
         # are freed with their last user.
         self.fn = self._warm_up_fn = self._modes = _closed
-        self.state = self._saved = []
+        self.state, self._saved = [], None
         self._list_members()
         self._addresses = Addresses(())
 

@@ -4,13 +4,22 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError
+from .participant import Refreshable
 
 
 def optimizer_key(opt: torch.optim.Optimizer) -> tuple:
-    """The settings that any optimizer hands to its kernels by value."""
+    """The settings that an optimizer hands to its kernels by value: all that are no tensors.
+
+    Of one that writes its settings to the device before each replay, how many parameters it has."""
+    groups = opt.param_groups
+    if isinstance(opt, Refreshable):
+        return tuple(len(group["params"]) for group in groups)
     return tuple(
-        (len(group["params"]), group.get("maximize"), group.get("amsgrad"))
-        for group in opt.param_groups
+        (
+            len(group["params"]),
+            *((k, v) for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))),
+        )
+        for group in groups
     )
 
 

@@ -608,7 +608,9 @@ def prune_checkpoints(
 ) -> "list[pathlib.Path]":
     """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
 
-    Also deletes what killed runs left unfinished, up to the newest step.
+    Also deletes what killed runs left unfinished, up to the newest step. Checkpoints of later steps
+    than `saved` are of another run, or of one that went on from an older checkpoint: they stay, and
+    do not count.
 
     Args:
         folder: of checkpoints.
@@ -626,7 +628,8 @@ def prune_checkpoints(
     if not checkpoints:
         return []
     newest = checkpoints[-1][0]
-    gone += [path for _, path in checkpoints[:-keep]]
+    last = next((step for step, path in checkpoints if path == saved), newest)
+    gone += [path for step, path in checkpoints if step <= last][:-keep]
     gone += [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= newest]
     for path in gone:
         if path.is_dir():

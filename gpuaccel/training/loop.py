@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointError
 from ..measure import Meter, Reading
@@ -31,6 +32,7 @@ from .checkpoint import (
 )
 from .logs import Place, RunLog, check_log
 from .micro import is_split
+from .models import eval_mode
 from .step import TrainStep, token_loss
 
 # Steps that the host may be ahead of the device. Few, so that readings are fresh.
@@ -79,19 +81,17 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
     Args:
         model: any module.
         batches: an iterable of what loss_fn takes.
-        loss_fn: (model, batch) -> (sum of losses, number of tokens). Default: token_loss.
+        loss_fn: as a TrainStep's: (model, batch) -> (sum of losses, number of tokens), or a mean,
+            and then each batch counts alike. Default: token_loss.
     """
-    was_training = model.training
     total: Any = 0.0
     tokens: Any = 0
-    model.eval()
-    try:
+    with eval_mode(model):
         for batch in batches:
-            loss, count = loss_fn(model, batch)
+            result = loss_fn(model, batch)
+            loss, count = result if isinstance(result, tuple) else (result, 1)
             total = total + loss.double()
             tokens = tokens + count
-    finally:
-        model.train(was_training)
     return float(total / tokens)
 
 
@@ -181,7 +181,8 @@ def train(
         step: the TrainStep; its meter is used, or one is made.
         batches: an iterator of batches. A run over data.Batches can be resumed.
         steps: optimizer steps in all, those of an earlier run that is resumed included.
-        val: batches that are evaluated every `val_every` steps and at the end. Default: none.
+        val: batches that are evaluated every `val_every` steps and at the end, with the step's
+            loss_fn. Default: none.
         val_every: steps between two evaluations; 0, the default: only at the end.
         log: where the numbers of each step go: a path that ends in .jsonl or .csv,
             "tensorboard:FOLDER", "wandb:PROJECT", a function of a dict, or a list of these. They
@@ -189,8 +190,8 @@ def train(
             Default: nowhere.
         checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when
             the loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C
-            inside a step writes none: the data have moved on, the weights perhaps not. Default:
-            none.
+            inside a step, or where the next batch is made, writes none: the data have moved on,
+            the weights perhaps not. Default: none.
         checkpoint_every: steps between two checkpoints; 0, the default: only at the end.
         keep: how many of the newest checkpoints stay.
         resume: continue from the newest checkpoint there, bit-identically; without one, begin. A
@@ -223,19 +224,22 @@ def train(
     rows = None
     if places and (reducer is None or reducer.rank == 0):
         rows = RunLog(places, step.count)
-    in_step = False
+    val = list(val or ())
+    # Are the data as far as the weights?
+    between_steps = False
     total_tokens = None
     done = False
     try:
         for batch in batches if step.count < steps else ():
             lr = step.opt.param_groups[0]["lr"]
-            in_step = True
             out = step(batch)
-            in_step = False
+            between_steps = True
             done = step.count >= steps
             val_loss = None
             if val and (done or (val_every and step.count % val_every == 0)):
-                val_loss = evaluate(step.model, val)
+                on = step.autocast is not None
+                with torch.autocast(step.arena.device.type, step.autocast, enabled=on):
+                    val_loss = evaluate(step.model, val, step.loss_fn)
             # The host knows the tokens of its own batch; other ranks have as many.
             tokens = _tokens_in(batch) * world
             # A replay takes the host no time. Polling keeps it from running far ahead.
@@ -275,6 +279,9 @@ def train(
             yield reading
             if done:
                 break
+            between_steps = False
+        else:
+            between_steps = True
     finally:
         if step.arena.device.type == "cuda":
             torch.cuda.synchronize(step.arena.device)
@@ -282,7 +289,7 @@ def train(
             rows.close()
         # A checkpoint needs every rank: one that leaves alone must not wait for the others.
         all_ranks_leave = reducer is None or world == 1 or done or reducer.asked_to_stop()
-        if all_ranks_leave and not in_step:
+        if all_ranks_leave and between_steps:
             checkpoints.save()
 
 
@@ -305,7 +312,4 @@ def _tokens_in(batch) -> int:
         return 0
     if is_split(batch):
         return sum(map(_tokens_in, batch))
-    if isinstance(batch, Tensor):
-        return batch.numel()
-    first = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return first.numel()
+    return next((leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 0)

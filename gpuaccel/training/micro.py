@@ -5,6 +5,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ArgumentError
 
@@ -42,6 +43,8 @@ def split(batch, parts: int) -> list:
     micros = zip(*[split(t, parts) for t in items.values()])
     if isinstance(batch, dict):
         return [dict(zip(batch, micro)) for micro in micros]
+    if hasattr(batch, "_fields"):  # a named tuple
+        return [type(batch)(*micro) for micro in micros]
     return [type(batch)(micro) for micro in micros]
 
 
@@ -55,9 +58,6 @@ def is_split(batch) -> bool:
 
 
 def rows_of(micro) -> int:
-    """How many sequences a micro-batch has: dim 0 of its first tensor."""
-    if isinstance(micro, dict):
-        micro = next(iter(micro.values()))
-    elif not isinstance(micro, Tensor):
-        micro = micro[0]
-    return micro.shape[0]
+    """How many sequences a micro-batch has: dim 0 of its first tensor; 0 without one."""
+    tensors = (leaf for leaf in tree_leaves(micro) if isinstance(leaf, Tensor) and leaf.dim())
+    return next((len(t) for t in tensors), 0)

@@ -20,6 +20,7 @@ residual is inside. Positions are in its attention.
 Shapes: B batch, T time, H hidden, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -407,10 +408,8 @@ def generate(
         (B, T + n) int64.
     """
     generator = torch.Generator(tokens.device).manual_seed(seed)
-    was_training = model.training
     config: Any = model.config
-    model.eval()
-    try:
+    with eval_mode(model):
         for _ in range(n):
             logits = model(tokens[:, -config.T :])[:, -1].float()
             if temperature == 0:
@@ -419,6 +418,16 @@ def generate(
                 scaled = logits / max(temperature, 1e-4)
                 new = torch.multinomial(F.softmax(scaled, -1), 1, generator=generator)
             tokens = torch.cat([tokens, new], dim=1)
-    finally:
-        model.train(was_training)
     return tokens
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module):
+    """In the block the model is in eval mode; afterwards each module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -68,18 +68,11 @@ class StepGraphs:
         self._step = weakref.ref(step)
         self.ours = ours
         self._options = options
-        self._begin()
-
-    def _begin(self):
-        """Without a graph."""
-        step = self.step
-        # All that a warm-up without an update changes: its gradients are dropped.
-        self.buffers = buffers_of(step.model)
         self.batch_graphs = GraphedStep(
-            lambda batch: vars(self.step.eager_step(batch)),
+            self._eager_step,
             [step.model, step.opt],
-            warm_up=self._warm_up_batch if self.ours else None,
-            saved=self.buffers if self.ours else None,
+            warm_up=self._warm_up_batch if ours else None,
+            saved=self.buffers if ours else None,
             **self.options,
         )
         # Made by the first list of micro-batches.
@@ -95,8 +88,14 @@ class StepGraphs:
         """Of each GraphedStep."""
         return {"modes": self._mode, **asdict(self._options)}
 
+    def buffers(self) -> "list[Tensor]":
+        """All that a warm-up without an update changes: its gradients are dropped."""
+        return buffers_of(self.step.model)
+
     def __call__(self, batch) -> StepOutput:
-        self._check_open()
+        if self.batch_graphs.closed:
+            raise CaptureError("the step was closed: make a new one")
+        self._check_gradients()
         if is_split(batch):
             return self._replay_list(batch)
         # An ArgumentError before anything is captured.
@@ -105,6 +104,22 @@ class StepGraphs:
         result = self.batch_graphs(batch)
         self.step.accumulator.sums_left()
         return StepOutput(**result)
+
+    def _eager_step(self, batch) -> dict:
+        """Captured: the whole step."""
+        return vars(self.step.eager_step(batch))
+
+    def _check_gradients(self):
+        """Gradients of a backward outside of the step: eager adds to them, a replay may not."""
+        accumulator = self.step.accumulator
+        if any(accumulator.received):
+            # Those that were taken away since count no longer.
+            accumulator.finish()
+        if any(accumulator.received):
+            raise CaptureError(
+                "gradients stand from a backward outside of this step, and a replay would not "
+                "always add them: call optimizer.zero_grad() before, or use replay='eager'"
+            )
 
     # ---- all of them ----
 
@@ -124,15 +139,9 @@ class StepGraphs:
         reasons = [graphs.reason for graphs in self.all if graphs.replay == "eager"]
         return reasons[0] if reasons else self.batch_graphs.reason
 
-    def _check_open(self):
-        if self.batch_graphs.closed:
-            raise CaptureError("the step was closed: make a new one")
-
     def reset(self):
-        self._check_open()
-        self.close()
-        # The model may have other buffers now.
-        self._begin()
+        for graphs in self.all:
+            graphs.reset()
 
     def close(self):
         for graphs in self.all:
@@ -150,7 +159,7 @@ class StepGraphs:
         A captured step cannot ask. warm_up: returns them for this rank, a bit for each tensor."""
         reducer = self.step.reducer
         if reducer is not None and reducer.used.mask is None:
-            with preserved(self.buffers, self.step.arena.device):
+            with preserved(self.buffers(), self.step.arena.device):
                 reducer.used.find(warm_up())
 
     def _warm_up_batch(self, batch) -> int:
@@ -200,7 +209,7 @@ class ListGraphs:
         device = step.arena.device
         # Of loss_fn's count of tokens; None: it returns means.
         self._token_dtype: "torch.dtype | None" = None
-        with preserved(graphs.buffers, device):
+        with preserved(graphs.buffers(), device):
             self.warm_up_micro(micros[0], len(micros))
         self.loss = torch.zeros((), device=device)
         self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
@@ -218,7 +227,7 @@ class ListGraphs:
             self._update,
             [step.model, step.opt, *self._totals],
             warm_up=self._warm_up_update if graphs.ours else None,
-            saved=[] if graphs.ours else None,
+            saved=list if graphs.ours else None,
             **graphs.options,
         )
 

@@ -489,7 +489,7 @@ class TrainStep:
             )
         if tokens is not None and not isinstance(tokens, Tensor):
             tokens = torch.full((), tokens, device=loss.device)
-        return loss, tokens
+        return loss.reshape(()) if loss.dim() else loss, tokens
 
     def update(self, totals: Totals, mark=_no_mark) -> StepOutput:
         """From the sums of this rank's micro-batches to the new weights.
@@ -652,6 +652,16 @@ def _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed):
         if callable(opt) and not isinstance(opt, type):
             hint = ". A loss has a name: ga.TrainStep(model, loss_fn=...)"
         raise ArgumentError(f"opt is {described(opt)}; expected an optimizer, or None{hint}")
+    if isinstance(opt, torch.optim.LBFGS):
+        raise ArgumentError(
+            "opt is LBFGS, which calls the loss several times in a step; expected an optimizer "
+            "whose step() takes no closure"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ArgumentError(
+            "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one whose "
+            "step() takes none, or call it yourself after the step"
+        )
     loss_of_outputs = isinstance(loss_fn, nn.modules.loss._Loss)
     if loss_of_outputs or getattr(loss_fn, "__module__", "") == F.__name__:
         name = type(loss_fn).__name__ if loss_of_outputs else loss_fn.__name__

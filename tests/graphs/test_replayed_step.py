@@ -246,10 +246,54 @@ def test_a_loss_that_counts_tokens_and_a_mean_may_take_turns_over_lists(device):
 
 
 @pytest.mark.parametrize("make_data", [batches, lists])
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_gradients_of_a_backward_outside_of_the_step_do_not_get_in(device, accumulate, make_data):
+    """Taken away they do not count; standing ones are refused before anything changes."""
+    probe = batches(device, n=1)[0]
+
+    def between(step, k):
+        loss_fn(step.model, probe)[0].backward()
+        step.opt.zero_grad()
+
+    compare(device, make_data(device), between, accumulate=accumulate, net=lambda: Net(dropout=0.0))
+    with make(device, "graph", accumulate=accumulate) as step:
+        data = make_data(device)
+        step(data[0])
+        loss_fn(step.model, probe)[0].backward()
+        with pytest.raises(CaptureError, match="gradients stand from a backward outside"):
+            step(data[1])
+        assert step.count == 1
+        step.opt.zero_grad()
+        step(data[1])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_schedule_of_betas_reaches_an_optimizer_of_torchs(device):
+    """Each other value needs a capture of its own."""
+    ends = []
+    for replay in ("eager", "graph"):
+        torch.manual_seed(0)
+        model = Net(dropout=0.0).to(device)
+        arena = ga.Arena(model)
+        lr = torch.tensor(LR, device=device)
+        options = {"fused": True, "capturable": device == "cuda"}
+        opt = torch.optim.AdamW(arena.parameters(), lr=lr, **options)
+        with ga.TrainStep(model, opt, loss_fn, accumulate="arena", replay=replay) as step:
+            for k, batch in enumerate(batches(device, n=4, lengths=(8,))):
+                opt.param_groups[0]["betas"] = (0.9 - 0.1 * (k // 2), 0.999)
+                step(batch)
+            assert step.replays == replay
+        ends.append(arena.weights)
+    same(*ends, "weights")
+
+
+@pytest.mark.parametrize("make_data", [batches, lists])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_after_a_reset_a_capture_leaves_no_trace_in_buffers_that_are_new(device, make_data):
     def between(step, k):
-        if k == 2:
+        # Before the first capture nothing has to be reset.
+        if k in (0, 2):
             step.model.norm.running_mean = torch.zeros(HIDDEN, device=device)
             step.model.norm.num_batches_tracked = torch.tensor(0, device=device)
             step.reset()

@@ -719,7 +719,10 @@ def test_a_sum_that_is_overwritten_is_said_to_be_lost():
 
 def test_a_mean_that_was_summed_in_bf16_is_said_to_differ_by_roundings():
     e = EXERCISES["token_mean"]
-    words = {w: str(ga.check(e.name, python(e.wrong_answers[w], e.name))) for w in e.wrong_answers}
+    words = {
+        w: str(ga.check(e.name, python(e.wrong_answers[w], e.name), seed=0))
+        for w in e.wrong_answers
+    }
     assert words["summed in bf16"].count("; it differs by roundings to bf16") == 2
     assert "roundings" not in words["not divided"] + words["divided by micro-batches"]
 

@@ -672,5 +672,12 @@ def test_latest_and_prune(tmp_path):
         "step-00000100.safetensors.tmp-7",
     }
     assert len(os.listdir(tmp_path)) == 5
+    # A run that has gone on from an older checkpoint, or a new one: later steps are not its own.
+    saved = checkpoint_path(tmp_path, 60)
+    for step in (40, 50, 60):
+        save_checkpoint(checkpoint_path(tmp_path, step), model=nn.Linear(1, 1), step=step)
+    gone = prune_checkpoints(tmp_path, keep=2, saved=saved)
+    assert gone == [checkpoint_path(tmp_path, 40)] and saved.exists()
+    assert checkpoint_path(tmp_path, 100).exists()
     with pytest.raises(CheckpointError, match="keep is 0"):
         prune_checkpoints(tmp_path, keep=0)

@@ -1,6 +1,7 @@
 """A step is what the plain loop does; a run that was stopped goes on bit-identically; the metrics
 file has each step once."""
 
+import collections
 import copy
 import dataclasses
 import json
@@ -240,6 +241,19 @@ def test_a_loss_fn_that_returns_a_mean_is_averaged_over_micro_batches(mode):
             step({"x": x, "y": y})
 
 
+Named = collections.namedtuple("Named", "x y")
+
+
+def test_a_batch_may_be_a_named_tuple_and_its_first_entry_no_tensor():
+    def loss(model, micro):
+        return model(micro[-1]).sum().reshape(1), torch.tensor(2)
+
+    with TrainStep(nn.Linear(2, 1), loss_fn=loss, micro_batches=2) as step:
+        step(Named(torch.ones(4, 2), torch.ones(4, 2)))
+        assert step([(0.5, torch.ones(2, 2)), (None, torch.ones(1, 2))]).loss.shape == ()
+        assert split(Named(torch.ones(4), torch.zeros(4)), 2)[1].y.tolist() == [0.0, 0.0]
+
+
 def test_a_batch_is_split_evenly_in_whatever_it_comes():
     x, y = torch.arange(10), torch.arange(20).view(10, 2)
     for parts in (1, 2, 3, 10):
@@ -430,6 +444,33 @@ def test_evaluate_is_the_mean_per_token_and_leaves_the_mode():
     assert abs(evaluate(model, [a, b]) - want) < 1e-5 and model.training
 
 
+def test_evaluate_takes_a_mean_and_leaves_modules_in_the_mode_that_they_are_in():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    model[1].eval()
+    batches = [torch.ones(3, 2), torch.zeros(3, 2)]
+    mean = evaluate(model, batches, lambda model, x: model(x).sum())
+    with torch.no_grad():
+        want = sum(model[1](model[0](x)).sum().item() for x in batches) / 2
+    assert mean == pytest.approx(want, abs=1e-6)
+    assert [m.training for m in model] == [True, False, True] and model.training
+    assert model[1].num_batches_tracked == 0
+
+
+def test_train_validates_with_the_loss_of_the_step():
+    """A mean of outputs that are no logits, over a generator of batches, evaluated twice."""
+    x, y = torch.ones(4, 2), torch.zeros(4, 1)
+
+    def loss(model, micro):
+        return (model(micro[0]) - micro[1]).square().mean()
+
+    model = nn.Linear(2, 1)
+    with TrainStep(model, loss_fn=loss) as step:
+        val = (batch for batch in [(x, y)])
+        readings = list(train(step, [(x, y)] * 2, 2, val=val, val_every=1))
+        assert readings[-1].val_loss == pytest.approx(loss(model, (x, y)).item())
+        assert readings[0].val_loss > readings[1].val_loss
+
+
 def test_autocast_and_meter_are_stages_of_a_step():
     model = make_model()
     meter = Meter("cpu")
@@ -543,6 +584,25 @@ def test_metrics_report_the_first_groups_learning_rate_as_the_step_used_it(tmp_p
         assert len(list(train(step, make_batches(), 3, log=metrics))) == 3
     reported = [json.loads(line)["lr"] for line in metrics.read_text().splitlines()]
     assert reported == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
+
+
+def test_an_error_where_a_batch_is_made_writes_no_checkpoint(tmp_path):
+    """The data have moved on, and the weights have not."""
+
+    def batches():
+        yield from [torch.ones(2, 2)] * 3
+        raise OSError("no more")
+
+    def loss(model, x):
+        return model(x).mean()
+
+    with TrainStep(nn.Linear(2, 1), loss_fn=loss) as step:
+        with pytest.raises(OSError, match="no more"):
+            list(train(step, batches(), 9, checkpoint_dir=tmp_path, checkpoint_every=2))
+        assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.safetensors"]
+        # Batches that end are no error.
+        assert len(list(train(step, [torch.ones(2, 2)], 9, checkpoint_dir=tmp_path))) == 1
+        assert (tmp_path / "step-00000004.safetensors").exists()
 
 
 def test_resume_without_a_checkpoint_begins_and_after_the_end_does_nothing(tmp_path):

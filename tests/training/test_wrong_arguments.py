@@ -37,6 +37,16 @@ CASES = {
         lambda model: ga.TrainStep(model, ga.AdamW),
         "opt is the class AdamW; expected an optimizer",
     ),
+    "an optimizer that calls the loss": (
+        lambda model: ga.TrainStep(model, torch.optim.LBFGS(model.parameters())),
+        "opt is LBFGS, which calls the loss several times in a step; expected an optimizer",
+    ),
+    "a scheduler that needs a metric": (
+        lambda model: ga.TrainStep(
+            model, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(model))
+        ),
+        "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one",
+    ),
     "the arena in the optimizer's place": (
         lambda model: ga.TrainStep(nn.Linear(2, 2), Arena(model)),
         "opt is an Arena; expected an optimizer",
