@@ -267,9 +267,11 @@ class FusedEmbedding(FusedForward):
         self.invalid = None if isinstance(layer, Embedding) else _none_seen(grad.device)
 
     @staticmethod
-    def forward(layer: nn.Embedding, tokens: Tensor) -> Tensor:
+    def forward(layer: nn.Embedding, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """As the forward of the layer's class, whose argument has another name in each."""
         if fused_forward(layer) is None:
-            return type(layer).forward(layer, tokens)
+            return type(layer).forward(layer, *args, **kwargs)
+        (tokens,) = (*args, *kwargs.values())
         return encode(tokens, layer)
 
     # ---- for captured steps: graphs/participant.py ----

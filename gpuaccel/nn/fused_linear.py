@@ -762,11 +762,11 @@ class FusedLinear(FusedForward):
     joint: "Joint | None" = None
 
     @staticmethod
-    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    def forward(layer: nn.Linear, input: Tensor) -> Tensor:
         fused = adds_to_arena(layer)
-        if fused is None:
-            return F.linear(x, layer.weight, layer.bias)
-        return _into_arena(fused, x, layer.bias, False)
+        if fused is None or input.layout is not torch.strided:
+            return F.linear(input, layer.weight, layer.bias)
+        return _into_arena(fused, input, layer.bias, False)
 
 
 class FrozenLinear(FusedForward):
@@ -778,8 +778,8 @@ class FrozenLinear(FusedForward):
     joint: "Joint | None" = None
 
     @staticmethod
-    def forward(layer: nn.Module, x: Tensor) -> Tensor:
-        return type(layer).forward(layer, x)
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return type(layer).forward(layer, *args, **kwargs)
 
 
 class FusedConv1D(FusedForward):

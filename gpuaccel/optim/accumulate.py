@@ -43,7 +43,7 @@ from .accumulation_modes import (
     Window,
     zero_sums,
 )
-from .arena import Arena, check_arena
+from .arena import Arena, abandon, check_arena
 from .fused_mode import FusedMode
 
 if TYPE_CHECKING:
@@ -183,7 +183,9 @@ class GradientAccumulator:
             for _, p, _ in self._window.bf16:
                 self._handles.append(p.register_hook(self._gradient_begins))
         if mode in ("host", "autograd") or self._window.bf16:
-            self._handles.append(_finish_before_steps(self))
+            handle = _finish_before_steps(self)
+            self._handles.append(handle)
+            weakref.finalize(self, abandon, [handle])
         arena.before_release.append(self.close)
         _accumulators.add(self)
 
@@ -457,11 +459,12 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def scale_(self, factor: "float | Tensor"):
-        """`arena.grads *= factor`, without a synchronisation.
+        """Complete the sums, and multiply them by a factor, without a synchronisation.
 
         Args:
             factor: a number, or a one-element tensor on the arena's device.
         """
+        self.finish()
         self.arena.grads.mul_(factor)
 
     def close(self):

@@ -370,7 +370,7 @@ class Arena:
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
         # An arena that is garbage-collected without release() leaves its hooks to the next arena:
         # they cannot be removed at that moment, for torch may be calling them.
-        self._hooks = weakref.finalize(self, _abandoned_hooks.extend, hooks)
+        self._hooks = weakref.finalize(self, abandon, hooks)
         _remove(_abandoned_hooks)
         _arenas.add(self)
 
@@ -657,6 +657,27 @@ class Arena:
         if edited:
             self.weights_current()
 
+    def check_gradients_arrive(self, optimizer: torch.optim.Optimizer):
+        """Refuse bf16 parameters with gradients that an optimizer over the masters would not see.
+
+        Args:
+            optimizer: any torch optimizer over parameters().
+
+        Raises:
+            ArgumentError: for a gradient that no accumulator brings to its master.
+        """
+        # An accumulator, which brings them, waits for release().
+        if self.before_release:
+            return
+        for p, master in self._bf16_pairs:
+            if p.grad is not None and master.grad is None:
+                name = next(s.name for s, q in zip(self.segments, self.params) if q is p)
+                raise ArgumentError(
+                    f"{name} has a gradient in bf16, and its fp32 master, which "
+                    f"{type(optimizer).__name__} updates, has none: expected an open "
+                    "ga.GradientAccumulator(arena), or ga.AdamW(arena)"
+                )
+
     def weights_written(self):
         """Tell autograd that kernels or collectives wrote `weights` and `bf16_weights`.
 
@@ -720,8 +741,27 @@ def _follow_optimizers(arena):
 
     def adopt(optimizer, args, kwargs):
         arena = weak()
-        if arena is not None and arena.is_updated_by(optimizer):
-            arena.adopt()
+        if arena is None or not arena.is_updated_by(optimizer):
+            return None
+        arena.adopt()
+        if getattr(optimizer, "publishes", False):
+            return None
+        arena.check_gradients_arrive(optimizer)
+        # LBFGS calls its closure after each of its updates.
+        own, *rest = args
+        return (own, *map(with_current_weights, rest)), {
+            name: with_current_weights(value) for name, value in kwargs.items()
+        }
+
+    def with_current_weights(closure):
+        def called():
+            arena = weak()
+            if arena is not None:
+                arena.adopt()
+                arena.publish()
+            return closure()
+
+        return called if callable(closure) else closure
 
     def publish(optimizer, args, kwargs):
         arena = weak()
@@ -730,6 +770,11 @@ def _follow_optimizers(arena):
                 arena.publish()
 
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
+
+
+def abandon(handles: list):
+    """Remove hooks of what is gone when the next arena is made or released."""
+    _abandoned_hooks.extend(handles)
 
 
 def _remove(handles: list):

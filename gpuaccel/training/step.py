@@ -562,7 +562,7 @@ class TrainStep:
             mark("optimizer")
             return ClipResult.of_optimizer(opt)
         if divisor is not None:
-            self.accumulator.scale_(1.0 / divisor)
+            self.arena.grads.mul_(1.0 / divisor)
         result = ClipResult()
         if self.max_norm is not None:
             clip = _clip_by_item if self.clip == "item" else nn.utils.clip_grad_norm_

@@ -1,12 +1,14 @@
 """Arena, accumulator, clipping, optimizer and TrainStep in combinations that users make and that
 once went wrong."""
 
+import contextlib
 import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, NonFiniteError
@@ -277,3 +279,80 @@ def test_a_closed_step_leaves_its_memory_at_once(device, mode, optimizer):
         assert [ref() is None for ref in refs] == [True, True]
     finally:
         gc.enable()
+
+
+def losses_of_lbfgs(dtype, with_arena):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(dtype)
+    x = torch.randn(6, 4).to(dtype)
+    losses = []
+    with contextlib.ExitStack() as stack:
+        parameters = list(model.parameters())
+        if with_arena:
+            arena = Arena(model)
+            stack.enter_context(GradientAccumulator(arena))
+            parameters = arena.parameters()
+        opt = torch.optim.LBFGS(parameters, lr=0.1, max_iter=4)
+
+        def closure():
+            opt.zero_grad()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        opt.step(closure)
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_closure_that_is_called_several_times_sees_the_new_weights(dtype):
+    want = losses_of_lbfgs(dtype, with_arena=False)
+    assert len(want) == 4 and want[3] < want[0]
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    assert losses_of_lbfgs(dtype, with_arena=True) == pytest.approx(want, abs=bound)
+
+
+def test_gradients_in_bf16_that_no_accumulator_brings_to_the_masters_are_an_error():
+    model = linear("cpu", torch.bfloat16)
+    arena = Arena(model)
+    opt = torch.optim.SGD(arena.parameters(), lr=1.0)
+    model(ones("cpu", torch.bfloat16)).sum().backward()
+    with pytest.raises(ArgumentError, match="weight has a gradient in bf16, and its fp32 master"):
+        opt.step()
+    AdamW(arena, lr=1.0).step()
+    assert not model.weight.eq(1).any()
+
+
+@pytest.mark.parametrize("exposed_after", ["backward", "finish"])
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_may_be_scaled_before_they_are_complete(mode, exposed_after):
+    model = linear("cpu")
+    with GradientAccumulator(Arena(model), mode, exposed_after=exposed_after) as accumulator:
+        (2 * model(ones("cpu"))).sum().backward()
+        accumulator.scale_(0.5)
+        accumulator.finish()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_an_accumulator_that_is_gone_leaves_no_hook():
+    counts = []
+    for _ in range(4):
+        model = linear("cpu")
+        accumulator = GradientAccumulator(Arena(model), "autograd")
+        del model, accumulator
+        gc.collect()
+        counts.append(len(_global_optimizer_pre_hooks))
+    assert counts[3] == counts[1]
+
+
+def test_fused_layers_take_what_the_layers_take():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3, bias=False))
+    table = torch.eye(4).to_sparse()
+    with GradientAccumulator(Arena(model), "fused"):
+        y = model[1](input=model[0](input=torch.tensor([1, 1])))
+        y.sum().backward()
+        model[1](table).sum().backward()
+        sums = model[1].weight.grad.clone()
+        rows = model[0].weight.detach()[1]
+    assert torch.allclose(sums, (2 * rows + 1).expand(3, 4))

@@ -363,6 +363,7 @@ def test_an_edit_of_bf16_weights_counts(loop, edit, device):
             opt = ga.AdamW(arena, lr=0.0)
         else:
             opt = torch.optim.SGD(arena.parameters(), lr=0.0)
+            ga.GradientAccumulator(arena)
 
         def take_step():
             layer(x).sum().backward()
