@@ -471,6 +471,7 @@ class GradientAccumulator:
         """Remove the hooks; backward fills `.grad` as in torch again. The arena stays."""
         if self not in _accumulators:
             return
+        self._zero_if_partial()
         self.flush()
         self.clear_left_sums()
         for handle in self._handles:

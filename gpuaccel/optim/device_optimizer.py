@@ -502,7 +502,16 @@ class DeviceOptimizer(torch.optim.Optimizer):
             grad, copy = p.grad, None
             if arena is not None and arena.params[i] is not p:
                 copy = arena.params[i]
-                grad = copy.grad if grad is None else grad
+                own = copy.grad
+                if grad is None:
+                    grad = own
+                elif own is not None and own.dtype != grad.dtype and grad is arena.grad_views[i]:
+                    raise ArgumentError(
+                        f"{arena.segments[i].name} has a gradient in {own.dtype}, and its fp32 "
+                        "master the sum of a closed accumulator: expected one of them. Call "
+                        "zero_grad() before a backward that comes after "
+                        "GradientAccumulator.close()"
+                    )
             if grad is not None:
                 updates.append((g, p, i, grad, copy))
         check_gradients(

@@ -356,3 +356,36 @@ def test_fused_layers_take_what_the_layers_take():
         sums = model[1].weight.grad.clone()
         rows = model[0].weight.detach()[1]
     assert torch.allclose(sums, (2 * rows + 1).expand(3, 4))
+
+
+def test_sums_of_a_closed_accumulator_and_new_bf16_gradients_are_an_error():
+    model = linear("cpu", torch.bfloat16)
+    arena = Arena(model)
+    opt = AdamW(arena, lr=0.1, max_norm=1e9)
+    with GradientAccumulator(arena):
+        model(ones("cpu", torch.bfloat16)).sum().backward()
+    (2 * model(ones("cpu", torch.bfloat16))).sum().backward()
+    with pytest.raises(ArgumentError, match="a gradient in torch.bfloat16, and its fp32 master"):
+        opt.step()
+    assert model.weight.eq(1).all()
+    opt.zero_grad()
+    (2 * model(ones("cpu", torch.bfloat16))).sum().backward()
+    opt.step()
+    assert opt.clip_state.norm.item() == pytest.approx(8**0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["host", "arena", "fused"])
+def test_a_block_left_by_an_error_in_backward_leaves_no_partial_sum(mode):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    arena = Arena(model)
+
+    def fail(grad):
+        raise RuntimeError("in backward")
+
+    with pytest.raises(RuntimeError, match="in backward"):
+        with GradientAccumulator(arena, mode):
+            h = model[0](ones("cpu"))
+            h.register_hook(fail)
+            model[1](h).sum().backward()
+    assert float(ga.clip_grad_norm_(arena, 1.0)) == 0.0
+    assert [p.grad for p in model.parameters()] == [None] * 4
