@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from rank_workers import Rank
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 
 import gpuaccel as ga
 from gpuaccel.distributed import heartbeat, machines, p2p, trace
@@ -240,6 +241,12 @@ def machines_of(rank: Rank, sizes):
     """The ranks stand on machines with so many of them; None: on this one."""
     if sizes is None:
         return contextlib.nullcontext()
+    # Earlier checks of fewer ranks have made groups of their own: ranks with different counts of
+    # groups could make no further one among themselves.
+    counts = [0] * rank.ranks
+    dist.all_gather_object(counts, len(_world.pg_names), group=rank.group)
+    for _ in range(max(counts) - counts[rank.rank]):
+        dist.new_group([rank.rank], use_local_synchronization=True)
     machine = next(m for m in range(len(sizes)) if rank.rank < sum(sizes[: m + 1]))
     return mock.patch.object(machines, "machine_name", lambda: (f"machine {machine}",))
 
@@ -306,9 +313,8 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         arena.grads.copy_(everyone[rank.rank])
         for bucket in buckets:
             copies.send(bucket)
+        copies.join_sums()
         copies.join()
-        if copies.stream is not None:
-            torch.cuda.current_stream().wait_stream(copies.stream)
         expected = sums_in_order(everyone, sizes)
         has = torch.ones(arena.numel, dtype=torch.bool, device=device)
         if copies.scatters:
