@@ -49,6 +49,8 @@ class CudaRecorder:
         self.device = torch.device("cuda", index)
         self.stream = _capture_stream(index)
         self.pool = None
+        # Of the recording that is being made; the last one captures.
+        self._graphs: "list[torch.cuda.CUDAGraph]" = []
         # Recordings that are not closed.
         self.open_recordings = 0
 
@@ -82,26 +84,44 @@ class CudaRecorder:
         torch.cuda.empty_cache()
         if not self.open_recordings:
             self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graphs = self._graphs = []
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            # thread_local: other threads (a loader that pins memory, a live view) may use CUDA.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            self._begin()
             ended = False
             collects = gc.isenabled()
             # The collector may free memory in a way that no capture allows.
             gc.disable()
             try:
                 result = fn()
-                graph.capture_end()
+                graphs[-1].capture_end()
                 ended = True
             finally:
+                self._graphs = []
                 if collects:
                     gc.enable()
                 if not ended:
-                    self._repair(graph)
-            graph.instantiate()
+                    self._repair(graphs[-1])
+            for graph in graphs:
+                graph.instantiate()
         self.open_recordings += 1
-        return CudaRecording(graph, self), result
+        return CudaRecording(graphs, self), result
+
+    def _begin(self):
+        """Capture into a new graph."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # thread_local: other threads (a loader that pins memory, a live view) may use CUDA.
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self._graphs.append(graph)
+
+    def split(self):
+        """Called by the function that is recorded: the rest of it becomes a graph of its own, which
+        replay() launches behind this one.
+
+        In a graph with parallel branches every kernel starts about 0.3 us later, also those before
+        the branches. So what has no branches is kept apart from what has some."""
+        if self._graphs:
+            self._graphs[-1].capture_end()
+            self._begin()
 
     def _repair(self, graph):
         """Bring torch out of a capture that did not end."""
@@ -166,24 +186,39 @@ class CudaRecorder:
 
 
 class CudaRecording:
-    """One captured graph."""
+    """A captured function: one graph, or several where the function has called split()."""
 
-    def __init__(self, graph, recorder):
-        self._graph = graph
+    def __init__(self, graphs: "list[torch.cuda.CUDAGraph]", recorder: CudaRecorder):
+        self._graphs = graphs
         self._recorder = recorder
 
     def replay(self):
         """Launch it on the current stream. No wait."""
-        self._graph.replay()
+        for graph in self._graphs:
+            graph.replay()
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
         """(names of the nodes, edges between them)."""
+        names: "list[str]" = []
+        edges: "list[tuple[int, int]]" = []
+        for graph in self._graphs:
+            its_names, its_edges = self._nodes_of(graph)
+            first = len(names)
+            if first:
+                # What waits for nothing in its graph waits for the graph before.
+                waiting = {j for _, j in its_edges}
+                edges += [(first - 1, first + j) for j in range(len(its_names)) if j not in waiting]
+            names += its_names
+            edges += [(first + i, first + j) for i, j in its_edges]
+        return names, edges
+
+    def _nodes_of(self, graph) -> "tuple[list[str], list[tuple[int, int]]]":
         handle, path = tempfile.mkstemp(suffix=".dot", prefix="gpuaccel-graph-")
         os.close(handle)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._graph.debug_dump(path)
+                graph.debug_dump(path)
             with open(path, encoding="utf-8", errors="replace") as file:
                 return parse_dot(file.read())
         finally:
@@ -192,7 +227,8 @@ class CudaRecording:
     def close(self):
         """Wait for what was launched, then free the graph's memory."""
         torch.cuda.synchronize(self._recorder.device)
-        self._graph.reset()
+        for graph in self._graphs:
+            graph.reset()
         self._recorder.open_recordings -= 1
 
 
@@ -203,6 +239,9 @@ class TapeRecorder:
 
     def run(self, fn):
         return fn()
+
+    def split(self):
+        """A tape has no branches."""
 
     def record(self, fn):
         """As CudaRecorder.record, but fn is executed."""

@@ -105,6 +105,10 @@ class StepGraphs:
         self.step.accumulator.sums_left()
         return StepOutput(**result)
 
+    def split(self):
+        """What follows in a captured step has parallel branches: see GraphedStep.split."""
+        self.batch_graphs.split()
+
     def _eager_step(self, batch) -> dict:
         """Captured: the whole step."""
         return vars(self.step.eager_step(batch))

@@ -464,6 +464,9 @@ class TrainStep:
         if tokens is not None and self.divide == "micro_batches":
             objective = loss / tokens.clamp(min=1) / parts
         mark("forward")
+        if listener is not None and self._graphs is not None:
+            # Buckets will be sent beside this backward, on other streams.
+            self._graphs.split()
         squares = self.clip == "fused" and last
         with self.accumulator.last_backward(squares, listener):
             objective.backward()

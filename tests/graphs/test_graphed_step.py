@@ -310,6 +310,37 @@ def test_the_graph_can_be_looked_at(device):
     assert edges == [(i, i + 1) for i in range(len(names) - 1)], "each waits for the one before"
 
 
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_graph_that_is_split_does_what_one_graph_does(device):
+    """A value that the first half makes is read in the second, which may fail."""
+    total, fails = torch.zeros((), device=device), [False]
+
+    def fn(x):
+        y = x * 2
+        step.split()
+        if fails[0]:
+            raise ArithmeticError("in the second graph")
+        total.add_(y.sum())
+        step.split()
+        return y + total
+
+    with ga.GraphedStep(fn, total, policy="require") as step:
+        for number in range(1, 4):
+            x = torch.full((3,), float(number), device=device)
+            after = 6.0 * sum(range(1, number + 1))
+            assert step(x).tolist() == [2.0 * number + after] * 3
+        assert total.item() == 36.0
+        names, edges = step.graph()
+        if torch.device(device).type == "cuda":
+            assert edges == [(i, i + 1) for i in range(len(names) - 1)]
+        fails[0] = True
+        with pytest.raises(ArithmeticError, match="in the second graph"):
+            step(torch.ones(5, device=device))
+        fails[0] = False
+        assert step(torch.ones(5, device=device)).tolist() == [48.0] * 5
+        assert len(step) == 2 and total.item() == 46.0
+
+
 def another_dtype(model):
     model.size = model.size.double()
 
