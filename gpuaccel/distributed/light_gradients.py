@@ -66,9 +66,13 @@ class LightGradients:
     def complete(self):
         """Backward is over: add the gradients that were kept."""
         self.copy_in()
-        for i, grads in self.kept.items():
-            for grad in grads:
-                self.views[i].add_(grad)
+        for number in range(max(map(len, self.kept.values()), default=0)):
+            # One launch for many tensors, whatever the dtype of their gradients.
+            pairs = [(self.views[i], g[number]) for i, g in self.kept.items() if len(g) > number]
+            views, grads = zip(*pairs)
+            in_fp32 = [torch.empty_like(view) for view in views]
+            torch._foreach_copy_(in_fp32, grads)
+            torch._foreach_add_(views, in_fp32)
         self.reset()
 
     def all_reduce(self, search: NonFiniteSearch):

@@ -17,7 +17,8 @@ machines, where there are several; gloo alone reduces on one machine.
     p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
     p2p.plan(buckets)                         # before anything takes arena.grads' address
     p2p.send(bucket)                          # its reduction is queued
-    p2p.join()                                # p2p.stream has all sums
+    p2p.join_sums()                           # p2p.stream has this rank's sums and all squares
+    p2p.join()                                # the current stream has all sums
 """
 
 import contextlib
@@ -46,7 +47,7 @@ SLAB = 1 << 24  # elements of all ranks' blocks that are added at once
 log = logging.getLogger("gpuaccel")
 
 # Channels of the barriers between the ranks of a machine.
-GRADIENTS_READY, SUMS_READY, WEIGHTS_READY = range(3)
+GRADIENTS_READY, SUMS_READY, SUMS_COPIED, WEIGHTS_READY = range(4)
 
 
 # ---- public: the ranks of a step -----------------------------------------------------------------
@@ -143,7 +144,7 @@ class PeerToPeer:
             self.memory.connected()
         if self.stream is not None:
             # Loads the barrier's kernel, which a capture could not.
-            for channel in (GRADIENTS_READY, SUMS_READY, WEIGHTS_READY):
+            for channel in (GRADIENTS_READY, SUMS_READY, SUMS_COPIED, WEIGHTS_READY):
                 self._barrier(channel)
         return self
 
@@ -337,11 +338,19 @@ class PeerToPeer:
         if current is not None and stream is not None:
             current.wait_stream(stream)
 
-    def join(self):
-        """Behind all buckets: self.stream has the sums. Memory that the other ranks still read is
-        free after the next collective on that stream."""
+    def join_sums(self):
+        """Behind all buckets: self.stream has the sums that this rank has added, and the squares of
+        all of them. Copies of what others have added may still be under way."""
         if self.queued and self.stream is not None:
-            self.stream.wait_stream(self.out_stream)
+            several = self.machines.count > 1
+            self.stream.wait_stream(self.network_stream if several else self.sum_stream)
+
+    def join(self):
+        """The current stream has all sums, and no other rank reads arena.grads any more."""
+        if self.queued and self.out_stream is not None:
+            with torch.cuda.stream(self.out_stream):
+                self._barrier(SUMS_COPIED)
+            torch.cuda.current_stream(self.arena.device).wait_stream(self.out_stream)
         self.forget()
 
     def forget(self):

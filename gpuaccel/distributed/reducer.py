@@ -233,11 +233,11 @@ class Reducer(ReducerBase):
         with on_stream:
             if self.p2p is not None and self.p2p.between is not None:
                 # Two groups' collectives at once would need the same order on all ranks.
-                self.p2p.join()
+                self.p2p.join_sums()
             if self.light:
                 self.light.all_reduce(self.nonfinite)
             if self.p2p is not None:
-                self.p2p.join()
+                self.p2p.join_sums()
             parts = [message, self.nonfinite.message()]
             if self.p2p is not None:
                 parts.append(self.p2p.squares)
@@ -255,14 +255,15 @@ class Reducer(ReducerBase):
             bucket.wait()
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
+        if self.p2p is not None:
+            self._replace_stale_squares()
+            self.p2p.join()
         if self.light:
             self.light.copy_out()
         self.pending, self.next = [], 0
         # torch does not count collectives as writes: squares that were taken before are void.
         torch.autograd.graph.increment_version(self.arena.grads)
-        if self.p2p is not None:
-            self._replace_stale_squares()
-        elif self.shard_squares is not None:
+        if self.shard_squares is not None:
             self.shard_squares.sum(self.group)
         if self.p2p is not None or self.shard_squares is not None:
             self.arena.squares.mark_all()
