@@ -20,6 +20,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pathlib
 import pickle
 import shutil
 import signal
@@ -473,6 +474,10 @@ class RankWatch:
 
     def _check_for_hang(self, heartbeats: "list[int]", waited: float):
         rank = slowest_rank(heartbeats, self.results)
+        if rank is None and waited > self.timeout:
+            # All are in the same collective, and one of them may have been stopped there.
+            running = set(range(len(heartbeats))) - self.results.keys()
+            rank = next((r for r in running if is_stopped(self.processes[r].pid)), None)
         if rank is None:
             return
         steps = self.shared.steps[rank]
@@ -553,6 +558,15 @@ class RankWatch:
                 "'__main__', with a function that is defined above"
             )
         return RankError(f"rank {rank} {end} in step {steps + 1}. All ranks were stopped{hint}")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger. Only Linux tells."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 def slowest_rank(heartbeats: "list[int]", results) -> "int | None":

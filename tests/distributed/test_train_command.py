@@ -9,6 +9,8 @@ import signal
 import sys
 
 import pytest
+import safetensors.torch
+import torch
 from train_processes import (
     HANG,
     children_of,
@@ -126,3 +128,53 @@ def what_rank_0_says_when_rank_1_hangs(folder):
         return said
     finally:
         kill(*ranks)
+
+
+GPU_RUN = "--device cuda --replay graph --deterministic --steps 2000 --checkpoint-every 100"
+
+
+@pytest.mark.parametrize(
+    "ranks, options",
+    [
+        (2, "--steps 60 --checkpoint-every 5"),
+        pytest.param(2, GPU_RUN, marks=pytest.mark.gpu),
+        pytest.param(4, GPU_RUN, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_rank_that_is_killed_or_hangs_is_named_and_the_run_goes_on_bit_for_bit(
+    tmp_path, ranks, options
+):
+    if "cuda" in options and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, and this machine has {torch.cuda.device_count()}")
+    options = [*options.split(), "--nproc", str(ranks), "--timeout", "6", "--resume"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    _, said = gpuaccel(whole, *options).communicate(timeout=HANG)
+    assert newest_step(whole) == len(losses(whole)) and "eagerly" not in said, said
+    for sent, words in ((signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hangs")):
+        done = newest_step(folder)
+        process = gpuaccel(folder, *options)
+        wait_until(lambda: newest_step(folder) > done, process)
+        processes = ranks_of(process.pid)
+        os.kill(processes[ranks - 1], sent)
+        _, said = process.communicate(timeout=HANG)
+        assert process.returncode == 1 and f"rank {ranks - 1} {words}" in said, said
+        assert not outlive(processes.values())
+        assert newest_step(folder) < newest_step(whole)
+    _, said = gpuaccel(folder, *options).communicate(timeout=HANG)
+    assert losses(folder) == losses(whole), said
+    last = f"step-{newest_step(whole):08}.safetensors"
+    one, other = (safetensors.torch.load_file(path / last) for path in (folder, whole))
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+def ranks_of(pid) -> "dict[int, int]":
+    """Rank -> its process, of a command with --nproc."""
+    processes = {}
+    for child in children_of(pid):
+        if b"spawn_main" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
+            variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            (rank,) = (value[5:] for value in variables if value.startswith(b"RANK="))
+            processes[int(rank)] = child
+    return processes
