@@ -10,7 +10,8 @@ DDP's buckets (DDPOptimizer); and FSDP2 as torchtitan sets it up (fsdp.py), each
 reshard after forward, bf16 parameters and fp32 reduction, launched and captured in one CUDA graph.
 Ours: bf16 weights with fp32 masters, launched from Python (mode
 `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by copy
-engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, and other bucket sizes. Our
+engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, hierarchical (four GPUs as two
+machines of two, with NCCL between them), and other bucket sizes. Our
 tokens/s are also compared with those of torch's fastest row in the same run.
 
 Each group of variants has its own base, the same step without communication: on one GPU while the
@@ -39,7 +40,7 @@ import memory
 import torch
 from common import Clock, measuring_here, plain, show_table, write
 from ddp_ranks import Bench, Rank, Variant
-from power import measuring
+from power import joined, measuring, reading
 from workers import KERNELS_USED, RankWorkers, WorkerError
 
 from gpuaccel.training.models import Transformer
@@ -55,6 +56,7 @@ CAPTURED_FSDP = "torch, captured FSDP2"
 EAGER = "torch, eager"
 OURS_EAGER = "ours, eager"
 REPLAYED = "ours, replayed"
+HIERARCHICAL = "hierarchical, 2 machines"
 
 
 def torch_captured(**options) -> Variant:
@@ -109,6 +111,7 @@ GROUPS = {
         "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
         "sharded": ("replayed, other sums", replayed({"sharded": True})),
         "ordered": ("replayed, other sums", replayed({"ordered": True})),
+        HIERARCHICAL: ("replayed, other sums", replayed({}, machines=2)),
     },
 }
 PARTS = *GROUPS, "bits", "bandwidth"
@@ -258,11 +261,18 @@ class Run:
                     "tokens_per_s_per_gpu": tokens / ms * 1e3,
                     "of_one_gpu": times[ONE] / ms,
                     "exposed_ms": ms - times[EACH],
+                    **self.clock_and_power(group, name, count),
                 }
                 for name, ms in times.items()
             }
             texts = (f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items())
             self.clock.say(f"{group}, {count}: {', '.join(texts)}")
+
+    def clock_and_power(self, group, name, count) -> dict:
+        """Medians of the GPUs that computed, while this variant was measured; {} without a GPU."""
+        gpus = 1 if name == ONE else self.workers.ranks
+        medians = reading(joined(group, name, count), gpus) or {}
+        return {key: medians[key] for key in ("W", "SM_MHz") if medians.get(key) is not None}
 
     def turns(self, timers: dict, settle: bool) -> dict:
         """Median milliseconds of each, in turns (a, b, c, b, c, a, ...).
@@ -281,7 +291,7 @@ class Run:
                 workers, key, count, alone = timers[name]
                 calls = max(CALLS, SETTLED // count) if settle else CALLS
                 try:
-                    with measuring(f"{', '.join(key)}, {count}"):
+                    with measuring(key[0], name, count):
                         answers = self.workers.ask(workers, "times", key, count, calls, alone)
                 except WorkerError as error:
                     del times[name]
@@ -467,7 +477,15 @@ def measure(
 
     keep(results): called at the end, also where an error or a signal ends the measurement"""
     clock, home = Clock(), groups[REPLAYED][ONE][0]
-    groups = {name: variants for name, variants in groups.items() if name in parts}
+    groups = {
+        group: {
+            name: (workers, variant)
+            for name, (workers, variant) in variants.items()
+            if ranks >= 2 * variant.machines or variant.machines == 1
+        }
+        for group, variants in groups.items()
+        if group in parts
+    }
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
     with RankWorkers(sets, ranks, bench.device) as workers:

@@ -22,6 +22,7 @@ from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
 from timing import host_milliseconds, queued, release, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
+from workers import environment
 from workers import TIMEOUT, Stuck
 
 from gpuaccel.distributed.agreement import weight_hashes
@@ -68,6 +69,7 @@ class Variant:
     options: arguments of DDP or of ga.Distributed; None: no communication
     optimize_ddp: torch.compile splits the model at DDP's buckets (DDPOptimizer)
     counts: numbers of micro-batches; (): all of the benchmark's
+    machines: as many the ranks take each other to be on
     """
 
     make: str
@@ -77,6 +79,7 @@ class Variant:
     options: "dict | None" = None
     optimize_ddp: bool = False
     counts: tuple = ()
+    machines: int = 1
 
 
 class WithLoss(torch.nn.Module):
@@ -341,15 +344,18 @@ class Ours:
         self.optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
         graph = variant.replayed and bench.graph
         reduces = variant.options is not None
-        self.step = TrainStep(
-            model,
-            self.optimizer,
-            micro_batches=max(bench.micro_batches),
-            accumulate=variant.accumulate,
-            compile=variant.compiled and bench.compile,
-            replay=Replay(policy="require") if graph else "eager",
-            distributed=Distributed(**variant.options) if reduces else None,
-        )
+        # torchrun's number of the machine.
+        machine = rank * variant.machines // dist.get_world_size()
+        with environment(GROUP_RANK=str(machine)):
+            self.step = TrainStep(
+                model,
+                self.optimizer,
+                micro_batches=max(bench.micro_batches),
+                accumulate=variant.accumulate,
+                compile=variant.compiled and bench.compile,
+                replay=Replay(policy="require") if graph else "eager",
+                distributed=Distributed(**variant.options) if reduces else None,
+            )
         assert not reduces or self.step.reducer is not None or dist.get_world_size() == 1
 
     def run(self, batch, count: int):

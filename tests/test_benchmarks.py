@@ -1489,7 +1489,7 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     assert kept == [r] and r["failed"] == {} and r["left_out"] == []
     assert r["groups"].keys() == groups.keys()
     for group, counts in r["groups"].items():
-        names = {*groups[group], ddp.EACH}
+        names = {*groups[group], ddp.EACH} - {ddp.HIERARCHICAL}
         assert {count: rows.keys() for count, rows in counts.items()} == {"4": names, "1": names}
     checks = r["bits"]["variants"]
     assert all(equal for variant in checks.values() for equal in variant.values())
@@ -1521,6 +1521,17 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     operations = {"all_reduce", "reduce_scatter", "all_gather"}
     assert r["bandwidth"]["the arena"].keys() == {"bytes", *operations}
     ddp.show(r)
+    hierarchical = {name: groups[ddp.REPLAYED][name] for name in (ddp.ONE, ddp.HIERARCHICAL)}
+    four = ddp.measure(
+        dataclasses.replace(bench, micro_batches=(1,)),
+        4,
+        (),
+        parts=(ddp.REPLAYED,),
+        groups={ddp.REPLAYED: hierarchical},
+    )
+    assert four["failed"] == {}
+    assert four["groups"][ddp.REPLAYED]["1"].keys() == {ddp.ONE, ddp.EACH, ddp.HIERARCHICAL}
+    assert four["equal_on_all_ranks"][ddp.REPLAYED][ddp.HIERARCHICAL]["equal"]
 
     report = scripts("report")
     r = json.loads(json.dumps(r))

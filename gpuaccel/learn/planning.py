@@ -63,6 +63,7 @@ VARIANTS = {
     "all-reduce": "fp32, hierarchical",
     "all-reduce by NCCL": "fp32, NCCL",
     "all-reduce in bf16": "bf16, NCCL",
+    "hierarchical, 2 machines": "fp32, hierarchical",
 }
 # The rows on two GPUs that the model has seen: (variant, micro-batches) -> fitted to it. What the
 # step of four micro-batches takes longer than that of one gives the spread.
@@ -130,18 +131,21 @@ def meta_model(name: str) -> nn.Module:
         return preset(name).build()
 
 
-def calibrated(gpu: "str | None" = None) -> "Calibration | None":
+def calibrated(
+    gpu: "str | None" = None, numbers: "tuple[int, ...]" = RUNS
+) -> "Calibration | None":
     """The model's inputs from the recorded runs of benchmarks/ddp.py on two and four GPUs.
 
     Args:
         gpu: the kind of GPU; None: as recorded.recorded() chooses.
+        numbers: of GPUs, whose runs are used; 2 is among them.
 
     Returns:
         None where no run on two GPUs is recorded, or it lacks a row that is needed.
     """
     pair = recorded.recorded("ddp_2gpus", gpu)
     gpu = pair.content.get("gpu")
-    runs = {n: pair if n == 2 else recorded.recorded(f"ddp_{n}gpus", gpu) for n in RUNS}
+    runs = {n: pair if n == 2 else recorded.recorded(f"ddp_{n}gpus", gpu) for n in numbers}
     inputs = {n: _inputs(run, n) for n, run in runs.items()}
     if inputs[2] is None or any(_ms(pair, 2, *row) is None for row in FITTED):
         return None
@@ -159,6 +163,25 @@ def calibrated(gpu: "str | None" = None) -> "Calibration | None":
     largest = machine.gpus
     machine = dataclasses.replace(machine, gpus=PER_MACHINE, network=NETWORK)
     return Calibration(pair.label, str(gpu), workload, machine, largest, tuple(rows))
+
+
+def predicted_rows(known: Calibration, gpus: int) -> "dict[str, dict[str, float]]":
+    """What the model says of a run of benchmarks/ddp.py, before it is made.
+
+    Args:
+        known: of runs with fewer GPUs.
+        gpus: of one machine.
+
+    Returns:
+        Variant -> micro-batches -> ms of a step.
+    """
+    machine = dataclasses.replace(known.machine, gpus=gpus)
+    return {
+        variant: {
+            str(count): _step_ms(known.workload, machine, gpus, variant, count) for count in (4, 1)
+        }
+        for variant in VARIANTS
+    }
 
 
 def _rows(run, gpus, workload, machine) -> "list[Row]":
@@ -230,6 +253,9 @@ def line(points: "list[tuple[float, float]]") -> "tuple[float, float]":
 
 def _step_ms(workload, machine, gpus, variant, micro_batches) -> float:
     workload = dataclasses.replace(workload, micro_batches=micro_batches)
+    if variant == "hierarchical, 2 machines":
+        # Between them NCCL has the links inside of one.
+        machine = dataclasses.replace(machine, gpus=gpus // 2, network=machine.link)
     return predict(workload, machine, gpus, **SUMS[VARIANTS[variant]]).step_ms
 
 
