@@ -10,9 +10,9 @@ DDP's buckets (DDPOptimizer); and FSDP2 as torchtitan sets it up (fsdp.py), each
 reshard after forward, bf16 parameters and fp32 reduction, launched and captured in one CUDA graph.
 Ours: bf16 weights with fp32 masters, launched from Python (mode
 `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by copy
-engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, hierarchical (four GPUs as two
-machines of two, with NCCL between them), and other bucket sizes. Our
-tokens/s are also compared with those of torch's fastest row in the same run.
+engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, hierarchical (four GPUs as
+two machines of two, with NCCL between them), and other bucket sizes. Our tokens/s are also compared
+with those of torch's fastest row in the same run.
 
 Each group of variants has its own base, the same step without communication: on one GPU while the
 others rest (`one GPU`, the reference of the rates), and on all GPUs at once (`each for itself`:
@@ -116,10 +116,9 @@ GROUPS = {
 }
 PARTS = *GROUPS, "bits", "bandwidth"
 # Groups that are made at once, side by side. Others are made when it is their turn, to save memory.
-MADE_FIRST = (COMPILED, CAPTURED, REPLAYED)
-# GiB of a GPU's memory for MADE_FIRST; with less, REPLAYED is made when it is its turn. And with
-# less than GIB the model is smaller.
-GIB_FOR_ALL, GIB = 130, 70
+MADE_FIRST = (COMPILED, CAPTURED)
+# GiB of a GPU's memory, with less than which the model is smaller.
+GIB = 70
 # Seconds in which a variant is made: compiling takes long. Ranks notice a hanging GPU themselves.
 MAKING = 180.0
 # Launched steps of a turn.
@@ -144,7 +143,6 @@ class Run:
 
     home: the workers that stay to the end
     limit: seconds after which no further part begins
-    made_first: groups that are made at once
     """
 
     def __init__(
@@ -154,7 +152,6 @@ class Run:
         groups: dict,
         home,
         limit: float = math.inf,
-        made_first=MADE_FIRST,
         clock: "Clock | None" = None,
     ):
         self.workers = workers
@@ -162,7 +159,6 @@ class Run:
         self.groups = groups
         self.home = home
         self.limit = limit
-        self.made_first = made_first
         self.clock = clock or Clock()
         self.results = {
             "ranks": workers.ranks,
@@ -318,7 +314,7 @@ class Run:
         if self.is_late(group):
             return
         variants = self.groups[group]
-        if group not in self.made_first:
+        if group not in MADE_FIRST:
             self.make({group: variants})
         self.stage(group, self.race, group)
         for name in self._ready(group):
@@ -409,7 +405,7 @@ class Run:
 
     def all(self, buckets, parts):
         self.meet(self.workers.names)
-        self.make({group: self.groups[group] for group in self.made_first if group in self.groups})
+        self.make({group: self.groups[group] for group in MADE_FIRST if group in self.groups})
         for group in self.groups:
             self.group(group)
         if buckets and REPLAYED in self.groups and not self.is_late("buckets"):
@@ -471,7 +467,6 @@ def measure(
     parts=PARTS,
     keep=lambda results: None,
     groups=GROUPS,
-    made_first=MADE_FIRST,
 ) -> dict:
     """Everything (or some parts) for one number of ranks.
 
@@ -489,7 +484,7 @@ def measure(
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
     with RankWorkers(sets, ranks, bench.device) as workers:
-        run = Run(workers, bench, groups, home, limit, made_first, clock)
+        run = Run(workers, bench, groups, home, limit, clock)
         try:
             run.all(buckets, parts)
         finally:
@@ -619,9 +614,6 @@ def arguments() -> argparse.Namespace:
 
 def main():
     args = arguments()
-    made_first = MADE_FIRST
-    if memory.available_GiB() < GIB_FOR_ALL:
-        made_first = tuple(group for group in MADE_FIRST if group != REPLAYED)
     # A kernel that does not run here stops the benchmark; otherwise torch would take its place.
     os.environ["GPUACCEL_GPU"] = "require"
 
@@ -648,7 +640,7 @@ def main():
     with measuring_here():
         for ranks in args.gpus:
             bench = Bench(config)
-            show(measure(bench, ranks, *options, keep, groups, made_first))
+            show(measure(bench, ranks, *options, keep, groups))
     failed = {n: r["failed"] for n, r in results.items() if r["failed"]}
     if failed:
         sys.exit(f"failed: {json.dumps(failed, indent=1)}")

@@ -22,8 +22,7 @@ from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
 from timing import host_milliseconds, queued, release, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
-from workers import environment
-from workers import TIMEOUT, Stuck
+from workers import TIMEOUT, Stuck, environment
 
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.collectives import all_gather, reduce_scatter

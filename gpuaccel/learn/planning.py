@@ -58,12 +58,13 @@ SUMS: "dict[str, dict]" = {
     "fp32, NCCL": {"hierarchical": False},
     "bf16, NCCL": {"hierarchical": False, "dtype": torch.bfloat16},
 }
+HIERARCHICAL = "hierarchical, 2 machines"
 # A variant of benchmarks/ddp.py -> its name in SUMS.
 VARIANTS = {
     "all-reduce": "fp32, hierarchical",
     "all-reduce by NCCL": "fp32, NCCL",
     "all-reduce in bf16": "bf16, NCCL",
-    "hierarchical, 2 machines": "fp32, hierarchical",
+    HIERARCHICAL: "fp32, hierarchical",
 }
 # The rows on two GPUs that the model has seen: (variant, micro-batches) -> fitted to it. What the
 # step of four micro-batches takes longer than that of one gives the spread.
@@ -131,9 +132,7 @@ def meta_model(name: str) -> nn.Module:
         return preset(name).build()
 
 
-def calibrated(
-    gpu: "str | None" = None, numbers: "tuple[int, ...]" = RUNS
-) -> "Calibration | None":
+def calibrated(gpu: "str | None" = None, numbers: "tuple[int, ...]" = RUNS) -> "Calibration | None":
     """The model's inputs from the recorded runs of benchmarks/ddp.py on two and four GPUs.
 
     Args:
@@ -253,10 +252,23 @@ def line(points: "list[tuple[float, float]]") -> "tuple[float, float]":
 
 def _step_ms(workload, machine, gpus, variant, micro_batches) -> float:
     workload = dataclasses.replace(workload, micro_batches=micro_batches)
-    if variant == "hierarchical, 2 machines":
-        # Between them NCCL has the links inside of one.
-        machine = dataclasses.replace(machine, gpus=gpus // 2, network=machine.link)
-    return predict(workload, machine, gpus, **SUMS[VARIANTS[variant]]).step_ms
+    return predict(
+        workload, placed(machine, gpus, variant), gpus, **SUMS[VARIANTS[variant]]
+    ).step_ms
+
+
+def placed(machine: Machine, gpus: int, variant: str) -> Machine:
+    """The machine as a variant of benchmarks/ddp.py takes it.
+
+    Args:
+        machine: with all GPUs of the run.
+        gpus: of the run.
+        variant: its name.
+    """
+    if variant != HIERARCHICAL:
+        return machine
+    # Half of the GPUs count as another machine, with the same links between them.
+    return dataclasses.replace(machine, gpus=gpus // 2, network=machine.link)
 
 
 # ---- what is asked ------------------------------------------------------------------------------

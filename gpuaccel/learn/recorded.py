@@ -463,10 +463,10 @@ def ddp(gpus: int = 2) -> "Table | Recorded":
     if not rows:
         return run
     columns = ["tokens/s of each GPU, and of one alone", "4 micro-batches", "1 micro-batch"]
-    columns += ["communication that nothing hides", "of torch's fastest DDP"]
+    columns += ["communication that nothing hides", "of torch's fastest"]
     caption = f"{run.label}; llama-350m, batch 4 on each GPU, T=1024"
     if fastest:
-        caption += f"; torch's fastest DDP: {', '.join(fastest)}"
+        caption += f"; torch's fastest: {', '.join(fastest)}"
     else:
         columns = columns[:-1]
         rows = [row[:-1] for row in rows]

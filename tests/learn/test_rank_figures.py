@@ -247,8 +247,8 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
         json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}),
     )
     lines = str(recorded.ddp()).split("\n")
-    assert lines[0].endswith("T=1024; torch's fastest DDP: torch, captured") and lines[1].endswith(
-        "  of torch's fastest DDP"
+    assert lines[0].endswith("T=1024; torch's fastest: torch, captured") and lines[1].endswith(
+        "  of torch's fastest"
     )
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [
         [
