@@ -111,7 +111,7 @@ GROUPS = {
         "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
         "sharded": ("replayed, other sums", replayed({"sharded": True})),
         "ordered": ("replayed, other sums", replayed({"ordered": True})),
-        HIERARCHICAL: ("replayed, other sums", replayed({}, machines=2)),
+        HIERARCHICAL: ("replayed, other sums", replayed({"peer_to_peer": True}, machines=2)),
     },
 }
 PARTS = *GROUPS, "bits", "bandwidth"
@@ -128,7 +128,7 @@ ROUNDS = {True: 3, False: 2}
 # Micro-batches of a turn of replayed steps; the first quarter does not count.
 SETTLED = 32
 # MB, beside the default.
-BUCKETS = (8, 128)
+BUCKETS = (64, 128)
 # How far first losses may be apart: fp32 weights, and bf16 copies of them.
 SAME_LOSS = 0.05
 

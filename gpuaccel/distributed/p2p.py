@@ -446,6 +446,12 @@ def _obstacle(config: Distributed, arena: Arena) -> "tuple[bool, str]":
         return True, "sums are ordered"
     if config.dtype != torch.float32:
         return True, f"sums are sent in {config.dtype}"
+    # No reason against it: there are machines.
+    assert machines is not None
+    levels = min(machines.count, machines.size)
+    if levels > 1 and config.backend == "nccl" and config.peer_to_peer is None:
+        # A replayed step of llama-350m hung with it (docs/several-gpus.md).
+        return True, "hierarchical sums of several machines with several GPUs have to be asked for"
     return True, ""
 
 

@@ -303,7 +303,8 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         What was chosen; whether the sums of this rank are bit-identical to those of
         sums_in_order(); and how many elements this rank has no sum of.
     """
-    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+    asked = True if device == "cuda" else None
+    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1, peer_to_peer=asked)
     with ga.use_backend(backend), machines_of(rank, sizes), logged() as lines:
         arena = ga.Arena(Net().to(device))
         copies = p2p.PeerToPeer.of(config, arena)
