@@ -70,6 +70,12 @@ def _run(argv) -> int:
         except OSError as error:
             print(f"gpuaccel: {error}", file=sys.stderr)
             return 1
+        except RuntimeError as error:
+            # pathlib's, of ~name
+            if "home directory" not in str(error):
+                raise
+            print("gpuaccel: a path begins with ~ and no such user is known", file=sys.stderr)
+            return 1
 
 
 def _parser():

@@ -12,7 +12,7 @@ def add_parser(commands):
     add("--model", default="llama-350m", metavar="NAME", help="a preset (llama-350m)")
     add("--gpus", type=number(1), required=True, metavar="N", help="of all machines together")
     add("--per-machine", type=number(1), default=8, metavar="N", help="GPUs of a machine (8)")
-    add("--micro-batches", type=number(1), default=4, metavar="N", help="of a step (4)")
+    add("--micro-batches", type=number(1, 10**6), default=4, metavar="N", help="of a step (4)")
     rate = number(1e-3, kind=float)
     add(
         "--step-ms",

@@ -103,10 +103,11 @@ def read_description(path):
         ) from None
 
 
-def open_run(folder, description, resume: bool, write=True):
+def open_run(folder, description, resume: bool, write=True, steps_done=0):
     """Make a run's folder, or check that a resumed run is the one that the folder holds.
 
     description: what run.json keeps, RUN_OPTIONS among it. write: False on ranks that only check.
+    steps_done: of the checkpoint that is resumed. With no more `steps` the old ones stay.
     Returns the description that the folder had, {} for a new run.
     Raises CheckpointError for a run that would be started over or resumed as another one."""
     run_file = folder / "run.json"
@@ -130,6 +131,8 @@ def open_run(folder, description, resume: bool, write=True):
             )
     if not write:
         return previous
+    if steps_done >= description["steps"]:
+        description = {**description, "steps": previous.get("steps", description["steps"])}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with written_aside(run_file) as file:

@@ -15,6 +15,7 @@ from ..training import (
     latest_checkpoint,
     load_checkpoint,
 )
+from ..training.checkpoint_file import DTYPE_NAMES, read_checkpoint
 from .arguments import add_command, number
 from .run_folder import MAX_SEED, default_folder, read_description
 
@@ -65,8 +66,9 @@ def run(args) -> int:
         )
     description = read_description(checkpoint.with_name("run.json"))
     try:
-        model = Config(**description["config"]).build().to(default_device())
-    except (TypeError, ValueError, RuntimeError) as error:
+        model = Config(**description["config"]).build()
+        model.to(default_device(), _dtype_of(description, checkpoint))
+    except (AttributeError, TypeError, ValueError, RuntimeError, StopIteration) as error:
         raise CheckpointError(
             f"{checkpoint.with_name('run.json')} describes no model: {error}; expected what "
             "`gpuaccel train` writes"
@@ -75,6 +77,15 @@ def run(args) -> int:
     tokenizer = BPETokenizer(description["bpe"]) if "bpe" in description else ByteTokenizer()
     print(sample_text(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed))
     return 0
+
+
+def _dtype_of(description, checkpoint) -> torch.dtype:
+    """Of a run's weights. Older runs do not say it, and their checkpoint is read."""
+    if "dtype" in description:
+        return getattr(torch, description["dtype"])
+    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    entries = read_checkpoint(checkpoint).entries
+    return next(names[dtype] for name, (dtype, _) in entries.items() if name.startswith("model."))
 
 
 def sample_text(model, tokenizer, prompt, count, temperature, seed) -> str:

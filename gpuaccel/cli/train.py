@@ -254,18 +254,20 @@ def _train(args) -> int:
             f"{args.seq} tokens; expected 1 to {batches.sequences}"
         )
     val = val_batches(data.val, args.batch, args.seq, limit=VAL_BATCHES, device=device)
+    dtype = torch.float32 if args.model == "tiny" else default_dtype()
     description = {name: getattr(args, name) for name in RUN_OPTIONS}
+    description["dtype"] = str(dtype).removeprefix("torch.")
     description["steps"] = args.steps
     description["config"] = dataclasses.asdict(config)
     if isinstance(data.tokenizer, BPETokenizer):
         description["bpe"] = data.tokenizer.to_json()
     checkpoint = _checkpoint_to_resume(args)
-    previous = open_run(args.out, description, args.resume is not None, is_first_rank)
-    if is_first_rank and checkpoint is not None:
-        _report_new_schedule(args, previous.get("steps"), checkpoint)
+    done = 0 if checkpoint is None else _step_of(checkpoint)
+    previous = open_run(args.out, description, args.resume is not None, is_first_rank, done)
+    if is_first_rank and done:
+        _report_new_schedule(args, previous.get("steps"), done)
 
     torch.manual_seed(args.seed)
-    dtype = torch.float32 if args.model == "tiny" else default_dtype()
     model = config.build().to(device, dtype)
     optimizer = AdamW(Arena(model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
@@ -347,8 +349,10 @@ def _checkpoint_to_resume(args) -> "pathlib.Path | None":
     newest = latest_checkpoint(args.out)
     if args.resume == NEWEST:
         return newest
-    path = args.out / pathlib.Path(args.resume).name
-    if newest is None or not is_checkpoint(path):
+    given = pathlib.Path(args.resume).expanduser()
+    path = args.out / given.name
+    elsewhere = given.name != args.resume and given.resolve() != path.resolve()
+    if newest is None or elsewhere or not is_checkpoint(path):
         raise ArgumentError(
             f"--resume is {args.resume}; expected a checkpoint in {args.out}"
             + (f", such as {newest.name}" if newest else ", which has none")
@@ -356,9 +360,14 @@ def _checkpoint_to_resume(args) -> "pathlib.Path | None":
     return path
 
 
-def _report_new_schedule(args, steps_before, checkpoint):
+def _step_of(checkpoint: pathlib.Path) -> int:
+    """Steps done, as its name says; 0 for a name of one's own."""
+    number = checkpoint.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _report_new_schedule(args, steps_before, done):
     """Say how the learning rate goes on where --steps is not what it was."""
-    done = int(checkpoint.stem.rpartition("-")[2])
     if steps_before in (None, args.steps) or done >= args.steps:
         return
     # the checkpoint holds the learning rate of the next step

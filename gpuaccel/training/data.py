@@ -334,10 +334,11 @@ class TokenDataset:
 def _split(documents):
     """(train, val) of a list of token arrays.
 
-    Every twentieth document is for validation, if that gives at least a fiftieth of the tokens;
-    otherwise the last tenth of all tokens is."""
+    Every twentieth document is for validation, if that gives from a fiftieth to a fifth of the
+    tokens; otherwise the last tenth of all tokens is."""
     val = documents[VALIDATION_EVERY - 1 :: VALIDATION_EVERY]
-    if sum(map(len, val)) * 50 >= sum(map(len, documents)):
+    total = sum(map(len, documents))
+    if total / 50 <= sum(map(len, val)) <= total / 5:
         train = [
             document for index, document in enumerate(documents) if (index + 1) % VALIDATION_EVERY
         ]

@@ -167,26 +167,42 @@ class _File:
     header = ""
 
     def __init__(self, path, resumed_step):
-        self.path = pathlib.Path(path)
+        # A link stays one.
+        self.path = pathlib.Path(path).expanduser().resolve()
+        self.file: "io.TextIOBase | None" = None
         try:
             if self.path.is_dir():
                 raise DataError(f"log is {path}, a folder; expected a file")
             text = self.path.read_text() if resumed_step and self.path.is_file() else ""
             # A run that was killed may have left half a line.
             rows = self.read(text[: text.rfind("\n") + 1])
-            kept = [self.line(row) for row in rows if row["step"] <= resumed_step]
+            self.kept = [self.line(row) for row in rows if row["step"] <= resumed_step]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with written_aside(self.path) as file:
-                file.write("".join([self.header, *kept]).encode())
-            self.file = open(self.path, "a", buffering=1)
+            open(self.path, "a").close()
+            if not resumed_step:
+                self._begin()
+        except UnicodeDecodeError:
+            raise DataError(
+                f"log is {path}, which is no text; expected a log of this run"
+            ) from None
         except OSError as error:
             raise DataError(f"log is {path}, which cannot be written: {error.strerror}") from None
 
+    def _begin(self):
+        """Drop the rows that are made again. A resumed run does it before its first row: until then
+        nothing has taken their place."""
+        with written_aside(self.path) as file:
+            file.write("".join([self.header, *self.kept]).encode())
+        self.file = open(self.path, "a", buffering=1)
+
     def write(self, row):
+        if self.file is None:
+            self._begin()
         self.file.write(self.line(row))
 
     def close(self):
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 class _JSONLines(_File):
@@ -243,7 +259,11 @@ def read_csv(text: str) -> "list[dict]":
     rows = []
     for cells in csv.DictReader(io.StringIO(text)):
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            row: dict = {name: float(cell) for name, cell in cells.items() if cell}
+            row: dict = {
+                name: int(cell) if cell.isdecimal() else float(cell)
+                for name, cell in cells.items()
+                if cell
+            }
             row["step"] = int(cells["step"])
             rows.append(row)
     return rows

@@ -414,6 +414,13 @@ def test_a_run_of_a_large_model_takes_the_default_dtype(dtype, tmp_path, monkeyp
     assert f"parameters in {dtype}," in capsys.readouterr().err
     weights = load_file(next((tmp_path / "run").glob("**/*.safetensors")))
     assert dtype in {t.dtype for name, t in weights.items() if name.startswith("model.")}
+    # Also a run of an older version, which does not say its dtype.
+    for description in (json.loads((tmp_path / "run" / "run.json").read_text()), None):
+        sample = ["sample", "--checkpoint", str(tmp_path / "run"), "--tokens", "5"]
+        assert main(sample) == 0, capsys.readouterr().err
+        if description is not None:
+            assert description.pop("dtype") == str(dtype).removeprefix("torch.")
+            (tmp_path / "run" / "run.json").write_text(json.dumps(description))
 
 
 def test_sigterm_saves_as_ctrl_c_does(tmp_path):
@@ -476,6 +483,70 @@ def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
     assert main([*words, "--resume"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert before == sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
+
+
+def rows_of(path) -> "list[int]":
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def short_run(tmp_path):
+    """The words of a run of six steps with a checkpoint after every two, which has been made."""
+    (tmp_path / "text").write_text(TEXT)
+    words = ["train", "--text", tmp_path / "text", "--out", tmp_path / "run", "--seq", 8]
+    words += ["--batch", 2, "--checkpoint-every", 2, "--no-progress", "--device", "cpu"]
+    words = list(map(str, words))
+    assert main([*words, "--steps", "6"]) == 0
+    return words
+
+
+def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys):
+    """The rows of an older checkpoint are dropped when they are made again."""
+    folder = tmp_path / "run"
+    older = ["--resume", "step-00000004.safetensors"]
+    assert main([*short_run, *older, "--steps", "3"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main([*short_run, *older, "--steps", "6", "--log", "/proc/nowhere/x.csv"]) == 1
+    assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert json.loads((folder / "run.json").read_text())["steps"] == 6
+    log = tmp_path / "log.csv"
+    assert main([*short_run, *older, "--steps", "8", "--log", str(log)]) == 0
+    assert "--steps was 6, now 8" in capsys.readouterr().err
+    assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line.split(",")[0] for line in log.read_text().split()] == ["step", *"5678"]
+
+
+def test_resume_takes_the_checkpoint_that_it_names(short_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    first = folder / "step-00000004.safetensors"
+    other = tmp_path / "other" / first.name
+    assert main([*short_run, "--steps", "6", "--resume", str(other)]) == 1
+    assert f"--resume is {other}; expected a checkpoint in {folder}" in capsys.readouterr().err
+    first.rename(folder / "best.safetensors")
+    resumed = ["--resume", str(folder / "best.safetensors")]
+    assert main([*short_run, "--steps", "7", *resumed]) == 0
+    assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_log_that_is_a_link_stays_one(short_run, tmp_path, capsys):
+    (tmp_path / "link.csv").symlink_to(tmp_path / "target.csv")
+    words = [*short_run, "--resume", "--log", str(tmp_path / "link.csv")]
+    assert main([*words, "--steps", "7"]) == 0
+    assert main([*words, "--steps", "8"]) == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    rows = (tmp_path / "target.csv").read_text().split()
+    assert [row.split(",")[0] for row in rows] == ["step", "7", "8"]
+    tokens = [row.split(",")[rows[0].split(",").index("tokens")] for row in rows[1:]]
+    assert all(count.isdecimal() for count in tokens), tokens
+    (tmp_path / "target.csv").write_bytes(b"\xff\xfe")
+    assert main([*words, "--steps", "9"]) == 1
+    assert "which is no text" in capsys.readouterr().err
+
+
+def test_a_home_that_nobody_has_is_one_line(capsys):
+    assert main(["sample", "--checkpoint", "~nobody-of-this-name/run"]) == 1
+    said = capsys.readouterr().err
+    assert said == "gpuaccel: a path begins with ~ and no such user is known\n"
 
 
 def test_another_text_of_the_same_length_is_not_gone_on_with(tmp_path, capsys):
