@@ -423,6 +423,9 @@ def _param(declared, macros):
     for _ in range(MACRO_DEPTH):
         words = [w for word in words for w in re.findall(r"\w+|\*", str(macros.get(word, word)))]
     words = _QUALIFIER.sub(" ", " ".join(words)).split()
+    while "*" in words and words[-1] == "const":
+        # The parameter itself is const, and not what it points to.
+        words.pop()
     stars = words.count("*")
     ctype = " ".join(word for word in words if word != "*") + "*" * stars
     base = " ".join(word for word in words if word not in ("*", "const", "struct", "enum"))

@@ -73,6 +73,7 @@ CHECKED = (
 )
 # Local variables are filled with a byte that reports recognise. g++ has it since version 12.
 FILLED = "-ftrivial-auto-var-init=pattern"
+ZEROED = "-ftrivial-auto-var-init=zero"
 # What four bytes hold then.
 PATTERNS = {"g++": 0xFEFEFEFE, "clang": 0xAAAAAAAA, "zig": 0xAAAAAAAA}
 CHECKED_BY = {
@@ -115,12 +116,13 @@ class Program:
     """A compiled source.
 
     Args:
-        text: the source library, runtime: ctypes libraries of the kernels and of the executor
-        image: the bytes of `library`, for symbols and lines
+        text, filename, names: as program() got them
+        runtime: ctypes library of the executor
+        image: the bytes of the kernels' library, for symbols and lines
     """
 
-    def __init__(self, text, runtime, image):
-        self.text = text
+    def __init__(self, text, filename, names, runtime, image):
+        self.text, self.filename, self.names = text, filename, names
         self.runtime = runtime
         self.image = image
         path = _library_file(image)
@@ -232,7 +234,16 @@ def _first_options(host: Compiler) -> "tuple[str, ...]":
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
-def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[tuple[str, ...]]":
+def _flags(checked: bool, local: str) -> "tuple[str, ...]":
+    """The compiler's options for a checked build, or for one that is not."""
+    if not checked:
+        return FAST
+    host = compiler()
+    flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
+    return (*flags, local) if fill_pattern(host) else flags
+
+
+def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str, ...]]":
     """The commands that compile and link. Linking leaves out the sanitizers' own libraries.
 
     All links have the options FAST: zig compiles a support library for each set of optimization
@@ -242,11 +253,6 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     messages: "tuple[str, ...]" = ("-fmax-errors=5", "-ftrack-macro-expansion=0")
     if host.kind != "g++":
         messages = ("-ferror-limit=5",)
-    flags: "tuple[str, ...]" = FAST
-    if checked:
-        flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
-        if fill_pattern(host):
-            flags = (*flags, FILLED)
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
@@ -462,7 +468,13 @@ COLLECT_AFTER = 32
 _loads = itertools.count(1)
 
 
-def program(source: str, filename: str, names: "list[str]", checked: bool) -> Program:
+# A variable that keeps its value between launches.
+_STATE = re.compile(r"\b__(?:device|constant|managed)__\b[^;(){}]*[;=\[]")
+
+
+def program(
+    source: str, filename: str, names: "list[str]", checked: bool, local: str = FILLED
+) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
     Args:
@@ -470,10 +482,16 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
         filename: what error messages call it
         names: its kernels
         checked: with the instrumentation of the checks
+        local: FILLED or ZEROED, what local variables of a checked build hold before they are set
+
+    Returns:
+        A program that is shared by all who ask for it, unless it has variables of its own, which
+        each kernel has for itself, as on a GPU.
 
     Raises:
         CompileError: with the compiler's messages. A feature that only a GPU has is named first.
     """
+    flags = _flags(checked, local)
     with _lock:
         host = compiler()
         executor = runtime(checked)
@@ -487,19 +505,22 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
             platform.machine(),
             headers,
             hashlib.sha256(executor.image).hexdigest(),
-            (COMMON, RETURNS, CHECKED, CHECKED_BY, FAST),
+            (COMMON, RETURNS, flags, FAST),
         )
-        result = _programs.get(key)
+        shared = not _STATE.search(without_comments(source))
+        result = _programs.get(key) if shared else None
         if result is None:
             if next(_loads) % COLLECT_AFTER == 0:
                 gc.collect()
             text = translated(source, names)
             try:
-                result = _programs[key] = _from_cache_or_compiler(
+                result = _from_cache_or_compiler(
                     key,
-                    lambda: _compile(text, filename, checked, host, executor),
-                    lambda image: Program(source, executor.library, image),
+                    lambda: _compile(text, source, filename, flags, host, executor),
+                    lambda image: Program(source, filename, names, executor.library, image),
                 )
+                if shared:
+                    _programs[key] = result
             except OSError as error:
                 raise BackendError(
                     f"{filename}: the compiled kernel cannot be loaded: {error}"
@@ -507,7 +528,8 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
         return result
 
 
-def _compile(text, filename, checked, host, executor) -> bytes:
+def _compile(text, written, filename, flags, host, executor) -> bytes:
+    """The library of a translated text. written: the source that messages show."""
     with tempfile.TemporaryDirectory(dir=_process_folder()) as folder:
         source = pathlib.Path(folder) / "kernel.cpp"
         output = pathlib.Path(folder) / "kernel.so"
@@ -518,7 +540,7 @@ def _compile(text, filename, checked, host, executor) -> bytes:
             lines = []
             for line in log.replace(f"{source}:", "").splitlines():
                 if "In file included" not in line:
-                    lines += [line, *_source_lines(line, text)]
+                    lines += [line, *_source_lines(line, written)]
             log = "\n".join(lines)
             reason = explain(text, log, filename)
             return f"{reason}{filename} does not compile for the CPU ({host}):\n{log}"
@@ -526,7 +548,7 @@ def _compile(text, filename, checked, host, executor) -> bytes:
         headers = [*executor.tls]
         for name in ("simt.h", *ours):
             headers += ["-include", str(HERE / name)]
-        compiling, linking = _commands(host, checked, source, output, headers)
+        compiling, linking = _commands(host, flags, source, output, headers)
         _run(compiling, filename, explain_log)
         _run((*linking, executor.path), filename, explain_log)
         return output.read_bytes()
@@ -673,10 +695,16 @@ def _with_marks(source: str, names: "list[str]") -> str:
     for name, start in kernel_positions(source):
         if name not in names:
             continue
-        start = source.rfind("\n", 0, start) + 1
+        kernel, start = start, source.rfind("\n", 0, start) + 1
         line = _line_number(source, start)
+        before = ""
+        end, begin = (source.find(mark, start, kernel) for mark in ("*/", "/*"))
+        if end >= 0 and not 0 <= begin < end:
+            # The line begins inside of a comment.
+            start, before = end + len("*/"), "\n"
         scope = "::".join(_namespaces(blank, start))
-        pieces += [source[position:start], f"#define SIMT_HAS_{name} {scope}\n#line {line}\n"]
+        mark = f"{before}#define SIMT_HAS_{name} {scope}\n#line {line}\n"
+        pieces += [source[position:start], mark]
         position = start
     return "".join([*pieces, source[position:]])
 

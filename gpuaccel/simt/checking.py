@@ -21,7 +21,8 @@ import numpy
 import torch
 
 from ..errors import ArgumentError
-from .build import compiler, fill_pattern, text_line
+from .build import ZEROED, compiler, fill_pattern, text_line
+from .build import program as built
 from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, Trace, Traced, groups
@@ -663,6 +664,7 @@ class Session:
             count=raw.count,
             callers=callers,
             needs_effect=kind == "shuffle" or self._stays_in_block(raw) or is_first_atomic,
+            looks_unset=raw.kind == UNSET_LOCAL,
         )
 
     def barrier_notes(self) -> "list[Report]":
@@ -716,16 +718,61 @@ def _only_name(source: str, known: "set[str]") -> "str | None":
 
 def _launch(program, name, shape, params, args, values, extra, pack, trace):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
-    arguments = program, name, shape, params, args, values, extra, pack
+    arguments = name, shape, params, args, values, extra, pack
     printed: "list[str]" = []
-    session, fault, mistakes, notes = _launch_once(*arguments, trace, printed)
+    state = _State(program)
+    session, fault, mistakes, notes = _launch_once(program, *arguments, trace, printed)
+    left = _State(program)
     if fault is None and any(report.needs_effect for report in mistakes):
         # What comes from an absent lane, or was not set, matters only if it changes a result.
-        other, _, other_mistakes, _ = _launch_once(*arguments, False, [], flip=True)
+        state.restore()
+        other, _, other_mistakes, _ = _launch_once(program, *arguments, False, [], flip=True)
         if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
             mistakes = [report for report in mistakes if not report.needs_effect]
+    if fault is None and mistakes and all(report.looks_unset for report in mistakes):
+        # A number may look like a variable that is not set. Such a variable is 0 in another build.
+        zeroed = built(program.text, program.filename, program.names, True, ZEROED)
+        state.copy_to(zeroed)
+        other, other_fault, other_mistakes, _ = _launch_once(
+            zeroed, *arguments, False, [], pattern=0
+        )
+        if not other_fault and not other_mistakes and session.results() == other.results():
+            mistakes = []
+    # A launch that is refused, or traced, has not happened.
+    (state if mistakes or trace else left).restore()
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
+
+
+class _State:
+    """What the variables of a program hold that keep their value between launches."""
+
+    def __init__(self, program):
+        self.program = program
+        table = symbols(program)
+        self.values = [
+            (offset, ctypes.string_at(table.base + offset, size))
+            for offset, size, _, shared in table.variables
+            if not shared
+        ]
+
+    def restore(self):
+        base = symbols(self.program).base
+        for offset, content in self.values:
+            # A constant is in memory that cannot be written.
+            if ctypes.string_at(base + offset, len(content)) != content:
+                ctypes.memmove(base + offset, content, len(content))
+
+    def copy_to(self, other):
+        """Set the variables of another build of the same source, by their names."""
+        mine, theirs = symbols(self.program), symbols(other)
+        names = {offset: name for offset, _, name, _ in mine.variables}
+        places = {name: (offset, size) for offset, size, name, _ in theirs.variables}
+        for offset, content in self.values:
+            there, size = places.get(names[offset], (0, 0))
+            is_other = size == len(content) != 0
+            if is_other and ctypes.string_at(theirs.base + there, size) != content:
+                ctypes.memmove(theirs.base + there, content, size)
 
 
 def _places(mistakes):
@@ -733,7 +780,18 @@ def _places(mistakes):
 
 
 def _launch_once(
-    program, name, shape, params, args, values, extra, pack, trace, printed, flip=False
+    program,
+    name,
+    shape,
+    params,
+    args,
+    values,
+    extra,
+    pack,
+    trace,
+    printed,
+    flip=False,
+    pattern=None,
 ):
     """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
 
@@ -741,9 +799,12 @@ def _launch_once(
         printed: list to which the kernel's output is added
         flip: what is read from an absent lane of a shuffle, or before it is set, has all bits
             inverted
+        pattern: what a variable holds that is not set; None: as the program was built, 0: unknown
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
+    if pattern is not None:
+        session.checks.pattern = pattern
     moved = [session.argument(*argument) for argument in zip(params, args, values)]
     session.move_tables(params, args)
     fault = launch(

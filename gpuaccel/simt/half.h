@@ -84,16 +84,16 @@ struct __nv_bfloat16_raw { unsigned short x; };
         __forceinline__ operator float() const;                                                    \
         operator RAW() const { return {__x}; }                                                     \
         explicit operator bool() const { return (__x & 0x7fff) != 0; }                             \
-        explicit operator signed char() const { return (signed char)(float)*this; }                \
-        explicit operator unsigned char() const { return (unsigned char)(float)*this; }            \
-        explicit operator short() const { return (short)(float)*this; }                            \
-        explicit operator unsigned short() const { return (unsigned short)(float)*this; }          \
-        explicit operator int() const { return (int)(float)*this; }                                \
-        explicit operator unsigned() const { return (unsigned)(float)*this; }                      \
-        explicit operator long() const { return (long)(float)*this; }                              \
-        explicit operator unsigned long() const { return (unsigned long)(float)*this; }            \
-        explicit operator long long() const { return (long long)(float)*this; }                    \
-        explicit operator unsigned long long() const { return (unsigned long long)(float)*this; }  \
+        explicit operator signed char() const { return simt_to_integer<signed char>(trunc(float(*this))); }\
+        explicit operator unsigned char() const { return simt_to_integer<unsigned char>(trunc(float(*this))); }\
+        explicit operator short() const { return simt_to_integer<short>(trunc(float(*this))); }    \
+        explicit operator unsigned short() const { return simt_to_integer<unsigned short>(trunc(float(*this))); }\
+        explicit operator int() const { return simt_to_integer<int>(trunc(float(*this))); }        \
+        explicit operator unsigned() const { return simt_to_integer<unsigned>(trunc(float(*this))); }\
+        explicit operator long() const { return simt_to_integer<long>(trunc(float(*this))); }      \
+        explicit operator unsigned long() const { return simt_to_integer<unsigned long>(trunc(float(*this))); }\
+        explicit operator long long() const { return simt_to_integer<long long>(trunc(float(*this))); }\
+        explicit operator unsigned long long() const { return simt_to_integer<unsigned long long>(trunc(float(*this))); }\
     };                                                                                             \
     struct __align__(4) T##2 {                                                                     \
         T x, y;                                                                                    \

@@ -38,6 +38,7 @@ class Report:
         count: how often it happened at this line.
         callers: lines from which its function was called, innermost first.
         needs_effect: whether it is a mistake only where it changes a result.
+        looks_unset: whether all that tells it is a number, which variables hold before they are set.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Report:
     count: int = 1
     callers: "tuple[int, ...]" = ()
     needs_effect: bool = False
+    looks_unset: bool = False
 
 
 # Files that are not the user's: a line in them says nothing to the user.

@@ -19,6 +19,8 @@ struct uint3 { unsigned x, y, z; };
 struct dim3 {
     unsigned x, y, z;
     constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+    constexpr operator uint3() const { return {x, y, z}; }
 };
 
 enum { SIMT_WARP = 32, SIMT_MAX_THREADS = 1024 };

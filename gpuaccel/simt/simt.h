@@ -145,8 +145,17 @@ inline double fma(double x, double y, double z) { return __builtin_fma(x, y, z);
 SIMT_CUDA_MATH(rsqrt, 1 / sqrt(x))
 SIMT_CUDA_MATH(rcbrt, 1 / cbrt(x))
 SIMT_CUDA_MATH(exp10, pow(10.0, double(x)))
-SIMT_CUDA_MATH(sinpi, sin(3.14159265358979323846 * (x - 2 * rint(x / 2))))
-SIMT_CUDA_MATH(cospi, cos(3.14159265358979323846 * (x - 2 * rint(x / 2))))
+// Exact where the result is: multiples of one half are told apart before pi is multiplied.
+inline double simt_sine_of_turn(double x, int quarter) {
+    double near = rint(2 * x), rest = 3.14159265358979323846 * (x - near / 2);
+    int turn = (int)(near - 4 * floor(near / 4)) + quarter;
+    double value = turn & 1 ? cos(rest) : sin(rest);
+    // Of zeros sinpi has the sign of x, and cospi none.
+    if (value == 0) return quarter ? 0.0 : copysign(0.0, x);
+    return turn & 2 ? -value : value;
+}
+SIMT_CUDA_MATH(sinpi, simt_sine_of_turn(x, 0))
+SIMT_CUDA_MATH(cospi, simt_sine_of_turn(x, 1))
 SIMT_CUDA_MATH(normcdf, 0.5 * erfc(-0.70710678118654752440 * x))
 inline void sincosf(float x, float* sine, float* cosine) { *sine = sinf(x); *cosine = cosf(x); }
 inline void sincos(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }

@@ -704,3 +704,32 @@ def test_one_element_is_said_to_be_one():
     kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] = 1; }')
     with ga.use_backend("simt"), pytest.raises(ga.errors.KernelError, match="x has 1 element of"):
         kernel[1, 2](torch.zeros(1))
+
+
+def test_a_number_that_looks_like_a_variable_that_is_not_set_is_no_mistake():
+    """Of bytes, and of an integer; one that is not set is still found."""
+    inverted = """
+extern "C" __global__ void f(uchar4* o, const uchar4* x)
+{
+    uchar4 v = x[threadIdx.x];
+    o[threadIdx.x] = make_uchar4(255 - v.x, 255 - v.y, 255 - v.z, 255 - v.w);
+}
+"""
+    pattern = fill_pattern(find_compiler()[0])
+    byte = 255 - (pattern & 0xFF)
+    x = torch.randint(0, 256, (400,), dtype=torch.uint8)
+    x[40:44] = byte
+    number = pattern - 2**32
+    with ga.use_backend("simt"):
+        o = torch.zeros_like(x)
+        ga.compile(inverted)[1, 100](o, x)
+        assert torch.equal(o, 255 - x)
+        source = 'extern "C" __global__ void f(int* o, int a) { o[0] = a + 2; }'
+        o = ints(1)
+        ga.compile(source)[1, 1](o, number - 2)
+        assert o.item() == number
+        source = (
+            'extern "C" __global__ void f(int* o, int a) { int v; if (a > 0) v = a; o[0] = v; }'
+        )
+        with pytest.raises(ga.errors.KernelError, match="uninitialised local variable to o"):
+            ga.compile(source)[1, 1](o, -1)

@@ -1285,3 +1285,108 @@ def test_a_cast_to_fewer_than_32_bits_keeps_the_lower_ones(recwarn):
     assert bytes.tolist() == [int(abs(number)) % 256 for number in x.tolist()]
     assert all((int(a) - b) % 256 == 0 for a, b in zip(x.tolist(), signs.tolist()))
     assert not recwarn.list
+
+
+# ---- what learners wrote ------------------------------------------------------------------------
+
+
+def test_variables_keep_their_value_between_launches_and_each_kernel_has_its_own(device):
+    """A shuffle from an absent lane, whose value is not used, makes a checked launch run twice."""
+    source = """
+__device__ int launches;
+extern "C" __global__ void diff(float* y, const float* x, int* ticket, int n)
+{
+    int i = threadIdx.x;
+    float next = __shfl_down_sync(0xfffff, x[i], 1);
+    if (i < n - 1) y[i] = next - x[i];
+    if (i == 0) ticket[0] = atomicAdd(&launches, 1);
+}
+"""
+    x, ticket = torch.arange(20.0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    tickets = []
+    for kernel in (ga.compile(source), ga.compile(source)):
+        for _ in range(3):
+            y = torch.zeros(20, device=device)
+            kernel[1, 20](y, x, ticket, 20)
+            assert y[:19].tolist() == [1.0] * 19
+            tickets.append(int(ticket))
+    assert tickets == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_launch_that_is_refused_leaves_the_variables_as_they_were():
+    source = """
+__device__ int launches;
+extern "C" __global__ void f(int* o, int i) { o[i] = atomicAdd(&launches, 1); }
+"""
+    with ga.use_backend("simt"):
+        kernel, o = ga.compile(source), torch.zeros(1, dtype=torch.int32)
+        kernel[1, 1](o, 0)
+        with pytest.raises(ga.errors.KernelError):
+            kernel[1, 1](o, 5)
+        kernel[1, 1](o, 0)
+    assert o.tolist() == [1]
+
+
+def test_a_half_becomes_an_integer_as_cuda_rounds_it(device):
+    """Towards zero, and to the nearest limit of the type; NaN is 0."""
+    source = """
+#include <cuda_fp16.h>
+extern "C" __global__ void f(int* o, const float* x)
+{
+    half h = __float2half(x[threadIdx.x]);
+    int* mine = o + 4 * threadIdx.x;
+    mine[0] = (short)h;
+    mine[1] = (unsigned char)h;
+    mine[2] = (int)h;
+    mine[3] = (signed char)h;
+}
+"""
+    x = torch.tensor([40000.0, -5.0, 300.0, -7.9, math.nan], device=device)
+    o = torch.zeros(5, 4, dtype=torch.int32, device=device)
+    ga.compile(source)[1, 5](o, x)
+    assert o.tolist() == [
+        [32767, 255, 40000, 127],
+        [-5, 0, -5, -5],
+        [300, 255, 300, 127],
+        [-7, 0, -7, -7],
+        [0, 0, 0, 0],
+    ]
+
+
+def test_dim3_and_uint3_become_each_other_and_whole_turns_are_exact(device):
+    source = """
+extern "C" __global__ void f(float* o)
+{
+    dim3 t = threadIdx;
+    uint3 b = blockDim;
+    dim3 g(blockIdx);
+    o[0] = t.x + b.y + g.z;
+    o[1] = sinpif(1.0f);
+    o[2] = cospif(1.5f);
+    o[3] = sinpif(-2.5f);
+    o[4] = cospif(3.0f);
+    o[5] = sinpif(0.25f);
+}
+"""
+    o = torch.zeros(6, device=device)
+    ga.compile(source)[1, 1](o)
+    assert o.tolist()[:5] == [1.0, 0.0, 0.0, -1.0, -1.0]
+    assert o[5].item() == pytest.approx(math.sqrt(0.5), rel=1e-6)
+
+
+def test_a_kernel_behind_a_comment_that_ends_on_its_line(device):
+    x = torch.zeros(1, device=device)
+    ga.compile('/* adds\n one */ extern "C" __global__ void f(float* x) { x[0] += 1; }')[1, 1](x)
+    assert x.tolist() == [1.0]
+
+
+def test_a_pointer_that_is_const_itself_may_be_written_through(device, recwarn):
+    source = """
+extern "C" __global__ void f(float* const x, const float* const y)
+{
+    x[threadIdx.x] = y[threadIdx.x];
+}
+"""
+    x, y = torch.zeros(4, device=device), torch.ones(4, device=device)
+    ga.compile(source)[1, 4](x, y)
+    assert x.tolist() == [1.0] * 4 and not [w for w in recwarn if "const" in str(w.message)]
