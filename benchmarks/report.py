@@ -841,7 +841,8 @@ def ddp_table() -> str:
             "= 1024, AdamW, clipped at 1.0. The percentage is the rate of each GPU as a share of",
             "the same step's rate on one GPU. The time after it is what the step takes longer",
             "than the same step on all GPUs without any communication (not in the table):",
-            "communication that nothing hides, and, in steps launched from Python, noise of the host.",
+            "communication that nothing hides, and, in steps launched from Python, noise of the",
+            "host.",
         ),
         paragraph(
             "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",

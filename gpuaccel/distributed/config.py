@@ -9,11 +9,11 @@ summed while backward still runs.
 
 The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs of one machine use
 peer-to-peer copies instead (distributed/p2p.py); with several machines, where that is asked for,
-NCCL sums between machines only (distributed/machines.py). Gradients are reduced in buckets, contiguous
-ranges of the arena in the order in which backward finishes. In the last micro-batch's backward a
-bucket is sent as soon as its gradients are complete, on a stream of its own, without host
-synchronisation. Ranks add sums, not means; the sum is divided once, by the tokens of all ranks, so
-that uneven batches give the gradient that one process would have had.
+NCCL sums between machines only (distributed/machines.py). Gradients are reduced in buckets,
+contiguous ranges of the arena in the order in which backward finishes. In the last micro-batch's
+backward a bucket is sent as soon as its gradients are complete, on a stream of its own, without
+host synchronisation. Ranks add sums, not means; the sum is divided once, by the tokens of all
+ranks, so that uneven batches give the gradient that one process would have had.
 
 Two orders of summation:
   all-reduce  (default) Fast. All ranks get bit-identical sums, which depend on the number of ranks.

@@ -66,6 +66,9 @@ inline double simt_fused(float x, float y, float z) {
 struct __half_raw { unsigned short x; };
 struct __nv_bfloat16_raw { unsigned short x; };
 
+// Towards zero, and to the nearest limit of the type.
+#define SIMT_HALF_CAST(To)                                                                         \
+    explicit operator To() const { return simt_to_integer<To>(trunc(float(*this))); }
 #define SIMT_HALF_TYPE(T, RAW, digits, lowest)                                                     \
     struct __align__(2) T {                                                                        \
         unsigned short __x;                                                                        \
@@ -84,16 +87,16 @@ struct __nv_bfloat16_raw { unsigned short x; };
         __forceinline__ operator float() const;                                                    \
         operator RAW() const { return {__x}; }                                                     \
         explicit operator bool() const { return (__x & 0x7fff) != 0; }                             \
-        explicit operator signed char() const { return simt_to_integer<signed char>(trunc(float(*this))); }\
-        explicit operator unsigned char() const { return simt_to_integer<unsigned char>(trunc(float(*this))); }\
-        explicit operator short() const { return simt_to_integer<short>(trunc(float(*this))); }    \
-        explicit operator unsigned short() const { return simt_to_integer<unsigned short>(trunc(float(*this))); }\
-        explicit operator int() const { return simt_to_integer<int>(trunc(float(*this))); }        \
-        explicit operator unsigned() const { return simt_to_integer<unsigned>(trunc(float(*this))); }\
-        explicit operator long() const { return simt_to_integer<long>(trunc(float(*this))); }      \
-        explicit operator unsigned long() const { return simt_to_integer<unsigned long>(trunc(float(*this))); }\
-        explicit operator long long() const { return simt_to_integer<long long>(trunc(float(*this))); }\
-        explicit operator unsigned long long() const { return simt_to_integer<unsigned long long>(trunc(float(*this))); }\
+        SIMT_HALF_CAST(signed char)                                                                \
+        SIMT_HALF_CAST(unsigned char)                                                              \
+        SIMT_HALF_CAST(short)                                                                      \
+        SIMT_HALF_CAST(unsigned short)                                                             \
+        SIMT_HALF_CAST(int)                                                                        \
+        SIMT_HALF_CAST(unsigned)                                                                   \
+        SIMT_HALF_CAST(long)                                                                       \
+        SIMT_HALF_CAST(unsigned long)                                                              \
+        SIMT_HALF_CAST(long long)                                                                  \
+        SIMT_HALF_CAST(unsigned long long)                                                         \
     };                                                                                             \
     struct __align__(4) T##2 {                                                                     \
         T x, y;                                                                                    \

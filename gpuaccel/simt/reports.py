@@ -38,7 +38,7 @@ class Report:
         count: how often it happened at this line.
         callers: lines from which its function was called, innermost first.
         needs_effect: whether it is a mistake only where it changes a result.
-        looks_unset: whether all that tells it is a number, which variables hold before they are set.
+        looks_unset: whether all that tells it is the number that unset variables hold.
     """
 
     kind: str

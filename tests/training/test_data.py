@@ -229,7 +229,7 @@ def test_a_long_twentieth_document_does_not_become_the_validation_text(tmp_path)
     for number in range(19):
         (tmp_path / f"{number:02}.txt").write_text("a" * 100)
     (tmp_path / "20.txt").write_text("b" * 50_000)
-    data = ga.training.make_dataset(tmp_path)
+    data = make_dataset(tmp_path)
     total = len(data.train) + len(data.val)
     assert total > 51_000 and 0.09 * total <= len(data.val) <= 0.11 * total
 
