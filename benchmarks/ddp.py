@@ -185,7 +185,8 @@ class Run:
             self.failed(name, error)
 
     def failed(self, name, error):
-        self.results["failed"][name] = str(error)
+        # Without the traceback, which names folders of this machine.
+        self.results["failed"][name] = error_sentence(str(error))
         self.clock.say(f"{name} failed: {error}")
 
     def meet(self, names):
@@ -211,7 +212,7 @@ class Run:
             what = f"making of {group}: {name}"
             self.stage(what, self._made, group, name, workers)
             if what in self.results["failed"]:
-                reason = error_sentence(self.results["failed"][what])
+                reason = self.results["failed"][what]
                 self.results.setdefault("why_not", {}).setdefault(group, {})[name] = reason
 
     def _made(self, group, name, workers):

@@ -988,8 +988,8 @@ def ddp_facts(r) -> str:
             ),
             markdown(("bucket", "time", "against 32 MB"), sizes),
             paragraph(
-                "32 MB was measured again beside each. A bucket takes whole blocks, of 50 MB here, so"
-                " 8 MB makes the same buckets, and its difference is noise."
+                "32 MB was measured again beside each. A bucket takes whole blocks, of 50 MB here,",
+                "so 8 MB makes the same buckets, and its difference is noise.",
             )
             if "8" in r["buckets"]
             else "",
@@ -1605,8 +1605,8 @@ def plan_foretold() -> str:
             ),
             markdown(("4 GPUs", "predicted", "measured", "off by"), rows),
             paragraph(
-                f"{len(rows)} steps were predicted and {len(errors)} measured. Of these, {missed} is",
-                "off by more than 2%.",
+                f"{len(rows)} steps were predicted and {len(errors)} measured. Of these,",
+                f"{missed} is off by more than 2%.",
             ),
         ]
     return section(*parts)
