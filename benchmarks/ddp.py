@@ -111,7 +111,7 @@ GROUPS = {
         "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
         "sharded": ("replayed, other sums", replayed({"sharded": True})),
         "ordered": ("replayed, other sums", replayed({"ordered": True})),
-        HIERARCHICAL: ("replayed, other sums", replayed({"peer_to_peer": True}, machines=2)),
+        HIERARCHICAL: ("replayed, 2 machines", replayed({"peer_to_peer": True}, machines=2)),
     },
 }
 PARTS = *GROUPS, "bits", "bandwidth"

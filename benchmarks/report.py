@@ -841,8 +841,8 @@ def ddp_table() -> str:
             "= 1024, AdamW, clipped at 1.0. The percentage is the rate of each GPU as a share of",
             "the same step's rate on one GPU. The time after it is what the step takes longer",
             "than the same step on all GPUs without any communication (not in the table):",
-            "communication that nothing hides, and, in steps launched from Python, noise of the",
-            "host.",
+            "communication that nothing hides. In steps launched from Python the host's speed",
+            "changes by more than that, and the time says nothing.",
         ),
         paragraph(
             "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",
@@ -1649,14 +1649,15 @@ def plan_scales() -> str:
         title = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         parts.append(markdown((f"efficiency, {title}", *(f"{n:,} GPUs" for n in PLANNED)), rows))
     workload = dataclasses.replace(known.workload, micro_batches=1)
-    rows = []
-    for n in PLANNED:
-        p = predict(workload, known.machine, n)
-        parts_ms = (workload.step_ms, p.slowed_ms, p.exposed_ms, p.waiting_ms, p.step_ms)
-        rows.append((f"{n:,}", *(f"{ms:.1f} ms" for ms in parts_ms)))
     head = ("GPUs", "step of one GPU", "+ slowed", "+ exposed", "+ waiting", "= step")
-    parts.append("What a step of one micro-batch consists of, with fp32 sums, hierarchical:")
-    parts.append(markdown(head, rows))
+    for name in ("fp32, NCCL", "fp32, hierarchical"):
+        rows = []
+        for n in PLANNED:
+            p = predict(workload, known.machine, n, **planning.SUMS[name])
+            parts_ms = (workload.step_ms, p.slowed_ms, p.exposed_ms, p.waiting_ms, p.step_ms)
+            rows.append((f"{n:,}", *(f"{ms:.1f} ms" for ms in parts_ms)))
+        parts.append(f"What a step of one micro-batch consists of, {name}:")
+        parts.append(markdown(head, rows))
     return section(*parts)
 
 
