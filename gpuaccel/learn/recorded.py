@@ -448,7 +448,7 @@ def ddp(gpus: int = 2) -> "Table | Recorded":
 
     Cells are the tokens/s of each GPU and their share of one GPU's rate. Of steps replayed from a
     CUDA graph there is also the time that communication adds (of others the host's noise hides it).
-    Where the recording has torch's fastest DDP, the last column compares with it.
+    Where the recording has steps of torch's, the last column compares with the fastest.
 
     Args:
         gpus: of the recording.
