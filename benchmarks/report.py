@@ -307,9 +307,11 @@ def step_table() -> str:
 
 def transformers_step_table() -> str:
     result = load("transformers_step")
-    rows = []
+    rows, limits = [], []
     for name, r in result["results"].items():
         rows += step_cells(r["rows"], {"ours": 1.12}, f"{name}, {r['batch']} x {r['T']}")
+        if "limit" in r:
+            limits.append(f"{name}'s is {r['limit']['ms']:.1f} ms")
     return section(
         paragraph(
             "One optimizer step of models of transformers, made from configs: `LlamaForCausalLM`",
@@ -319,6 +321,13 @@ def transformers_step_table() -> str:
         ),
         given(("torch", "torch, bf16 weights", "ours")),
         step_markdown(rows),
+        paragraph(
+            "The limit of a step is explained above, under *A step against torch*:",
+            f"{', '.join(limits)}.",
+            "It is not counted for other models.",
+        )
+        if limits
+        else "",
         conditions(result),
     )
 

@@ -12,12 +12,15 @@ torch: fp32 weights, bf16 autocast, compiled, foreach clip, AdamW fused and capt
 graph.
 torch, bf16 weights: the same with bf16 weights, fp32 masters and fp32 sums.
 Ours: bf16 weights with fp32 masters, mode `fused`, compiled, replayed. GPT-2's layers are Conv1D.
+
+Llama's table has the limit of its step (limits.py), which knows no other kind of model.
 """
 
 import functools
 
 import torch
 from common import DEVICE, Clock, record
+from limits import Limit
 from step import BF16, OURS, PEER, show_rows
 from step_variants import Bf16Peer, Ours, Peer, Task, measured
 from workers import Workers
@@ -27,6 +30,7 @@ from gpuaccel.training.models import Config, preset
 T = 1024
 # transformers makes no mask for an attention whose mask it does not know.
 ATTENTION = "causal_sdpa"
+LIMIT = "limit"
 # Model -> (its sizes, sequences of a micro-batch).
 SIZES = {"Llama": (preset("llama-350m"), 4), "GPT-2": (preset("gpt2-124m"), 8)}
 
@@ -98,22 +102,29 @@ def task(name: str, config: Config, rows: int, T: int) -> Task:
 
 
 def measure(sizes=SIZES, T: int = T, here=False) -> dict:
-    """Model -> variant -> measurement, with what one step is of."""
+    """Model -> variant -> measurement, with what one step is of; Llama's with the step's limit."""
     tasks = {name: task(name, config, rows, T) for name, (config, rows) in sizes.items()}
     variants = {}
     for name, what in tasks.items():
         variants[PEER, name] = (Peer, what)
         variants[BF16, name] = (Bf16Peer, what)
         variants[OURS, name] = (Ours, what)
+        config, rows = sizes[name]
+        if config.family == "llama":
+            variants[LIMIT, name] = (Limit, config, rows, T, what.micro_batches)
     clock = Clock()
     results = {}
     with Workers(variants, here) as workers:
         workers.ready()
         clock.say("compiled")
         for name, what in tasks.items():
-            keys = [key for key in variants if key[1] == name]
+            keys = [(kind, name) for kind in (PEER, BF16, OURS)]
             rows, _ = measured(dict.fromkeys(keys, workers), what.tokens, clock)
             results[name] = {"batch": what.rows, "T": T, "rows": rows}
+            if (LIMIT, name) in variants:
+                limit = results[name]["limit"] = workers.ask((LIMIT, name), "measure")
+                for row in rows.values():
+                    row["of_limit"] = limit["ms"] / row["ms"]
     return results
 
 

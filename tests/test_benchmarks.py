@@ -597,6 +597,7 @@ def test_the_peer_with_bf16_weights_learns_as_the_one_in_fp32(on_simt):
 def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")
     on_simt("step_variants", CALLS=1)
+    on_simt("limits", COPIED=2**10)
     module = on_simt("transformers_step")
     gpt2 = dataclasses.replace(SMALL, family="gpt2", tied=True)
     results = module.measure({"Llama": (SMALL, 1), "GPT-2": (gpt2, 2)}, 16, here=True)
@@ -607,6 +608,12 @@ def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     }
     table = table_of(on_simt, monkeypatch, "transformers_step", results)
     assert table.count("(goal ") == 4 and "| GPT-2, 2 x 16: ours |" in table
+    shares = {
+        name: [row.get("of_limit") for row in r["rows"].values()] for name, r in results.items()
+    }
+    limit = results["Llama"]["limit"]["ms"]
+    assert shares["Llama"] == [limit / row["ms"] for row in results["Llama"]["rows"].values()]
+    assert shares["GPT-2"] == [None] * 3 and f"Llama's is {limit:.1f} ms" in table
 
 
 @needs_simt
