@@ -8,8 +8,8 @@ summed while backward still runs.
     step.reducer.last_nonfinite()         # waits; None, or {"rank": 1, "tensor": "head.weight"}
 
 The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs of one machine use
-peer-to-peer copies instead (distributed/p2p.py); with several machines, where that is asked for,
-NCCL sums between machines only (distributed/machines.py). Gradients are reduced in buckets,
+peer-to-peer copies instead (distributed/p2p.py), and NCCL sums between machines only, where there
+are several (distributed/machines.py). Gradients are reduced in buckets,
 contiguous ranges of the arena in the order in which backward finishes. In the last micro-batch's
 backward a bucket is sent as soon as its gradients are complete, on a stream of its own, without
 host synchronisation. Ranks add sums, not means; the sum is divided once, by the tokens of all
@@ -73,8 +73,7 @@ class Distributed:
             costs nothing.
         peer_to_peer: GPUs of one machine reduce fp32 sums by peer-to-peer copies instead of NCCL's
             kernels (distributed/p2p.py); with several machines NCCL sums between them. None: where
-            possible, but not on several machines with several GPUs each, where a step has hung.
-            True: there too; ArgumentError where it is not possible. False: always NCCL, over all
+            possible. True: ArgumentError where it is not possible. False: always NCCL, over all
             ranks.
         timeout: seconds that a group made here waits for another rank, at its start and in every
             collective. Then RankError, which names the rank. With NCCL, where no call returns with

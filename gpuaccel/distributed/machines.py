@@ -3,8 +3,7 @@
     machines, reason = Machines.of(config)      # (None, why): every rank talks to every other one
     machines.machine, machines.local            # this rank is number `local` of machine `machine`
     sums = MachineSums(machines, longest, device)
-    sums.reduce_scatter(block, squares)         # the sums of this machine -> those of all machines
-    sums.all_gather(block)
+    sums.all_reduce(block, squares, part)       # the sums of this machine -> those of all machines
 
 A network between machines is slower than the links inside of one. So ranks first sum inside their
 machine, where each gets the sums of one block (distributed/p2p.py). Then the ranks with one local
@@ -73,6 +72,10 @@ class Machines:
         """Of this rank among all, where those with one local number are neighbours: its place among
         the ranges of a bucket that is sharded."""
         return self.local * self.count + self.machine
+
+    def part(self, numel: int) -> int:
+        """Elements of a block of `numel` that each machine adds: whole chunks."""
+        return -(-numel // CHUNK // self.count) * CHUNK
 
     @property
     def levels(self) -> "list[tuple[dist.ProcessGroup | None, int, int]]":
@@ -173,72 +176,67 @@ class MachineSums:
 
     A block is cut into as many parts of whole chunks as there are machines; this rank adds one.
 
+    NCCL gets copies of gradients, in memory of one kind. In a CUDA graph it registers the buffers
+    of a message, where it can, and the ranks then read each other's. Its documentation forbids a
+    message of which only some are registered: sums sent right from arena.grads, which lies in
+    symmetric memory, to ordinary memory never arrived (NCCL 2.28, steps of llama-350m).
+
     Args:
         machines: of the group.
-        longest: elements of the longest block.
+        longest: elements of the longest part.
         device: of the blocks.
     """
 
     def __init__(self, machines: Machines, longest: int, device: torch.device):
         self.machines = machines
-        self.group = machines.between
-        part = self._part(longest)
-        self.incoming = torch.empty(machines.count * part, device=device)
-        # Of a block whose parts are not equal.
-        self.padded = torch.zeros(machines.count * part, device=device)
+        # A block; then the sums of all its parts.
+        self.staged = torch.empty(machines.count * longest, device=device)
+        # Of each machine, its sums of this rank's part.
+        self.incoming = torch.empty_like(self.staged)
         # Which machine's sum is not finite: known inside of that machine, so nobody reads it.
         self.nonfinite = torch.zeros(
-            machines.count, part // CHUNK, dtype=torch.int32, device=device
+            machines.count, longest // CHUNK, dtype=torch.int32, device=device
         )
 
-    def _part(self, numel: int) -> int:
-        """Elements of a part."""
-        return -(-numel // CHUNK // self.machines.count) * CHUNK
-
-    def _own(self, numel: int) -> slice:
-        """This rank's part; the last parts of a block may be shorter, or empty."""
-        part = self._part(numel)
-        start = min(part * self.machines.machine, numel)
-        return slice(start, min(start + part, numel))
-
-    def reduce_scatter(self, block: Tensor, squares: Tensor):
+    def reduce_scatter(self, block: Tensor, squares: Tensor, part: int):
         """This rank's part of the block gets its sums, in the order of the machines.
 
         Args:
-            block: (n,) fp32, whole chunks, contiguous.
+            block: (n,) fp32, whole chunks, contiguous; n may be less than all parts together.
             squares: (n / CHUNK,) fp64, gets the sums of squares of the part.
+            part: elements of a part, equal on all ranks.
         """
-        if not len(block):
-            return
-        count = self.machines.count
-        outgoing = self._equal_parts(block)
+        own = block[part * self.machines.machine :][:part]
+        own.copy_(self._sum(block, squares, part)[: len(own)])
+
+    def all_reduce(self, block: Tensor, squares: Tensor, part: int):
+        """All of the block gets its sums. The arguments are those of reduce_scatter()."""
+        total = self._sum(block, squares, part)
+        everyone = self.staged[: self.machines.count * part]
+        collectives.all_gather(everyone, total, group=self.machines.between)
+        block.copy_(everyone[: len(block)])
+
+    def _sum(self, block: Tensor, squares: Tensor, part: int) -> Tensor:
+        """(part,): the sums of this rank's part; behind the block's end not defined."""
+        machines = self.machines
+        outgoing = self.staged[: machines.count * part]
         incoming = self.incoming[: len(outgoing)]
-        collectives.all_to_all(incoming, outgoing, group=self.group)
-        parts = incoming.view(count, -1)
-        own = self._own(len(block))
-        total = parts[0, : own.stop - own.start]
-        add_ranks(total, parts[1:], 0, squares[own.start // CHUNK :], self.nonfinite, 0)
-        block[own].copy_(total)
+        outgoing[: len(block)].copy_(block)
+        collectives.all_to_all(incoming, outgoing, group=machines.between)
+        parts = incoming.view(machines.count, part)
+        total, first = parts[0], part * machines.machine
+        length = len(block[first:][:part])
+        add_ranks(total[:length], parts[1:], 0, squares[first // CHUNK :], self.nonfinite, 0)
+        return total
 
     def all_gather(self, block: Tensor):
-        """Every machine gets the parts of all.
+        """Every machine gets the parts of all, which are equal.
 
         Args:
-            block: (n,) of any dtype, whole chunks, contiguous.
+            block: (n,) of any dtype, contiguous.
         """
         if not len(block):
             return
-        everyone = self._equal_parts(block)
-        part = self._part(len(block))
-        mine = everyone[part * self.machines.machine :][:part]
-        collectives.all_gather(everyone, mine if mine.is_cuda else mine.clone(), group=self.group)
-        if everyone is not block:
-            block.copy_(everyone[: len(block)])
-
-    def _equal_parts(self, block: Tensor) -> Tensor:
-        """The block, or a copy that is longer."""
-        longer = self._part(len(block)) * self.machines.count
-        if longer == len(block):
-            return block
-        self.padded[: len(block)].copy_(block)
-        return self.padded[:longer]
+        mine = block.view(self.machines.count, -1)[self.machines.machine]
+        group = self.machines.between
+        collectives.all_gather(block, mine if mine.is_cuda else mine.clone(), group=group)

@@ -76,6 +76,7 @@ class Section:
     block: Tensor  # of arena.grads, this rank's
     squares: Tensor  # of its chunks
     whole: bool  # all ranks need all sums of it; else each its own range
+    part: int  # elements of the block that each machine adds, equal on all ranks
     copies_out: Copies = field(default_factory=list)
 
 
@@ -233,15 +234,16 @@ class PeerToPeer:
                 rest = self._equal_ranges(ranges[-1][1], bucket.stop)
                 self.plans[bucket].append(self._section(rest, most, whole=True))
         if self.machines.count > 1:
-            blocks = [len(s.block) for sections in self.plans.values() for s in sections]
-            self.between = MachineSums(self.machines, max(blocks), self.arena.device)
+            parts = [s.part for sections in self.plans.values() for s in sections]
+            self.between = MachineSums(self.machines, max(parts), self.arena.device)
 
     def _section(self, ranges: "list[tuple[int, int]]", most: int, whole: bool) -> Section:
         """ranges: of each rank of the machine. most: chunks of a slab."""
         first, last = ranges[self.local]
         block, rows = self.arena.grads[first:last], slice(first // CHUNK, last // CHUNK)
-        section = Section([], block, self.squares[rows], whole)
         longest = max(stop - start for start, stop in ranges) // CHUNK
+        part = self.machines.part(longest * CHUNK)
+        section = Section([], block, self.squares[rows], whole, part)
         slabs = max(1, -(-longest // most))
         size = CHUNK * max(1, -(-longest // slabs))
         at_once = whole and self.machines.count == 1
@@ -283,7 +285,7 @@ class PeerToPeer:
             for section in self.plans[bucket]:
                 for slab in section.slabs:
                     self._send_slab(slab)
-                if self.between is not None and section.slabs:
+                if self.between is not None and section.part:
                     self._send_block(self.between, section)
 
     def _send_slab(self, slab: Slab):
@@ -302,9 +304,8 @@ class PeerToPeer:
     def _send_block(self, between: MachineSums, section: Section):
         """Sum the block over the machines."""
         with _behind(self.sum_stream, self.network_stream):
-            between.reduce_scatter(section.block, section.squares)
-            if section.whole:
-                between.all_gather(section.block)
+            reduce = between.all_reduce if section.whole else between.reduce_scatter
+            reduce(section.block, section.squares, section.part)
         self._copy_out(self.network_stream, section.copies_out)
 
     def _copy_out(self, before, copies: Copies):
@@ -446,12 +447,6 @@ def _obstacle(config: Distributed, arena: Arena) -> "tuple[bool, str]":
         return True, "sums are ordered"
     if config.dtype != torch.float32:
         return True, f"sums are sent in {config.dtype}"
-    # No reason against it: there are machines.
-    assert machines is not None
-    levels = min(machines.count, machines.size)
-    if levels > 1 and config.backend == "nccl" and config.peer_to_peer is None:
-        # A replayed step of llama-350m hung with it (docs/several-gpus.md).
-        return True, "hierarchical sums of several machines with several GPUs have to be asked for"
     return True, ""
 
 

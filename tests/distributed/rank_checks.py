@@ -303,8 +303,7 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         What was chosen; whether the sums of this rank are bit-identical to those of
         sums_in_order(); and how many elements this rank has no sum of.
     """
-    asked = True if device == "cuda" else None
-    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1, peer_to_peer=asked)
+    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
     with ga.use_backend(backend), machines_of(rank, sizes), logged() as lines:
         arena = ga.Arena(Net().to(device))
         copies = p2p.PeerToPeer.of(config, arena)
@@ -329,6 +328,37 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         same = torch.equal(arena.grads[has], expected[has])
         arena.release()
         return lines, same, int((~has).sum())
+
+
+def added_by_a_graph(rank: Rank, sizes):
+    """Sums of 64 MB, made by a replayed graph: are they bit-identical to those of sums_in_order()?
+
+    So much that NCCL registers its buffers while a graph is captured."""
+    with machines_of(rank, sizes):
+        arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
+        copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
+        buckets = buckets_of(arena, 32e6)
+        copies.plan(buckets)
+
+        def add():
+            for bucket in buckets:
+                copies.send(bucket)
+            copies.join_sums()
+            copies.join()
+
+        arena.grads.zero_()
+        add()
+        graph, same = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            add()
+        for first in (0, rank.ranks):
+            everyone = [gradients_of(first + r, arena.numel).cuda() for r in range(rank.ranks)]
+            arena.grads.copy_(everyone[rank.rank])
+            graph.replay()
+            same.append(torch.equal(arena.grads, sums_in_order(everyone, sizes)))
+        graph.reset()
+        arena.release()
+        return same
 
 
 def gradients_of(rank, numel):
