@@ -115,6 +115,8 @@ GROUPS = {
     },
 }
 PARTS = *GROUPS, "bits", "bandwidth"
+# In this order: what matters most is there if the time is not enough for all.
+ORDER = COMPILED, CAPTURED, REPLAYED, CAPTURED_FSDP, SPLIT, FSDP, EAGER, OURS_EAGER
 # Groups that are made at once, side by side. Others are made when it is their turn, to save memory.
 MADE_FIRST = (COMPILED, CAPTURED)
 # GiB of a GPU's memory, with less than which the model is smaller.
@@ -310,8 +312,8 @@ class Run:
             checks[name] = {"equal": equal, "steps": answers[0][2]}
             assert equal, f"the ranks' weights are not bit-identical: {answers}"
 
-    def group(self, group):
-        """Measure a group, then free its memory; buckets need the last group's variants."""
+    def group(self, group, buckets=()):
+        """Measure a group, and with ours, replayed, other bucket sizes; then free its memory."""
         if self.is_late(group):
             return
         variants = self.groups[group]
@@ -320,6 +322,8 @@ class Run:
         self.stage(group, self.race, group)
         for name in self._ready(group):
             self.stage(f"end of {group}: {name}", self.end, group, name)
+        if buckets and group == REPLAYED and not self.is_late("buckets"):
+            self.stage("buckets", self.buckets, buckets)
         order = list(self.groups)
         needed = {self.home}
         for other in order[order.index(group) + 1 :]:
@@ -327,7 +331,7 @@ class Run:
         for workers in {workers for workers, _ in variants.values()} - self.workers.stopped.keys():
             if workers not in needed:
                 self.workers.stop(workers)
-            elif group != REPLAYED:
+            else:
                 keys = ((group, name) for name in variants)
                 self.stage(f"end of {group}", self.workers.ask, workers, "drop", *keys)
 
@@ -408,9 +412,7 @@ class Run:
         self.meet(self.workers.names)
         self.make({group: self.groups[group] for group in MADE_FIRST if group in self.groups})
         for group in self.groups:
-            self.group(group)
-        if buckets and REPLAYED in self.groups and not self.is_late("buckets"):
-            self.stage("buckets", self.buckets, buckets)
+            self.group(group, buckets)
         self.stage("end of all variants", self.workers.ask, self.home, "clear")
         for name, part in {"bits": self.bits, "bandwidth": self.bandwidth}.items():
             if name in parts and not self.is_late(name):
@@ -476,11 +478,11 @@ def measure(
     groups = {
         group: {
             name: (workers, variant)
-            for name, (workers, variant) in variants.items()
+            for name, (workers, variant) in groups[group].items()
             if ranks >= 2 * variant.machines or variant.machines == 1
         }
-        for group, variants in groups.items()
-        if group in parts
+        for group in ORDER
+        if group in parts and group in groups
     }
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
@@ -491,6 +493,8 @@ def measure(
         finally:
             run.memory()
             run.against_torch()
+            measured = run.results["groups"]
+            run.results["groups"] = {part: measured[part] for part in PARTS if part in measured}
             run.results["seconds"] = clock.seconds
             keep(run.results)
     return run.results
@@ -619,6 +623,8 @@ def main():
     os.environ["GPUACCEL_GPU"] = "require"
 
     def stop(*_):
+        # `timeout` sends it to the process and to its group.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit("stopped by SIGTERM: what was measured is written")
 
     signal.signal(signal.SIGTERM, stop)

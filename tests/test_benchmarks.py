@@ -1673,8 +1673,49 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
 def test_ddp_leaves_out_what_has_no_time_left(ddp, groups, bench):
     run = ddp.Run(ScriptedWorkers(make=making), bench, groups, "all", limit=-1)
     run.all((1,), ddp.PARTS)
-    assert run.results["left_out"] == [*groups, "buckets", "bits", "bandwidth"]
+    assert run.results["left_out"] == [*groups, "bits", "bandwidth"]
     assert not run.results["failed"]
+
+
+def test_ddp_measures_its_own_rows_early_and_shows_them_last(ddp):
+    """What a limit of time cuts off are the steps launched from Python."""
+    assert sorted(ddp.ORDER) == sorted(ddp.GROUPS)
+    assert ddp.ORDER[-2:] == (ddp.EAGER, ddp.OURS_EAGER) and ddp.ORDER[2] == ddp.REPLAYED
+    assert list(ddp.GROUPS)[-1] == ddp.REPLAYED
+
+
+def test_ddp_writes_what_it_has_when_the_signal_comes_twice(scripts, monkeypatch):
+    """As from `timeout`: to the process, and to the processes of its group."""
+    ddp, kept = scripts("ddp"), []
+
+    def measure(bench, ranks, *options):
+        keep = options[3]
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            keep({"ranks": ranks, "failed": {}})
+
+    arguments = types.SimpleNamespace(
+        gpus=[2], buckets=[], seconds=1.0, parts=[], without=[], write=True
+    )
+    monkeypatch.setattr(ddp, "arguments", lambda: arguments)
+    monkeypatch.setattr(ddp, "measure", measure)
+    monkeypatch.setattr(ddp, "measuring_here", contextlib.nullcontext)
+    models = scripts("memory")
+    monkeypatch.setattr(models, "models_that_fit", lambda GiB: [(preset("tiny"), None)])
+    monkeypatch.setattr(ddp, "write", lambda name, results, **more: kept.append((name, results)))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setenv("GPUACCEL_GPU", "auto")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="stopped by SIGTERM"):
+            ddp.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    ((name, results),) = kept
+    assert name == "ddp_2gpus" and results["2"]["ranks"] == 2
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,7 @@ def added_by_a_graph(rank: Rank, sizes):
             for bucket in buckets:
                 copies.send(bucket)
             copies.join_sums()
+            torch.cuda.current_stream().wait_stream(copies.stream)
             copies.join()
 
         arena.grads.zero_()
