@@ -322,9 +322,8 @@ def transformers_step_table() -> str:
         given(("torch", "torch, bf16 weights", "ours")),
         step_markdown(rows),
         paragraph(
-            "The limit of a step is explained above, under *A step against torch*:",
-            f"{', '.join(limits)}.",
-            "It is not counted for other models.",
+            "[One training step](#one-training-step) says what the limit of a step is.",
+            f"{', '.join(limits)}. It is counted for this kind of model only.",
         )
         if limits
         else "",
@@ -1610,18 +1609,21 @@ def plan_foretold() -> str:
                     errors.append(ms / found["ms"] - 1)
                 name = f"{variant}, {count} micro-batch{'es' * (count != '1')}"
                 then = (f"{found['ms']:.2f} ms", f"{errors[-1]:+.2%}") if found else ("failed", "")
-                rows.append((name, f"{ms:.2f} ms", *then))
+                rows.append((name, f"{ms:.2f} ms", *then) if measured else (name, f"{ms:.2f} ms"))
         missed = sum(abs(error) > 0.02 for error in errors) or "none"
+        head = ("4 GPUs", "predicted", "measured", "off by")
         parts += [
             paragraph(
                 f"{short(foretold['gpu'])}, written on {foretold['written']} from the run on two",
-                "GPUs, before the four GPUs ran:",
+                "GPUs, before the four GPUs ran:" if measured else "GPUs:",
             ),
-            markdown(("4 GPUs", "predicted", "measured", "off by"), rows),
+            markdown(head if measured else head[:2], rows),
             paragraph(
                 f"{len(rows)} steps were predicted and {len(errors)} measured. Of these,",
                 f"{missed} is off by more than 2%.",
-            ),
+            )
+            if measured
+            else "Four GPUs of this kind have not run yet.",
         ]
     return section(*parts)
 
