@@ -28,6 +28,7 @@ def inputs_and_targets(tokens: torch.Tensor) -> tuple:
 
 def decay_groups(parameters) -> "list[dict]":
     """Parameter groups with weight decay for matrices only, as an arena has them."""
+    parameters = list(parameters)
     matrices = [p for p in parameters if p.dim() >= 2]
     others = [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

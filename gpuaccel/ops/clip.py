@@ -160,7 +160,8 @@ def reference_norms(
             norm = get_total_norm([grads[i] for i in indices], norm_type, foreach=foreach)
             norms[g] = norm.to(device)
     norm = torch.stack(norms)
-    if _finite_on_host(norm, norm_type):
+    # A norm of order 0 or less may be finite where a tensor is not.
+    if norm_type > 0 and readable(norm) and bool(torch.isfinite(norm).all()):
         return norm, torch.full((count,), -1, dtype=torch.int32)
     # Larger than any tensor's number.
     no_tensor = 2**31 - 1
@@ -177,17 +178,17 @@ def reference_norms(
     return norm, torch.stack(nonfinite_tensor).int()
 
 
-def _finite_on_host(norms: Tensor, norm_type: float) -> bool:
-    """Does the host see, without a wait, that all norms are finite, and so all their tensors?
+def readable(t: Tensor) -> bool:
+    """Can the host read these numbers without a wait? Not on a GPU and in a recording.
 
-    It does not on a GPU and in a recording. A norm of order 0 or less may be finite without."""
+    Args:
+        t: any tensor.
+    """
     return (
-        norm_type > 0
-        and norms.is_cpu
-        and type(norms) is Tensor
+        t.is_cpu
+        and type(t) is Tensor
         and not torch.compiler.is_compiling()
         and not kernel.recorders
-        and bool(torch.isfinite(norms).all())
     )
 
 

@@ -27,8 +27,9 @@ from .rounding import reference_random_bits, reference_round
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
-# Elements of one call of UpdateRule.fused: what it reads and writes stays in a CPU's cache.
-BATCH = 2**18
+# Elements of one call of UpdateRule.fused. Gradients that are scaled and kept are copied: so many at
+# once.
+BATCH = 2**24
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
 VALUES = struct.Struct(f"{MAX_VALUES}d")

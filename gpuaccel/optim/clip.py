@@ -54,6 +54,7 @@ from ..ops import (
     launch_squares,
     launches_for,
     new_state,
+    readable,
     reference_norms,
     reference_scale,
     unnamed,
@@ -345,7 +346,10 @@ def _by_torch(
         scales = torch.where(finite, scales, 1.0)
 
     def scale():
-        for group in range(len(scales)):
+        factors = scales.tolist() if readable(scales) else [None] * count
+        for group in range(count):
+            if factors[group] == 1:
+                continue
             members = grads
             if groups is not None:
                 members = [t for t, number in zip(grads, groups) if number == group]
