@@ -33,7 +33,6 @@ from .figures.access_panels import (
     Panel,
     Sheet,
     colour_of,
-    sectors_of,
 )
 from .figures.drawing import GREY, RED, WIDTH, bundle, plural, shorten, text_width
 from .figures.sliders import display_below_sliders
@@ -198,7 +197,7 @@ class AccessView:
 
     def _most_sectors(self, events):
         """The most sectors of one tensor that one access of all these threads touches."""
-        event, sector = sectors_of(events)
+        event, sector = self.trace.sectors_of(events)
         is_global = np.array([t.space == "global" for t in self.trace.tensors])
         kept = is_global[events["tensor"][event]]
         event, sector = event[kept], sector[kept]
@@ -214,7 +213,7 @@ class AccessView:
         for i, traced in enumerate(self.trace.tensors):
             some = events[events["tensor"] == i]
             if traced.space == "global":
-                event, sector = sectors_of(some)
+                event, sector = self.trace.sectors_of(some)
                 cells = ((sector,), some["step"][event], MOST_SECTORS)
             else:
                 cells = ((some["offset"] // (4 * BANKS),), some["step"], MOST_ROWS)

@@ -73,6 +73,8 @@ def _options(path) -> dict:
         options = json.loads((path / "run.json").read_text())
     except (OSError, ValueError):
         return {}
+    if not isinstance(options, dict):
+        return {}
     return {name: value for name, value in options.items() if name not in ("config", "bpe")}
 
 
@@ -80,22 +82,22 @@ def _readings(rows):
     """The rows as the meter's readings. A resumed run's clock goes on."""
     earlier = previous = 0.0
     for row in rows:
-        seconds = row.get("seconds", 0.0)
+        seconds = row.get("seconds") or 0.0
         if seconds < previous:
             earlier += previous
         previous = seconds
         norm, clipped = row.get("norm"), row.get("clipped_norm")
         yield Reading(
             step=row["step"],
-            tokens=int(row.get("tokens", 0)),
+            tokens=int(row.get("tokens") or 0),
             seconds=earlier + seconds,
-            tokens_per_s=row.get("tokens_per_s", 0.0),
-            step_ms=row.get("step_ms", 0.0),
+            tokens_per_s=row.get("tokens_per_s") or 0.0,
+            step_ms=row.get("step_ms") or 0.0,
             loss=row.get("loss"),
             loss_step=row["step"],
             val_loss=row.get("val_loss"),
             norms=() if norm is None else ((0, norm, clipped),),
-            stages=row.get("stages", {}),
+            stages=row.get("stages") or {},
         )
 
 

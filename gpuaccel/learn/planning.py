@@ -26,6 +26,7 @@ from ..distributed.failures import (
     checkpoints,
 )
 from ..distributed.plan import (
+    BACKWARD,
     BUCKET_SIZES,
     PASS_SLOW,
     Link,
@@ -41,7 +42,7 @@ from ..notebook import notebook_shell
 from ..training.models import preset
 from . import recorded
 from .figures import plan_figure
-from .figures.drawing import Figure, Ink, Table
+from .figures.drawing import Figure, Ink, Table, plural
 from .figures.sliders import display_below_sliders
 
 MODEL = "llama-350m"
@@ -310,8 +311,10 @@ def inputs(
     Raises:
         ArgumentError: for what is neither recorded nor entered, and for values that cannot be.
     """
+    if micro_batches < 1:
+        raise ArgumentError(f"micro_batches is {micro_batches}; expected 1 or more")
     module, known = meta_model(model), calibrated()
-    machine = known.machine if known else Machine()
+    machine = known.machine if known else Machine(link=Link(latency_us=HOP_US))
     measured, entered = [], []
     if step_ms is not None:
         micro_ms = step_ms / micro_batches
@@ -331,6 +334,8 @@ def inputs(
         )
     if link_GBs is not None:
         entered.append(f"the link between the GPUs of a machine, {link_GBs:g} GB/s")
+        if known:
+            measured.append(f"{machine.start_us:.0f} us for each collective")
         machine = dataclasses.replace(machine, link=dataclasses.replace(machine.link, GBs=link_GBs))
     elif known:
         measured.append(
@@ -479,10 +484,12 @@ class explore:
             rates[name] = [(p.gpus, p.rate) for p in points]
         p = predict(workload, machine, v["gpus"], bucket_mb=v["bucket_mb"])
         title = (
-            f"Predicted: {workload.name} on {p.gpus:,} GPUs, {p.step_ms:.1f} ms for each step, "
+            f"Predicted: {workload.name} on {plural(p.gpus, 'GPU')}, {p.step_ms:.1f} ms for each "
+            f"step, "
             f"{p.rate:.0%} of one GPU's throughput"
         )
-        return plan_figure.plan(title, rates, p.gpus, p, workload.tail_ms)
+        backward_ms = BACKWARD * workload.micro_ms
+        return plan_figure.plan(title, rates, p.gpus, p, backward_ms, workload.tail_ms)
 
     def __repr__(self):
         return repr(self.picture())

@@ -213,8 +213,9 @@ def _measured_here() -> str:
 
 
 def _dicts(values) -> dict:
-    """The items of a dictionary (or None) whose values are dictionaries."""
-    return {name: value for name, value in (values or {}).items() if isinstance(value, dict)}
+    """The items of a dictionary whose values are dictionaries; {} for anything else."""
+    items = values.items() if isinstance(values, dict) else ()
+    return {name: value for name, value in items if isinstance(value, dict)}
 
 
 def _names(variants) -> list:
@@ -248,12 +249,10 @@ def clipping(dtype: str = "float32") -> "Table | Recorded":
         dtype: of the gradients.
     """
     run = recorded("clip")
-    over = run.get(dtype, "over") or {}
-    under = run.get(dtype, "under") or {}
-    host = run.get(dtype, "host") or {}
+    over, under, host = (_dicts(run.get(dtype, part)) for part in ("over", "under", "host"))
 
     def ms(result):
-        value = (result.get("launched") or {}).get("ms") if isinstance(result, dict) else None
+        value = (result.get("launched") or {}).get("ms") if result else None
         return "-" if value is None else f"{value:.2f} ms"
 
     rows = []

@@ -321,5 +321,10 @@ def _copied(row, direction):
         return "none"
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= scale:
-            return f"{size / scale:.3g} {unit} in {count:,}"
+            amount = size / scale
+            return (
+                f"{amount:,.0f} {unit} in {count:,}"
+                if amount >= 999.5
+                else f"{amount:.3g} {unit} in {count:,}"
+            )
     return f"{size} bytes in {count:,}"

@@ -33,8 +33,8 @@ from ..errors import ArgumentError
 _PEAKS: list[tuple[str, float | None, float, float]] = [
     (r"GB200", 2500e12, 2500e12, 80e12),
     (r"B200", 2250e12, 2250e12, 75e12),
+    (r"H[12]00 NVL", 835e12, 835e12, 60e12),
     (r"GH200|H200", 989e12, 989e12, 67e12),
-    (r"H100 NVL", 835e12, 835e12, 60e12),
     (r"H100 PCIe", 756e12, 756e12, 51e12),
     (r"H100|H800", 989e12, 989e12, 67e12),
     (r"H20", 148e12, 148e12, 44e12),
@@ -69,7 +69,8 @@ def peak_flops(device, dtype=torch.bfloat16) -> float | None:
 
 
 def _peak_of(name: str, dtype) -> float | None:
-    if "Laptop" in name:
+    # Slower, faster, or a part of the GPU with the same first words.
+    if re.search(r"\b(Laptop|MIG|Ti|SUPER|D)\b", name):
         return None
     for pattern, bf16, fp16, fp32 in _PEAKS:
         if re.search(rf"\b({pattern})\b", name):

@@ -25,7 +25,7 @@ from .build import ZEROED, compiler, fill_pattern, text_line
 from .build import program as built
 from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
-from .tracing import EVENT, Trace, Traced, groups
+from .tracing import EVENT, SECTOR, Trace, Traced, groups
 
 # Bytes around each tensor in which an access is still reported under its name.
 ZONE = 1 << 16
@@ -173,12 +173,15 @@ class Array:
     """A tensor or variable that a kernel may access: the bytes [lo, hi).
 
     Args:
-        itemsize, dtype: of an element; dtype "" where the type is not known shift: what is added to
-            an address of the original to get that of its copy
+        itemsize, dtype: of an element; dtype "" where the type is not known
+        lead: see Traced
+    Attributes:
+        shift: what is added to an address of the original to get that of its copy
     """
 
-    def __init__(self, name, lo, hi, itemsize, dtype, kind=GLOBAL, readonly=False):
+    def __init__(self, name, lo, hi, itemsize, dtype, kind=GLOBAL, readonly=False, lead=0):
         self.name = name
+        self.lead = lead
         self.lo = lo
         self.hi = hi
         self.itemsize = itemsize
@@ -194,7 +197,8 @@ class Array:
         lo = tensor.data_ptr()
         size = tensor.element_size()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(name, lo, lo + tensor.numel() * size, size, dtype, readonly=readonly)
+        hi, lead = lo + tensor.numel() * size, tensor.storage_offset() * size % SECTOR
+        return cls(name, lo, hi, size, dtype, readonly=readonly, lead=lead)
 
     @property
     def elements(self) -> int:
@@ -869,6 +873,7 @@ def record(
             array.itemsize,
             array.dtype or "byte",
             "shared" if array.kind == SHARED else "global",
+            array.lead,
         )
         for array, *_ in (session.members[i] for i in kept)
     ]

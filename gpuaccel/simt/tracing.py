@@ -9,8 +9,8 @@
 How requests are counted. The threads of a warp that reach one place in the code for the n-th time
 make one request together.
 
-Global memory serves a request in sectors of 32 bytes. They are counted from the tensor's first
-byte, because torch aligns tensors to more than that.
+Global memory serves a request in sectors of 32 bytes. They are counted from the first byte of the
+memory that a tensor or its base was given, which torch aligns to more than that.
 
 Shared memory has 32 banks. Each serves one 4-byte word at a time, and all threads that read the
 same word share it. A request therefore takes as many turns as the busiest bank has different words
@@ -84,6 +84,7 @@ class Traced:
         itemsize: bytes of one.
         dtype: in words.
         space: "global" or "shared".
+        lead: bytes from the beginning of a sector to the first one: 4 for x[1:] in fp32.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Traced:
     itemsize: int
     dtype: str
     space: str
+    lead: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,12 +236,30 @@ class Trace:
         rows["requested"] = np.bincount(row, events["bytes"], len(rows))
         rows["used"] = _covered(row, start, stop, len(rows))
         is_shared = np.array([t.space == "shared" for t in self.tensors] or [False])
-        sectors = _covered(row, start // SECTOR, -(-stop // SECTOR), len(rows))
+        lead = self._leads()[events["tensor"]]
+        first_sector, end = (start + lead) // SECTOR, -(-(stop + lead) // SECTOR)
+        sectors = _covered(row, first_sector, end, len(rows))
         rows["sectors"] = np.where(is_shared[rows["tensor"]], 0, sectors)
         in_shared = is_shared[events["tensor"]]
         bank_turns = turns_per_bank(events[in_shared], row[in_shared], len(rows))
         rows["bank_turns"] = bank_turns.max(axis=1, initial=0)
         return rows
+
+    def _leads(self) -> np.ndarray:
+        return np.array([t.lead for t in self.tensors] or [0], np.int64)
+
+    def sectors_of(self, events) -> "tuple[np.ndarray, np.ndarray]":
+        """For every sector that an event touches: the event's index, and the sector.
+
+        Args:
+            events: of known tensors. Sector 0 holds a tensor's first byte.
+        """
+        offset = events["offset"] + self._leads()[events["tensor"]]
+        first = offset // SECTOR
+        counts = (offset + events["bytes"] - 1) // SECTOR - first + 1
+        event = np.repeat(np.arange(len(events)), counts)
+        position = np.arange(len(event)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return event, first[event] + position
 
     def summary(self) -> "list[Use]":
         """One row per source line, tensor and kind of access, by line and then by kind."""

@@ -16,6 +16,7 @@ from pictures import contrast, rgb
 
 from gpuaccel.errors import ArgumentError
 from gpuaccel.learn import show
+from gpuaccel.learn.figures import access_panels
 from gpuaccel.simt.tracing import ATOMIC, EVENT, READ, WRITE, Trace, Traced
 
 
@@ -564,7 +565,7 @@ def test_a_kernel_is_run_on_copies_and_shown_with_the_lines_of_its_source():
     if not find_compiler()[0]:
         pytest.skip(find_compiler()[1])
     kernel = ga.compile(SAXPY)
-    x, y = torch.randn(2, 21)
+    x, y = torch.randn(21), torch.randn(21)
     before = y.clone()
     shown = show(kernel[3, 8], y, 2.0, x, 21)
     assert sorted(str(shown).splitlines()) == sorted(
@@ -578,6 +579,36 @@ def test_a_kernel_is_run_on_copies_and_shown_with_the_lines_of_its_source():
     assert "thread 4 of block 2 reads y[20]" in str(wrong)
     with pytest.raises(ArgumentError, match=r"write ga.show\(saxpy\[grid, block\]"):
         show(kernel, y, 2.0, x, 21)
+
+
+def test_a_view_begins_in_the_middle_of_a_sector():
+    """x[1:33] lies in bytes 4 to 131 of its memory: 5 sectors, 128 of their 160 bytes."""
+    import torch
+
+    import gpuaccel as ga
+    from gpuaccel.backends import find_compiler
+
+    if not find_compiler()[0]:
+        pytest.skip(find_compiler()[1])
+    kernel, x = ga.compile(SAXPY), torch.randn(64)
+    for first, sectors in (
+        (0, "4.0 sectors per request, 100%"),
+        (8, "4.0"),
+        (1, "5.0"),
+        (7, "5.0"),
+    ):
+        shown = show(kernel[1, 32], torch.randn(32), 2.0, x[first : first + 32], 32)
+        assert f"x read: 32 (1 per thread), {sectors}" in str(shown)
+    assert "5.0 sectors per request (at best 4.0), 80% of their bytes used" in str(shown)
+    trace = shown.trace
+    index = [traced.name for traced in trace.tensors].index("x")
+    events = trace.events
+    cells = access_panels.Panel(trace, index, events, events, events, range(32)).cells
+    # The first holds one element, seven are in front of it.
+    assert list(cells.sectors.values())[0] == (0, 4) and list(cells.sectors.values())[-1] == (
+        100,
+        128,
+    )
 
 
 # ---- in a notebook ------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import figures, recorded
-from gpuaccel.learn.figures import drawing
+from gpuaccel.learn import comparison, figures, layer_figures, recorded
+from gpuaccel.learn.figures import accumulate_figures, drawing
 from gpuaccel.measure import Ledger, Row, Span, timeline
 
 
@@ -160,6 +160,37 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
     assert (
         "NVIDIA H200" in str(table) and "1.50 ms" in str(table) and "<table" in table._repr_html_()
     )
+
+
+def test_what_is_damaged_counts_as_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
+    write_result(
+        tmp_path / "h200" / "clip.json",
+        json.dumps({**RESULT, "results": {"float32": {"over": [1], "under": 2}}}),
+    )
+    assert recorded.clipping().label
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "seconds": null, "tokens_per_s": null}\n')
+    (run / "run.json").write_text("[1]")
+    ((read, options),) = comparison.read_runs([run])
+    assert (read.last.step, options) == (1, {})
+
+
+def test_there_are_enough_colours_for_nine_lines():
+    nine = {f"l{i}": [(1, 1.0), (2, 2.0)] for i in range(9)}
+    assert figures.curves(nine, "t", "x", "y").drawn.count("<polyline") == 9
+    layer_figures.lines({"p": nine})
+    ends = figures.curves({"a": [(1, 1.0), (4, 2.0)], "b": [(1, 1.0), (16, 3.0)]}, "t", "n", "y")
+    assert "a 2 at 4 n, b 3 at 16 n" in text_of(ends)
+    assert figures.bars([("a", 1.0, "one")], "").drawn
+
+
+def test_every_row_of_a_batch_is_in_a_micro_batch():
+    drawn = accumulate_figures.micro_batches(10, 4).drawn
+    assert re.findall(r'"middle" font-weight="400"[^>]*>(\d+)<', drawn) == [*map(str, range(10))]
+    with pytest.raises(ArgumentError, match="pieces is 4; expected 1 to 3"):
+        accumulate_figures.micro_batches(3, 4)
 
 
 def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):

@@ -134,6 +134,16 @@ def test_entered_values_take_the_place_of_recorded_ones(known):
     assert "step on one GPU" not in words["measured"]
     with pytest.raises(ArgumentError, match="only llama-350m has a recorded step"):
         planning.inputs("gpt2-124m")
+    with pytest.raises(ArgumentError, match="micro_batches is 0; expected 1 or more"):
+        planning.inputs(micro_batches=0)
+    assert f"{known.machine.start_us:.0f} us for each collective" in words["measured"]
+
+
+def test_without_records_the_latency_is_what_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
+    inputs = planning.inputs(step_ms=100.0, link_GBs=300.0)
+    assert inputs.machine.link.latency_us == planning.HOP_US
+    assert f"{planning.HOP_US:g} us inside" in dict(inputs.sources)["assumed"]
 
 
 def test_the_picture_says_the_rates(known):
@@ -141,7 +151,10 @@ def test_the_picture_says_the_rates(known):
     assert words.startswith("Predicted: llama-350m on 8 GPUs")
     for name in planning.SUMS:
         assert name in words
-    text_of(planning.explore(gpus=1).picture())
+    alone = planning.explore(gpus=1).picture()
+    assert text_of(alone).startswith("Predicted: llama-350m on 1 GPU,")
+    backward_ms = planning.BACKWARD * known.workload.micro_ms
+    assert f"backward, {backward_ms:.1f} ms" in alone.drawn
     text_of(planning.explore(gpus=10_000, per_machine=1, network_GBs=1.0).picture())
     with pytest.raises(ArgumentError, match="gpus is 12; expected"):
         planning.explore(gpus=12)

@@ -12,6 +12,7 @@ import pytest
 
 from gpuaccel.errors import ArgumentError
 from gpuaccel.learn import LiveThroughput
+from gpuaccel.learn.figures import training_runs
 from gpuaccel.learn.figures.drawing import milliseconds, nice_ticks, norm_words, number, spread
 from gpuaccel.learn.figures.training_runs import KEEP, Run, picture
 from gpuaccel.learn.widgets import _listen_while_busy, _status
@@ -201,6 +202,27 @@ def test_a_spike_survives_a_long_run_and_memory_is_bounded():
     assert max(run.norms) == 9000
 
 
+def test_a_stage_that_is_called_other_keeps_its_time():
+    run = Run("a", "#123456")
+    run.add(Reading(1, 1, 1.0, 1.0, step_ms=100.0, stages={"forward": 40.0, "other": 20.0}))
+    assert training_runs._stages_and_gap(run) == {"forward": 40.0, "other": 60.0}
+
+
+def test_many_stages_share_colours():
+    run, stages = Run("a", "#123456"), {f"layer {i}": 1.0 for i in range(24)}
+    run.add(Reading(1, 1, 1.0, 1.0, 24.0, stages=stages))
+    drawn = picture([run])
+    assert all(f"layer {i}: 1.0 ms" in drawn for i in range(24))
+
+
+def test_the_numbers_of_an_axis_are_those_of_its_lines():
+    run = Run("a", "#123456")
+    for step in range(1, 11):
+        run.add(Reading(step, 100 * step, 0.1 * step, 1000.0, 100.0, loss=4 - step / 10))
+    words = re.findall(r'"end"[^>]*>([\d.K]+)<', picture([run]))
+    assert words[-5:] == ["3.00", "3.25", "3.50", "3.75", "4.00"]
+
+
 def test_a_late_norm_is_completed_when_its_other_half_arrives():
     run = Run("late", "#123456")
     run.add(Reading(3, 3, 1.0, 1.0, 1.0, norms=((1, 5.0, None),)))
@@ -218,8 +240,9 @@ def test_the_norm_is_in_the_status_line_before_and_after():
             (12345.0, 1.0),
             (float("nan"),) * 2,
             (float("inf"), 0.0),
+            (1050.0, 1000.0),
         )
-    ] == ["3.2 → 1", "0.5", "0.5", "12.3K → 1", "NaN", "∞ → 0"]
+    ] == ["3.2 → 1", "0.5", "0.5", "12.3K → 1", "NaN", "∞ → 0", "1.05K → 1K"]
     run = with_norms(3, lambda step: 3.21)
     assert "norm 3.2 → 1" in _status(run, None, 3)
     run.add(Reading(4, 4, 1.0, 1.0, 1.0, loss=float("nan")))

@@ -747,6 +747,17 @@ def _known_mistake(case, out) -> str:
 
 # ---- a Python function --------------------------------------------------------------------------
 
+# Operations whose answer, or the size of whose result, the host has to know.
+ASKING = {
+    "aten.equal",
+    "aten.allclose",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten._unique2",
+    "aten.unique_dim",
+    "aten.unique_consecutive",
+}
+
 
 class _Operations(TorchDispatchMode):
     """Counts operations of torch, and numbers that Python reads out of tensors.
@@ -759,6 +770,8 @@ class _Operations(TorchDispatchMode):
         self.numbers_read = 0
         # (shape, method) of each tensor that was copied to the host
         self.copied: "list[tuple]" = []
+        # what else the host waits for, in words: an answer, or the size of a result
+        self.asked: "list[str]" = []
         # names of the backward operations that were called, without autograd
         self.backwards: "list[str]" = []
         self.with_float64 = False
@@ -773,6 +786,12 @@ class _Operations(TorchDispatchMode):
         in_autograd = torch._C._current_graph_task_id() != -1
         self.with_autograd |= in_autograd
         name = str(func.overloadpacket)
+        if name in ASKING:
+            self.asked.append(f"calls {name.replace('aten._', '').replace('aten.', '')}()")
+        elif name in ("aten.index", "aten.index_put", "aten.index_put_") and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            self.asked.append("indexes with a mask")
         if name.endswith("_backward") and not in_autograd:
             self.backwards.append(f"torch.ops.{name}")
         result = func(*args, **(kwargs or {}))
@@ -784,6 +803,8 @@ class _Operations(TorchDispatchMode):
         if self.numbers_read:
             numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
             return f"it reads {numbers}: on a GPU the host waits for each"
+        if self.asked:
+            return f"it {self.asked[0]}: on a GPU the host waits for the result or for its size"
         if not self.copied:
             return ""
         count = len(self.copied)

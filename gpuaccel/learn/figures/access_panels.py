@@ -78,15 +78,6 @@ def colour_of(thread):
     return WARP_COLOURS[thread // WARP % len(WARP_COLOURS)]
 
 
-def sectors_of(events):
-    """For every sector that an event touches: the event's index, and the sector."""
-    first = events["offset"] // SECTOR
-    counts = (events["offset"] + events["bytes"] - 1) // SECTOR - first + 1
-    event = np.repeat(np.arange(len(events)), counts)
-    position = np.arange(len(event)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return event, first[event] + position
-
-
 def _rows(events, *names):
     return zip(*(events[name].tolist() for name in names))
 
@@ -127,7 +118,7 @@ class Panel:
             self.bank_turns = int(trace.requests(drawn)["bank_turns"].max(initial=0))
             self.small = False
         else:
-            self.cells = Cells(self.traced, frame)
+            self.cells = Cells(trace, self.traced, frame)
             few_cells = self.cells.bytes <= 40 * self.traced.itemsize
             self.small = len(threads) <= WARP and few_cells
         # from the title to the threads
@@ -241,13 +232,14 @@ class Cells:
 
     Sectors far from every access are left out."""
 
-    def __init__(self, traced, events):
+    def __init__(self, trace, traced, events):
         self.item = traced.itemsize
         self.end = traced.elements * traced.itemsize
-        touched = set(sectors_of(events)[1].tolist())
+        self.lead = traced.lead
+        touched = set(trace.sectors_of(events)[1].tolist())
         low = int(events["offset"].min())
         high = int((events["offset"] + events["bytes"]).max())
-        sectors = -(-self.end // SECTOR)
+        sectors = -(-(self.end + self.lead) // SECTOR)
         ends = {min(touched) - 1, max(touched) + 1}
         neighbours = {s for s in ends if 0 <= s < sectors and len(touched) <= 2}
         if sectors <= max(5, len(touched)):
@@ -260,12 +252,18 @@ class Cells:
         # sector -> its first and last byte that exist or are touched
         self.sectors = {}
         for s in sorted(visible):
-            first = max(SECTOR * s, min(0, low)) // self.item * self.item
-            last = -(-min(SECTOR * s + SECTOR, max(self.end, high)) // self.item) * self.item
+            first = max(self._first_byte(s), min(0, low)) // self.item * self.item
+            last = -(-min(self._first_byte(s + 1), max(self.end, high)) // self.item) * self.item
             self.sectors[s] = (first, last)
         self.bytes = sum(last - first for first, last in self.sectors.values())
         # stretches of sectors without a gap
         self.stretches = sum(s - 1 not in visible for s in visible)
+
+    def _first_byte(self, sector):
+        return SECTOR * sector - self.lead
+
+    def _sector(self, byte):
+        return (byte + self.lead) // SECTOR
 
     def place(self, left, right):
         """Decide where each sector stands between left and right."""
@@ -291,18 +289,19 @@ class Cells:
                     if skip > 10:
                         self.dots.append(x + skip / 2 - gap / 2)
                     x += skip
-            self.start[s] = x - (first - SECTOR * s) * self.scale
+            self.start[s] = x - (first - self._first_byte(s)) * self.scale
             x += (last - first) * self.scale + edge * (first < self.end < last)
             previous = s
-        if SECTOR * (order[-1] + 1) < self.end:
+        if self._first_byte(order[-1] + 1) < self.end:
             self.dots.append(x + 7.5)
 
     def x(self, byte):
         """Where a byte begins."""
-        sector = byte // SECTOR
+        sector = self._sector(byte)
+        first = self._first_byte(sector)
         # past the end, in the sector that holds the end
-        crossed = SECTOR * sector < self.end <= byte
-        return self.start[sector] + byte % SECTOR * self.scale + 9.0 * crossed
+        crossed = first < self.end <= byte
+        return self.start[sector] + (byte - first) * self.scale + 9.0 * crossed
 
     def span(self, offset, size):
         """Where `size` bytes begin and end."""
@@ -334,7 +333,7 @@ class Cells:
         if 0 in self.sectors:
             colour = RED if min(touched, default=0) < 0 else GREY
             sheet.boxes([(self.x(0) - 4.5, y - 4, 1.6, CELL + 8)], colour)
-        if (self.end - 1) // SECTOR in self.sectors:
+        if self._sector(self.end - 1) in self.sectors:
             colour = RED if max(touched, default=0) * self.item >= self.end else GREY
             x = self.x(self.end - 1) + self.scale + 3
             sheet.boxes([(x, y - 4, 1.6, CELL + 8)], colour)
@@ -375,7 +374,7 @@ class Cells:
         free = -1e9
         for e in elements:
             first_outside = touched.get(e) == RED != touched.get(e - 1)
-            if e * self.item % SECTOR == 0 or e == elements[0] or first_outside:
+            if (e * self.item + self.lead) % SECTOR == 0 or e == elements[0] or first_outside:
                 width = 1.1 * text_width(f"{e:,}", 9.5)
                 x = min(self.x(e * self.item), WIDTH - width)
                 if x > free:

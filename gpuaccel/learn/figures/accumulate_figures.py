@@ -4,25 +4,33 @@ accumulate_figures.micro_batches(rows=8, pieces=4)
 accumulate_figures.chunks([("a", 5), ("b", 12), ("c", 3)], chunk=8)
 """
 
+import torch
+
+from ...errors import ArgumentError
 from .drawing import RUN_COLOURS, WHITE, WIDTH, Figure, Ink
 
 
 def micro_batches(rows: int, pieces: int) -> Figure:
-    """A batch of `rows` rows, cut into pieces; a backward of each; one sum; one optimizer step."""
+    """A batch of `rows` rows, cut into pieces; a backward of each; one sum; one optimizer step.
+
+    Raises:
+        ArgumentError: for fewer rows than pieces, and for no piece.
+    """
+    if not 1 <= pieces <= rows:
+        raise ArgumentError(f"pieces is {pieces}; expected 1 to {rows}, the number of rows")
     ink = Ink()
     left, gap = 96, 18
     width = (WIDTH - left - gap * (pieces - 1)) / pieces
     labels = ((37, "batch"), (91, "backward"), (147, "sum"), (203, "optimizer"))
     for y, words in labels:
         ink.text(0, y, words, 12.5, weight=600)
-    each = rows / pieces
-    for piece in range(pieces):
+    # As TrainStep cuts a batch.
+    for piece, numbers in enumerate(torch.arange(rows).tensor_split(pieces)):
         colour = RUN_COLOURS[piece % len(RUN_COLOURS)]
         x = left + piece * (width + gap)
-        step = width / each
-        for row in range(int(each)):
+        step = width / len(numbers)
+        for row, number in enumerate(numbers.tolist()):
             ink.rect(x + row * step, 22, step - 3, 22, colour, rx=4)
-            number = int(piece * each + row)
             ink.text(x + row * step + (step - 3) / 2, 37, number, 11.5, WHITE, "middle")
         middle = x + width / 2
         ink.text(middle, 14, f"micro-batch {piece}", 11.5, colour, "middle", 600)

@@ -4,6 +4,7 @@ figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "rela
 figures.norms({"block 0": (3.2, 1.0)}, 1.0)     # before and after clipping
 """
 
+import itertools
 import math
 
 from .drawing import (
@@ -51,7 +52,7 @@ def curves(
         ink.text(place(x, 10.0**y0)[0], bottom + 17, f"{x:g}", 11, ink.soft, "middle")
     ink.text(right + 24, bottom + 17, x_label, 11.5, ink.soft)
     ends = []
-    for (name, line), colour in zip(lines.items(), RUN_COLOURS):
+    for (name, line), colour in zip(lines.items(), itertools.cycle(RUN_COLOURS)):
         places = [place(x, y) for x, y in line if x > 0 and y > 0]
         if places:
             ink.polyline(places, colour, 2.2)
@@ -60,8 +61,14 @@ def curves(
             ends.append((name, colour, places[-1][1]))
     for (name, colour, _), y in zip(ends, spread([y for _, _, y in ends], 16, top, bottom)):
         ink.text(right + 14, y + 4, name, 12, colour, weight=600)
-    last = ", ".join(f"{name} {line[-1][1]:.2g}" for name, line in lines.items() if line)
-    return Figure(ink, bottom + 26, f"{title}: at {all_x[-1]:g} {x_label} {last}")
+    last = {name: line[-1] for name, line in lines.items() if line}
+    if len({x for x, _ in last.values()}) == 1:
+        words = f"at {all_x[-1]:g} {x_label} " + ", ".join(
+            f"{k} {y:.2g}" for k, (_, y) in last.items()
+        )
+    else:
+        words = ", ".join(f"{k} {y:.2g} at {x:g} {x_label}" for k, (x, y) in last.items())
+    return Figure(ink, bottom + 26, f"{title}: {words}")
 
 
 def bars(

@@ -10,6 +10,7 @@ downwards.
 """
 
 import math
+import re
 from html import escape
 
 # Colours that stay apart for colour-blind eyes (after Okabe and Ito) and are readable on white and
@@ -81,7 +82,12 @@ def number(value, unit="") -> str:
 
 def axis_number(value) -> str:
     """The same for an axis, without the zeros behind the point."""
-    return number(value).replace(".00", "").replace(".0", "")
+    return _short(number(value))
+
+
+def _short(words):
+    """Without zeros that end a number's decimals: 1.00K is 1K, and 1.05K stays."""
+    return re.sub(r"\.0+(?!\d)", "", words)
 
 
 def microseconds(us: float) -> str:
@@ -100,7 +106,8 @@ def milliseconds(ms) -> str:
 
 def gigabytes(count) -> str:
     """A number of bytes in words: 1.5 GB, 12 MB."""
-    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
+    megabytes = count / 2**20
+    return f"{megabytes / 1024:.1f} GB" if megabytes >= 1023.5 else f"{megabytes:.0f} MB"
 
 
 def norm_words(before, after) -> str:
@@ -115,7 +122,7 @@ def _norm_digits(norm):
         return "NaN"
     if math.isinf(norm):
         return "∞"
-    return f"{norm:.2g}" if norm < 100 else number(norm).replace(".0", "")
+    return f"{norm:.2g}" if norm < 99.5 else _short(number(norm))
 
 
 def power_of_ten(exponent) -> str:
@@ -322,7 +329,7 @@ class Ink:
 
     def title(self, y, words):
         """A heading at the left edge, in bold, and smaller where it would not fit."""
-        size = 13 * min(1.0, WIDTH / (1.12 * text_width(words, 13)))
+        size = 13 * min(1.0, WIDTH / max(1.0, 1.12 * text_width(words, 13)))
         self.text(0, y, words, f"{size:.1f}".removesuffix(".0"), weight=600)
 
     def legend(self, y, entries):

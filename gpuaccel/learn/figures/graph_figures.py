@@ -13,6 +13,7 @@ Each is a Figure.
 """
 
 import functools
+import itertools
 import math
 import re
 
@@ -107,7 +108,7 @@ def queue(runs: "dict[str, list[Span]]", title: str = "") -> Figure:
         y += 21
     ink.legend(y, [SPAN_STYLES["launch"], KERNEL_STYLE, (GREY, 0.25, "the GPU waits")])
     y += 25
-    for (name, spans), colour in zip(runs.items(), RUN_COLOURS):
+    for (name, spans), colour in zip(runs.items(), itertools.cycle(RUN_COLOURS)):
         counts = timeline.facts(spans)
         launches = plural(counts["launches"], "launch")
         share = f"the GPU works {counts['gpu_busy']:.0%} of it" if counts["gpu_busy"] else ""
@@ -421,7 +422,7 @@ def launches(runs: "dict[str, list[Span]]", title: str, launched: int = 12) -> F
     ink.legend(37, legend_of(runs))
     y = 62.0
     length = None
-    for (name, spans), colour in zip(runs.items(), RUN_COLOURS):
+    for (name, spans), colour in zip(runs.items(), itertools.cycle(RUN_COLOURS)):
         summary = _launch_summary(spans)
         summaries.append(f"{name}: {summary}")
         ink.text(0, y, name, 12.5, colour, weight=600)

@@ -19,6 +19,7 @@ allocations by torch's profiler.
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 
@@ -87,7 +88,8 @@ def lines(
     if title:
         ink.title(16, title)
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    colours = dict(zip([name for name in names if name not in dashed], RUN_COLOURS))
+    coloured = [name for name in names if name not in dashed]
+    colours = dict(zip(coloured, itertools.cycle(RUN_COLOURS)))
     colours |= dict.fromkeys(dashed, GREY)
     width = (WIDTH - 24 * (len(panels) - 1)) / len(panels)
     # space for the names behind the last panel

@@ -1,9 +1,11 @@
 """A predicted step on N GPUs: throughput of each GPU over N, and the backward that communicates.
 
-    plan_figure.plan("64 GPUs", rates, 64, prediction, tail_ms=4.5)
+    plan_figure.plan("64 GPUs", rates, 64, prediction, backward_ms=14.9, tail_ms=4.5)
 
 `rates` and `prediction` are made by distributed/plan.py.
 """
+
+import itertools
 
 from ...distributed.plan import Prediction
 from .drawing import (
@@ -30,6 +32,7 @@ def plan(
     rates: "dict[str, list[tuple[int, float]]]",
     gpus: int,
     prediction: Prediction,
+    backward_ms: float,
     tail_ms: float,
 ) -> Figure:
     """Two panels: throughput over the number of GPUs, and the last micro-batch's backward.
@@ -39,12 +42,13 @@ def plan(
         rates: how sums are made -> (GPUs, share of the throughput of one GPU that trains alone).
         gpus: the number that the second panel is about.
         prediction: of the step with so many GPUs.
+        backward_ms: of a micro-batch that does not communicate.
         tail_ms: clipping and the update.
     """
     ink = Ink()
     ink.title(15, title)
     _rates(ink, rates, gpus, 46, 206)
-    end = _last_backward(ink, prediction, tail_ms, 262)
+    end = _last_backward(ink, prediction, backward_ms, tail_ms, 262)
     words = "; ".join(
         f"{name} {dict(points)[gpus]:.0%}" for name, points in rates.items() if gpus in dict(points)
     )
@@ -69,7 +73,7 @@ def _rates(ink, rates, gpus, top, bottom):
         ink.text(x, bottom + 17, f"{count:,}", 11, ink.soft, "middle", weight)
     ink.text(RIGHT + 24, bottom + 17, "GPUs", 11.5, ink.soft)
     ends = []
-    for (name, points), colour in zip(rates.items(), RUN_COLOURS):
+    for (name, points), colour in zip(rates.items(), itertools.cycle(RUN_COLOURS)):
         places = [place(*point) for point in points]
         ink.polyline(places, colour, 2.2)
         for x, y in places:
@@ -82,10 +86,10 @@ def _rates(ink, rates, gpus, top, bottom):
         ink.segment(x, top, x, bottom, ink.strong, 1.4, dash="4 4")
 
 
-def _last_backward(ink, prediction, tail_ms, y):
+def _last_backward(ink, prediction, backward_ms, tail_ms, y):
     """The bars of one rank; returns where they end."""
     buckets = prediction.buckets
-    backward = buckets[-1][0] if buckets else 0.0
+    backward = buckets[-1][0] if buckets else backward_ms
     end = backward + prediction.exposed_ms
     over_all = end + prediction.waiting_ms
     longest = (over_all + tail_ms) or 1.0

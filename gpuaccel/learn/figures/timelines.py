@@ -3,6 +3,8 @@
 figures.timeline({"item": timeline.tail(run)})  # where the host waits for the GPU
 """
 
+import itertools
+
 from ...measure import timeline as measured
 from .drawing import (
     BLUE,
@@ -51,7 +53,7 @@ def timeline(
     ink.legend(37, legend_of(runs))
     y = 62.0
     enlarged = False
-    for (name, spans), colour in zip(runs.items(), RUN_COLOURS):
+    for (name, spans), colour in zip(runs.items(), itertools.cycle(RUN_COLOURS)):
         summary = _summary(spans)
         summaries.append(f"{name}: {summary}")
         ink.text(0, y, name, 12.5, colour, weight=600)

@@ -13,6 +13,7 @@ Each is a Figure. Words stand for tokens, so that a picture can be read; their n
 places in the alphabet.
 """
 
+import itertools
 import math
 import struct
 
@@ -314,7 +315,7 @@ def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") 
         ink.text(x, bottom + 17, f"{steps} steps", 11, ink.soft, "end")
     ends = []
     summaries = []
-    for (name, pair), colour in zip(pairs.items(), (ORANGE, GREEN, *RUN_COLOURS)):
+    for (name, pair), colour in zip(pairs.items(), itertools.cycle((ORANGE, GREEN, *RUN_COLOURS))):
         for run, width, dash in zip(pair, (2.0, 1.2), (None, "3 2")):
             points = [place_loss(i, loss) for i, loss in enumerate(run) if math.isfinite(loss)]
             ink.polyline(points, colour, width, dash=dash)

@@ -6,6 +6,7 @@ picture([run])                       # inline SVG in the page's colours, light o
 picture([run], themed=False)         # an image of its own, in colours that suit both
 """
 
+import itertools
 import math
 import statistics
 from typing import NamedTuple
@@ -271,6 +272,8 @@ class _Panel:
         ink.text(left - 38, top - 14, title, 12.5, weight=600)
         step = self.ticks[1] - self.ticks[0]
         decimals = max(0, -math.floor(math.log10(step)))
+        # A step of 0.25 needs one more than 0.2.
+        decimals += abs(round(step, decimals) - step) > 1e-6 * step
         for tick in self.ticks:
             y = self.place(0, tick)[1]
             ink.line(left, y, right, y, opacity=0.9 if tick == self.ticks[0] else 0.45)
@@ -418,7 +421,7 @@ def _draw_stages(ink, runs, top):
     if not rows:
         return top
     names = list(dict.fromkeys(name for _, stages in rows for name in stages))
-    spare = iter(SPARE_COLOURS * 4)
+    spare = itertools.cycle(SPARE_COLOURS)
     colours = {name: STAGE_COLOURS.get(name) or next(spare) for name in names}
     ink.text(0, top + 14, "Time of one step", 12.5, weight=600)
     x = WIDTH - sum(text_width(name, 11.5) + 32 for name in names) + 14
@@ -452,7 +455,7 @@ def _stages_and_gap(run):
     total = sum(stages.values())
     gap = (run.last.step_ms if run.last else 0) - total
     if gap > 0.03 * total:
-        stages["other"] = gap
+        stages["other"] = stages.get("other", 0.0) + gap
     return stages
 
 
