@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ArgumentError, RankError
 from ..measure import LateValue
 from ..ops import CHUNK
-from ..optim import Arena, GradientAccumulator
+from ..optim import Arena, DeviceOptimizer, GradientAccumulator
 from . import collectives
 from .config import Distributed
 
@@ -31,6 +31,8 @@ COMPARED = (
     "find_nonfinite_rank",
     "peer_to_peer",
 )
+# And of optimizers of ours, beside those of their groups.
+OF_OPTIMIZER = ("max_norm", "scope", "on_nonfinite", "stochastic_rounding", "seed")
 
 
 # ---- the start -----------------------------------------------------------------------------------
@@ -62,6 +64,8 @@ def compare(config: Distributed, arena: Arena, opt, settings: "dict[str, str]"):
     rows = [("ranks", f"{config.world}"), ("the optimizer", type(opt).__name__)]
     rows += [(name, str(getattr(config, name))) for name in COMPARED]
     rows += settings.items()
+    if isinstance(opt, DeviceOptimizer):
+        rows += [(f"{name} of the optimizer", str(getattr(opt, name))) for name in OF_OPTIMIZER]
     for segment, p in zip(arena.segments, arena.params):
         rows.append(
             (
@@ -89,7 +93,9 @@ def broadcast_weights(config: Distributed, arena: Arena):
     for t in [arena.weights, arena.bf16_weights, *(t.data for _, t in _not_trained(arena))]:
         if t is not None and t.numel():
             contiguous = t if t.is_contiguous() else t.contiguous()
-            collectives.broadcast(contiguous, group_src=0, group=config.group)
+            # As bytes: gloo and NCCL do not know all dtypes.
+            octets = contiguous.view(-1).view(torch.uint8)
+            collectives.broadcast(octets, group_src=0, group=config.group)
             if contiguous is not t:
                 t.copy_(contiguous)
     arena.weights_written()

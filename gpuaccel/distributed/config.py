@@ -150,7 +150,7 @@ class Distributed:
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ArgumentError("this process is not a member of the group it was given")
-            self.backend = str(dist.get_backend(group))
+            self.backend = _backend_of(group)
 
     @property
     def needs_reducer(self) -> bool:
@@ -164,3 +164,10 @@ class Distributed:
             f"Distributed(rank {self.rank} of {self.world}, {self.backend}, {mode}"
             f"{', sharded' * self.sharded})"
         )
+
+
+def _backend_of(group: "dist.ProcessGroup | None") -> str:
+    """A group's backend; of one that has several, that of the GPUs where torch sees some."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    device = "cuda" if torch.cuda.is_available() and "cuda" in backends else "cpu"
+    return backends.get(device) or next(iter(backends.values()))

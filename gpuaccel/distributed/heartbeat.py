@@ -34,15 +34,15 @@ group_heartbeats: "Heartbeats | None" = None
 launched_rank: "LaunchedRank | None" = None
 
 
-def heartbeat(steps: int, default_group: bool = True):
+def heartbeat(steps: int, group: "dist.ProcessGroup | None" = None):
     """This rank is about to enter a collective. steps: backwards that are over since the last one.
 
     Args:
-        default_group: whether all ranks of the default group enter it.
+        group: whose ranks enter it; None: those of the default group.
     """
     if launched_rank is not None:
-        launched_rank.heartbeat(steps)
-    if default_group and group_heartbeats is not None:
+        launched_rank.heartbeat(steps, group)
+    if group is None and group_heartbeats is not None:
         group_heartbeats.increment()
 
 

@@ -169,7 +169,7 @@ class PeerToPeer:
             # Somebody knows the buffers' addresses. A second accumulator will be refused.
             return None
         began = time.monotonic()
-        heartbeat.heartbeat(0, config.group is None)
+        heartbeat.heartbeat(0, config.group)
         try:
             return cls._of(config, arena)
         except dist.DistError as error:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import takes
-from ..errors import ArgumentError, RankError
+from ..errors import ArgumentError, NonFiniteError, RankError
 from ..ops import MAX_TENSORS, accumulate_kernel, clip_kernel, tensors_of_launch
 from ..optim import Arena, BackwardListener, DeviceOptimizer, GradientAccumulator
 from . import collectives, heartbeat
@@ -133,7 +133,12 @@ class ReducerBase:
         self.nonfinite = NonFiniteSearch(config, arena, self.p2p)
         masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
         self.weight_check = WeightCheck(config, arena, masters)
-        self.count_dtype = torch.int64
+        # Of the tokens that loss_fn counts; None: not known on this rank, or they are not counted.
+        self.count_dtype: "torch.dtype | None" = None
+        # Whether it returns means, without tokens; None: not known.
+        self.means: "bool | None" = None
+        # This step's gradients are summed, and no error has ended a step since the last whole one.
+        self.summed = self.left = False
         if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
             opt.explain_skip = self._explain_skip
 
@@ -208,24 +213,40 @@ class ReducerBase:
             rows: of this rank's batch, a number or a tensor.
 
         Returns:
-            (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens is None where
-            loss_fn returns means.
+            (loss, tokens, rows, micro-batches), () tensors over all ranks, the loss in fp32, the
+            others in fp64: a rank that has had no batch does not know the dtype of the tokens.
+            tokens is None where loss_fn returns means.
         """
         if not self._capturing():
             self.heartbeat()
-        means = loss is not None and tokens is None
+        if loss is not None:
+            self.means = tokens is None
+        if tokens is not None:
+            self.count_dtype = tokens.dtype
         self.accumulator.finish()
         totals = self._reduce(loss, tokens, rows, micro_batches)
-        self.used.expose()
-        if means:
-            tokens = None
-        else:
-            tokens = torch.where(
-                totals.counted > 0,
-                totals.tokens.to(self.count_dtype),
-                totals.micro_batches.to(self.count_dtype),
-            )
+        self.summed = True
+        try:
+            self.used.expose()
+        except ArgumentError:
+            # The other ranks may go on with a tensor less.
+            self.broken = self.broken or (self.world > 1 and not self._capturing())
+            raise
+        means = self.means
+        if means is None and not self.cuda:
+            means = not totals.counted
+        tokens = None
+        if not means:
+            tokens = torch.where(totals.counted > 0, totals.tokens, totals.micro_batches)
         return totals.loss, tokens, totals.rows, totals.micro_batches
+
+    def as_counted(self, tokens: "Tensor | None") -> "Tensor | None":
+        """The tokens of all ranks in the dtype in which loss_fn counts them, if that is known.
+
+        Args:
+            tokens: of reduce().
+        """
+        return tokens if tokens is None or self.count_dtype is None else tokens.to(self.count_dtype)
 
     def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
         """The order of summation decides."""
@@ -233,8 +254,6 @@ class ReducerBase:
 
     def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
         """StepTotals.message() of what this rank has."""
-        if tokens is not None:
-            self.count_dtype = tokens.dtype
         counted = 0 if tokens is None else micro_batches
         values = (loss, tokens, rows, micro_batches, counted)
         return StepTotals.message(values, self.arena.device)
@@ -242,6 +261,7 @@ class ReducerBase:
     def after_step(self):
         """The update is over; weights are compared every `check_every` steps: RankError."""
         self.steps += 1
+        self.summed = self.left = False
         with torch.no_grad():
             self.weight_check.after_step(self.steps)
 
@@ -252,7 +272,11 @@ class ReducerBase:
         Raises:
             RankError: where the error is a collective's, because another rank is lost.
         """
-        self.broken = self.broken or self._sent_something()
+        # The norm is that of all ranks, and so is this error.
+        if not (self.summed and isinstance(error, NonFiniteError)):
+            self.broken = self.broken or self._sent_something()
+            self.left = True
+        self.summed = False
         self._forget_step()
         self.nonfinite.forget()
         if isinstance(error, dist.DistError):
@@ -273,12 +297,13 @@ class ReducerBase:
         """The step is closed. The process group stays.
 
         Args:
-            alone: by an error, so that the other ranks may not do the same.
+            alone: by an error, so that the other ranks may not do the same. So it is where the
+                last step has ended with an error.
         """
         if isinstance(self.opt, DeviceOptimizer):
             self.opt.explain_skip = None
         if self.sharded:
-            self.opt.unshard(discard=alone or self.broken)
+            self.opt.unshard(discard=alone or self.broken or self.left)
 
     # ---- what may be asked ----
 
@@ -298,12 +323,12 @@ class ReducerBase:
     def heartbeat(self, steps: int = 1):
         """This rank is about to enter a collective. steps: 1 when a step's backward is over; 0 at
         the start and between the micro-batches of ordered mode."""
-        heartbeat.heartbeat(steps, self.group is None)
+        heartbeat.heartbeat(steps, self.group)
 
     def asked_to_stop(self) -> bool:
         """Whether ga.launch has asked all ranks to stop after the last step or an earlier one."""
         launched = heartbeat.launched_rank
-        return launched is not None and 0 < launched.last_step() <= self.steps
+        return launched is not None and launched.asked_to_stop()
 
     def gather(self, t: Tensor) -> "list[Tensor]":
         """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""

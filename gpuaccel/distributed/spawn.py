@@ -46,6 +46,8 @@ AHEAD = 3  # steps that a rank's host may be ahead of another's
 GRACE = 1.0  # seconds in which further ranks may still report, after the first that failed
 PARENT_CHECK = 0.2  # seconds between two looks of a rank at its parent
 PRELOADED = ["gpuaccel.training", "torch._dynamo"]  # they import whatever a training step does
+# Ranks whose partners are counted, of a 64-bit number.
+MOST_PARTNERS = 63
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
@@ -102,6 +104,7 @@ def launch(
         shared = SharedCounts(
             steps=context.RawArray("q", ranks),
             heartbeats=context.RawArray("q", ranks),
+            partners=context.RawArray("q", ranks),
             last_step=context.RawValue("q", 0),
         )
         connections, processes = [], []
@@ -110,9 +113,8 @@ def launch(
                 receiving, sending = context.Pipe(duplex=False)
                 store = os.path.join(folder, "store")
                 place = RankPlace(rank, ranks, backend, store, dict(os.environ))
-                process = context.Process(
-                    target=_run_rank, args=(place, shared, sending, work), daemon=True
-                )
+                # No daemon: a rank may have processes of its own, as a DataLoader's.
+                process = context.Process(target=_run_rank, args=(place, shared, sending, work))
                 with _environment(place), _sigint_blocked(), _main_hidden(work):
                     process.start()
                 sending.close()
@@ -165,7 +167,7 @@ def _start_method(fn, args) -> tuple:
     touched a GPU: a launch then takes a tenth of a second, where imports take several.
     """
     try:
-        pickle.dumps(args)
+        packed = pickle.dumps(args)
     except NOT_PICKLABLE as error:
         raise ArgumentError(
             f"args cannot be handed to new processes: {error}; expected what can be pickled"
@@ -175,8 +177,7 @@ def _start_method(fn, args) -> tuple:
     in_file = main is not None and os.path.isfile(main)
     if in_file or getattr(fn, "__module__", None) != "__main__" and main is None:
         try:
-            pickle.dumps(fn)
-            return multiprocessing.get_context("spawn"), _ByName(fn, args)
+            return multiprocessing.get_context("spawn"), _ByName(pickle.dumps(fn), packed)
         except NOT_PICKLABLE:
             pass
     try:
@@ -203,13 +204,14 @@ def _start_method(fn, args) -> tuple:
 
 @dataclass
 class _ByName:
-    """A function of a file, and its arguments."""
+    """A function of a file, and its arguments; both pickled here: multiprocessing would let all
+    processes share the memory of a tensor."""
 
-    fn: Callable[..., Any]
-    args: tuple
+    fn: bytes
+    args: bytes
 
     def __call__(self):
-        return self.fn(*self.args)
+        return pickle.loads(self.fn)(*pickle.loads(self.args))
 
 
 @dataclass
@@ -245,6 +247,7 @@ class SharedCounts:
 
     steps: Any  # of each rank: steps whose backward is over
     heartbeats: Any  # of each rank: how often it has reached a collective of its step
+    partners: Any  # of each rank: the ranks of that collective, as bits; 0: none yet
     last_step: Any  # the step, from 1, after which all ranks are asked to stop; 0: none
 
 
@@ -265,12 +268,17 @@ class LaunchedRank:
     def __init__(self, rank: int, shared: SharedCounts):
         self.rank, self.shared = rank, shared
 
-    def heartbeat(self, steps: int):
+    def heartbeat(self, steps: int, group: "dist.ProcessGroup | None"):
         self.shared.steps[self.rank] += steps
         self.shared.heartbeats[self.rank] += 1
+        ranks = (
+            range(len(self.shared.steps)) if group is None else dist.get_process_group_ranks(group)
+        )
+        self.shared.partners[self.rank] = sum(1 << rank for rank in ranks if rank < MOST_PARTNERS)
 
-    def last_step(self) -> int:
-        return self.shared.last_step.value
+    def asked_to_stop(self) -> bool:
+        """Whether all ranks are to stop after the step that this one has taken last."""
+        return 0 < self.shared.last_step.value <= self.shared.steps[self.rank]
 
 
 @dataclass
@@ -381,6 +389,8 @@ def _run_rank(place: RankPlace, shared: SharedCounts, connection, work):
     connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():
+        child.terminate()
     # Without torch's own clean-up, which may wait for other ranks.
     os._exit(0)
 
@@ -473,7 +483,7 @@ class RankWatch:
             self._check_for_hang(heartbeats, now - changed)
 
     def _check_for_hang(self, heartbeats: "list[int]", waited: float):
-        rank = slowest_rank(heartbeats, self.results)
+        rank = slowest_rank(heartbeats, self.shared.partners, self.results)
         if rank is None and waited > self.timeout:
             # All are in the same collective, and one of them may have been stopped there.
             running = set(range(len(heartbeats))) - self.results.keys()
@@ -504,11 +514,18 @@ class RankWatch:
         for connection in multiprocessing.connection.wait(list(open_connections), timeout=0.1):
             rank = open_connections[connection]
             try:
-                message = pickle.loads(self.connections[rank].recv_bytes())
+                received = self.connections[rank].recv_bytes()
             except (EOFError, OSError):
                 # The process ended without a message, or in the middle of one.
                 self.dead[rank] = time.time()
                 continue
+            try:
+                message = pickle.loads(received)
+            except Exception as error:
+                raise RankError(
+                    f"what rank {rank} returned cannot be unpickled: {type(error).__name__}: "
+                    f"{error}. All ranks were stopped"
+                ) from error
             if message.kind == "reading":
                 readings.append((rank, message.value))
             elif message.kind == "result":
@@ -569,10 +586,17 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
-def slowest_rank(heartbeats: "list[int]", results) -> "int | None":
-    """The rank that the others wait for; None: all have reached the same collective."""
+def slowest_rank(heartbeats: "list[int]", partners, results) -> "int | None":
+    """The rank that others wait for; None: of none it is known.
+
+    Args:
+        heartbeats: of each rank, as SharedCounts has them; so are partners.
+        results: has the ranks that have returned.
+    """
     running = [rank for rank in range(len(heartbeats)) if rank not in results]
-    slowest = min(running, key=lambda rank: heartbeats[rank], default=None)
-    if slowest is None or heartbeats[slowest] == max(heartbeats):
-        return None
-    return slowest
+    behind = [
+        rank
+        for rank in running
+        if any(heartbeats[rank] < heartbeats[r] and partners[r] >> rank & 1 for r in running)
+    ]
+    return min(behind, key=lambda rank: heartbeats[rank], default=None)

@@ -172,7 +172,7 @@ def train(
 
     With several ranks each calls it with the same arguments and its own batches, and leaves it
     after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
-    stop (Reducer.asked_to_stop()). Rank 0 writes logs and checkpoints; of a sharded optimizer each
+    stop (Reducer.asked_to_stop()), or all ranks' batches have one length and end there. Rank 0 writes logs and checkpoints; of a sharded optimizer each
     rank writes its share. All ranks read the checkpoints, so the folder has to be shared; a run can
     be resumed with another number of ranks, sharded or not. A checkpoint holds torch's generators
     of each rank, and Python's and NumPy's of rank 0.
@@ -220,6 +220,7 @@ def train(
         checkpoints.resume(resume)
     reducer = step.reducer
     world = 1 if reducer is None else reducer.world
+    end_together = reducer is not None and world > 1 and _equally_long(batches, reducer)
     meter = step.meter = step.meter or Meter(step.arena.device)
     rows = None
     if places and (reducer is None or reducer.rank == 0):
@@ -228,7 +229,7 @@ def train(
     # Are the data as far as the weights?
     between_steps = False
     total_tokens = None
-    done = False
+    done = exhausted = False
     try:
         for batch in batches if step.count < steps else ():
             lr = step.opt.param_groups[0]["lr"]
@@ -281,7 +282,7 @@ def train(
                 break
             between_steps = False
         else:
-            between_steps = True
+            between_steps = exhausted = True
     finally:
         if step.arena.device.type == "cuda":
             torch.cuda.synchronize(step.arena.device)
@@ -289,8 +290,19 @@ def train(
             rows.close()
         # A checkpoint needs every rank: one that leaves alone must not wait for the others.
         all_ranks_leave = reducer is None or world == 1 or done or reducer.asked_to_stop()
+        all_ranks_leave = all_ranks_leave or (exhausted and end_together)
         if all_ranks_leave and between_steps:
             checkpoints.save()
+
+
+def _equally_long(batches: Iterable, reducer) -> bool:
+    """Whether the batches of all ranks have a length, and the same. Collective."""
+    try:
+        length = len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        length = -1
+    lengths = [int(t) for t in reducer.gather(torch.tensor([length]))]
+    return lengths[0] >= 0 and len(set(lengths)) == 1
 
 
 def _total_norm(norm: "Tensor | None") -> "Tensor | None":

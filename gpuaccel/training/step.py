@@ -241,6 +241,9 @@ class TrainStep:
                     "replay": "eager" if options is None else "graph",
                     "micro_batches": str(micro_batches) if distributed.ordered else "any",
                     "compile": str(bool(compile)),
+                    "clip": self.clip,
+                    "autocast": str(self.autocast),
+                    "deterministic": str(self.deterministic),
                 }
                 self._make_reducer(distributed, settings, accumulate, bool(compile))
             else:
@@ -507,7 +510,10 @@ class TrainStep:
         divisor = self.divisor(totals)
         mark("accumulate")
         clip = self._clip_and_step(divisor, mark)
-        return StepOutput(loss, totals.tokens, **vars(clip))
+        tokens = totals.tokens
+        if self.reducer is not None:
+            tokens = self.reducer.as_counted(tokens)
+        return StepOutput(loss, tokens, **vars(clip))
 
     def all_reduce(self, reducer: ReducerBase, totals: Totals) -> Totals:
         """The totals of all ranks; arena.grads holds the sum over all ranks afterwards.
@@ -531,8 +537,10 @@ class TrainStep:
         # A rank alone has a micro-batch, and reduce() returns a tensor.
         assert totals.loss is not None
         if totals.tokens is not None:
-            return totals.loss / totals.tokens.clamp(min=1)
-        return totals.loss if self.reducer is None else totals.loss / totals.micro_batches
+            return (totals.loss / totals.tokens.clamp(min=1)).float()
+        if self.reducer is None:
+            return totals.loss
+        return (totals.loss / totals.micro_batches).float()
 
     @torch.no_grad()
     def divisor(self, totals: Totals) -> "Tensor | None":
@@ -547,7 +555,7 @@ class TrainStep:
             rows = totals.rows
             if not isinstance(rows, Tensor):
                 rows = torch.full((), rows, device=self.arena.device)
-            return rows
+            return rows.clamp(min=1)
         if self.reducer is None:
             return None
         # reduce() returns a tensor.

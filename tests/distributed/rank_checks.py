@@ -10,6 +10,7 @@ import pathlib
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import savers
@@ -1069,3 +1070,216 @@ def fails_between_steps(folder):
         for reading in ga.train(step, batches, 50, checkpoint_dir=folder, checkpoint_every=2):
             if reading.step == 3 and config.rank == 1:
                 raises()
+
+
+# ---- a small model, and what a rank may do that others do not ------------------------------------
+
+
+def small_step(rank, loss_fn, make_optimizer=None, layers=1, config=None, **options):
+    """(model, step) of linear layers. make_optimizer: of an Arena; None: TrainStep's own."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 2) for _ in range(layers)])
+    opt = make_optimizer(ga.Arena(model)) if make_optimizer else None
+    group = rank.group if rank is not None else None
+    distributed = ga.Distributed(group=group, **(config or {}))
+    return model, ga.TrainStep(model, opt, loss_fn=loss_fn, distributed=distributed, **options)
+
+
+def rows_of(seed):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def mean_of_squares(model, x):
+    return model[0](x).square().mean()
+
+
+def weighted(model, batch):
+    """With tokens that are no whole numbers."""
+    x, tokens = batch
+    return (model[0](x).square().mean(1) * tokens).sum(), tokens.sum()
+
+
+def fractions_of_tokens(rank: Rank):
+    """Only rank 0 has batches: what every rank says of its last step, and its weights."""
+    model, step = small_step(rank, weighted, max_norm=1.0)
+    with step:
+        for i in range(3):
+            batch = (rows_of(i), torch.tensor([0.5, 1.7, 0.1, 0.2]))
+            out = step(None if rank.rank else batch)
+    return float(out.loss), float(out.tokens), float(out.norm), model[0].weight.tolist()
+
+
+def nobody_has_a_batch(rank: Rank):
+    """In the second of three steps: whether that changes nothing, and weights are finite later."""
+
+    def loss(model, x):
+        return model[0](x).square().sum(), len(x)
+
+    model, step = small_step(
+        rank, loss, lambda arena: torch.optim.SGD(arena.parameters(), 0.1), divide="sequences"
+    )
+    with step:
+        step(rows_of(0))
+        before = model[0].weight.detach().clone()
+        step(None)
+        same = torch.equal(before, model[0].weight)
+        step(rows_of(1))
+    return same, bool(model[0].weight.isfinite().all())
+
+
+def output_of_means(rank: Rank):
+    """A rank without a batch says of the step what the other says."""
+    _, step = small_step(rank, mean_of_squares)
+    with step:
+        out = step(None if rank.rank else rows_of(0))
+    return out.loss.dtype, out.tokens, float(out.loss)
+
+
+def goes_on_after_a_late_tensor(rank: Rank):
+    """Rank 1 uses a layer in the second step only, which is an error there: kinds of all errors."""
+    second = False
+
+    def loss(model, x):
+        return (model[0](x) + model[1](x) if second else model[0](x)).square().mean()
+
+    kinds = []
+    _, step = small_step(rank, loss, layers=2, config=dict(find_unused=False))
+    with step:
+        for i in range(3):
+            second = i == 1 and rank.rank == 1
+            try:
+                # The other one does not wait for it.
+                if i < 2 or rank.rank == 1:
+                    step(rows_of(i))
+            except (ga.errors.ArgumentError, ga.errors.RankError) as error:
+                kinds.append((type(error).__name__, str(error)))
+    return kinds
+
+
+def optimizers_that_differ(rank: Rank, options, of_step):
+    """Rank 1 has these options of ga.AdamW, and these of TrainStep."""
+    options, of_step = (o if rank.rank == 1 else {} for o in (options, of_step))
+    _, step = small_step(rank, mean_of_squares, lambda arena: ga.AdamW(arena, **options), **of_step)
+    step.close()
+
+
+def nonfinite_raises(rank: Rank, sharded):
+    """Rank 1 has NaN in the second of four steps: what each step says."""
+    kinds = []
+    _, step = small_step(
+        rank,
+        mean_of_squares,
+        lambda arena: ga.AdamW(arena, on_nonfinite="raise"),
+        config=dict(sharded=sharded),
+    )
+    with step:
+        for i in range(4):
+            nan = i == 1 and rank.rank == 1
+            try:
+                step(rows_of(i) * (float("nan") if nan else 1.0))
+                kinds.append("fine")
+            except ga.errors.GpuaccelError as error:
+                kinds.append(type(error).__name__)
+    return kinds
+
+
+def buffers_of_rank_0(rank: Rank):
+    """Buffers in dtypes that gloo does not send, of all ranks."""
+    model = torch.nn.Linear(4, 2)
+    for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.bool, torch.complex64):
+        buffer = torch.full((3,), 1.0 - rank.rank).to(dtype)
+        model.register_buffer(str(dtype).removeprefix("torch."), buffer)
+    model.register_buffer("scalar", torch.tensor(1 - rank.rank))
+    distributed = ga.Distributed(group=rank.group)
+    with ga.TrainStep(model, loss_fn=lambda m, x: m(x).mean(), distributed=distributed):
+        pass
+    return [buffer.to(torch.complex64).tolist() for buffer in model.buffers()]
+
+
+def trained_to_the_end_of_batches(rank: Rank, folder, lengths, hidden):
+    """Names of the checkpoints after a run whose batches end before its steps. hidden: the batches
+    have no length."""
+    _, step = small_step(rank, mean_of_squares)
+    batches = [rows_of(i) for i in range(lengths[rank.rank])]
+    with step:
+        loop = ga.train(step, iter(batches) if hidden else batches, 100, checkpoint_dir=folder)
+        count = sum(1 for _ in loop)
+    return count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+# ---- functions for ga.launch ---------------------------------------------------------------------
+
+
+def adds_to_what_it_gets(t, model):
+    dist.barrier()
+    t += 1 + dist.get_rank()
+    with torch.no_grad():
+        model.weight += 1
+    dist.barrier()
+    return t.tolist(), model.weight.item()
+
+
+def closes_at_the_end_of_an_error():
+    """A sharded step, closed in `finally`; rank 1 has raised in the third one."""
+    steps = 0
+
+    def loss(model, x):
+        nonlocal steps
+        steps += 1
+        if steps == 3 and dist.get_rank() == 1:
+            raise ValueError("bad sample")
+        return mean_of_squares(model, x)
+
+    _, step = small_step(None, loss, config=dict(sharded=True))
+    try:
+        for i in range(5):
+            step(rows_of(i))
+    finally:
+        step.close()
+
+
+def evaluates_beside_a_group_that_trains(seconds):
+    """Ranks 0 and 1 train, rank 2 does something else, which takes longer than the time limit."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        time.sleep(seconds)
+        return "evaluated"
+    _, step = small_step(SimpleNamespace(group=group), mean_of_squares)
+    with step:
+        for i in range(5):
+            step(rows_of(i))
+    time.sleep(seconds)
+    return "trained"
+
+
+def trains_twice(most):
+    """Steps of a second TrainStep, until all are asked to stop."""
+    for steps in (20, most):
+        _, step = small_step(None, mean_of_squares)
+        with step:
+            taken = 0
+            while taken < steps and not step.reducer.asked_to_stop():
+                step(rows_of(taken))
+                taken += 1
+                if steps == most:
+                    if taken == 1 and dist.get_rank() == 0:
+                        os.kill(os.getppid(), signal.SIGINT)
+                    time.sleep(0.02)
+    return taken
+
+
+def loads_with_a_worker():
+    rows = torch.utils.data.TensorDataset(torch.arange(8.0).view(8, 1))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sampler = torch.utils.data.DistributedSampler(rows, ranks, rank, shuffle=False)
+    loader = torch.utils.data.DataLoader(rows, 2, num_workers=1, sampler=sampler)
+    return [batch.flatten().tolist() for (batch,) in loader]
+
+
+class NotUnpicklable(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} {b}")
+
+
+def returns_what_cannot_be_unpickled():
+    return NotUnpicklable(1, 2)

@@ -115,3 +115,79 @@ def test_the_first_step_decides_which_tensors_take_part(workers):
     assert kind == "ArgumentError" and message.startswith(
         "rank 1: sometimes got a gradient, and in the first step it got none on any rank"
     ), message
+
+
+def test_no_rank_goes_on_alone_after_a_late_tensor(workers):
+    """The other one has updated its weights."""
+    assert workers(checks.goes_on_after_a_late_tensor, 2)[0] == []
+    (first, _), (second, message) = workers(checks.goes_on_after_a_late_tensor, 2)[1]
+    assert (first, second) == ("ArgumentError", "RankError")
+    assert message.startswith("rank 1 left an earlier step with an error")
+
+
+@pytest.mark.parametrize(
+    "options, of_step, difference",
+    [
+        (
+            dict(on_nonfinite="raise"),
+            {},
+            "on_nonfinite of the optimizer is raise on rank 1, and skip",
+        ),
+        (dict(max_norm=0.5), {}, "max_norm of the optimizer is 0.5 on rank 1, and None"),
+        (dict(seed=3), {}, "seed of the optimizer is 3 on rank 1, and 0"),
+        ({}, dict(autocast=torch.bfloat16), "autocast is torch.bfloat16 on rank 1, and None"),
+        ({}, dict(deterministic=True), "deterministic is True on rank 1, and False"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_optimizer_and_the_step_are_compared(workers, options, of_step, difference):
+    errors = workers.errors(checks.optimizers_that_differ, 2, options=options, of_step=of_step)
+    for kind, message in errors:
+        assert kind == "ArgumentError" and f"the ranks differ: {difference}" in message
+
+
+def test_buffers_of_any_dtype_are_rank_0s(workers):
+    (first, second) = workers(checks.buffers_of_rank_0, 2)
+    assert first == second == [[1 + 0j] * 3] * 5 + [1 + 0j]
+
+
+# ---- what a step returns -------------------------------------------------------------------------
+
+
+def test_tokens_that_are_no_whole_numbers_divide_alike_on_a_rank_without_a_batch(workers):
+    one, other = workers(checks.fractions_of_tokens, 2)
+    assert one == other and one[1] == pytest.approx(2.5)
+
+
+def test_a_step_without_any_batch_changes_nothing(workers):
+    assert workers(checks.nobody_has_a_batch, 2) == [(True, True)] * 2
+
+
+def test_a_mean_loss_is_fp32_without_tokens_on_every_rank(workers):
+    one, other = workers(checks.output_of_means, 2)
+    assert one == other and one[:2] == (torch.float32, None)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_follows_one_whose_norm_was_not_finite(workers, sharded):
+    """The error is raised on all ranks, before any weight has changed."""
+    said = ["fine", "NonFiniteError", "fine", "fine"]
+    assert workers(checks.nonfinite_raises, 2, sharded=sharded) == [said] * 2
+
+
+# ---- the end of a run ----------------------------------------------------------------------------
+
+
+def test_batches_of_one_length_end_with_a_checkpoint(workers, tmp_path):
+    def run(name, lengths, hidden=False):
+        return workers(
+            checks.trained_to_the_end_of_batches,
+            2,
+            folder=str(tmp_path / name),
+            lengths=lengths,
+            hidden=hidden,
+        )
+
+    assert run("equal", (3, 3)) == [(3, ["step-00000003.safetensors"])] * 2
+    # Nobody knows whether the others leave, too.
+    assert run("hidden", (3, 3), hidden=True) == [(3, [])] * 2

@@ -134,6 +134,25 @@ def test_classes_of_a_notebook_come_back_as_themselves():
     assert type(answer) is Answer and answer.variable == "5"
 
 
+def test_every_rank_gets_tensors_of_its_own():
+    t, model = torch.zeros(2), torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    results = ga.launch(checks.adds_to_what_it_gets, 2, (t, model))
+    assert results == [([r + 1.0] * 2, pytest.approx(before + 1)) for r in range(2)]
+    assert t.tolist() == [0.0, 0.0] and model.weight.item() == before
+
+
+def test_a_rank_may_have_processes_of_its_own():
+    batches = ga.launch(checks.loads_with_a_worker, 2)
+    assert batches == [[[0.0, 2.0], [4.0, 6.0]], [[1.0, 3.0], [5.0, 7.0]]]
+
+
+def test_a_result_that_cannot_be_unpickled_names_its_rank():
+    message = "what rank [01] returned cannot be unpickled: TypeError"
+    with pytest.raises(ga.errors.RankError, match=message):
+        ga.launch(checks.returns_what_cannot_be_unpickled, 2)
+
+
 # ---- a rank that fails ---------------------------------------------------------------------------
 
 
@@ -150,6 +169,23 @@ def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
     """Five seconds, in which a rank that is well finishes a backward on a busy machine too."""
     with pytest.raises(ga.errors.RankError, match=message):
         by_value(checks.steps_with, 2, trouble, 1, timeout=5.0, start=HANG)
+
+
+def test_an_error_is_told_though_the_step_is_closed_behind_it():
+    with pytest.raises(ga.errors.RankError, match="rank 1 raised ValueError: bad sample"):
+        by_value(checks.closes_at_the_end_of_an_error, 2, timeout=HANG)
+
+
+def test_a_rank_outside_of_the_group_that_trains_does_not_hang():
+    work = checks.evaluates_beside_a_group_that_trains
+    results = ga.launch(work, 3, (9.0,), timeout=6.0, start=6.0)
+    assert results == ["trained", "trained", "evaluated"]
+
+
+def test_ranks_stop_after_the_same_step_of_a_second_train_step():
+    most = 3000
+    steps = ga.launch(checks.trains_twice, 2, (most,), after_step=True, timeout=HANG)
+    assert steps[0] == steps[1] < most
 
 
 @pytest.mark.parametrize(
