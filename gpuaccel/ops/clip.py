@@ -150,24 +150,29 @@ def reference_norms(
         The norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none.
     """
     device = grads[0].device
-    members = [
-        [i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)]
-        for g in range(count)
-    ]
-    norms = [torch.zeros((), device=device)] * count
-    for g, indices in enumerate(members):
-        if indices:
-            norm = get_total_norm([grads[i] for i in indices], norm_type, foreach=foreach)
-            norms[g] = norm.to(device)
-    norm = torch.stack(norms)
+    norms = []
+    for g in range(count):
+        some = grads if groups is None else [t for t, of in zip(grads, groups) if of == g]
+        if not all(map(Tensor.numel, some)):
+            some = [t for t in some if t.numel()]
+        norm = (
+            get_total_norm(some, norm_type, foreach=foreach)
+            if some
+            else torch.zeros((), device=device)
+        )
+        norms.append(norm.to(device))
+    norm = norms[0].view(1) if count == 1 else torch.stack(norms)
     # A norm of order 0 or less may be finite where a tensor is not.
-    if norm_type > 0 and readable(norm) and bool(torch.isfinite(norm).all()):
+    if norm_type > 0 and readable(norm) and all(map(math.isfinite, norm.tolist())):
         return norm, torch.full((count,), -1, dtype=torch.int32)
     # Larger than any tensor's number.
     no_tensor = 2**31 - 1
     numbers = numbers or range(len(grads))
     nonfinite_tensor = []
-    for indices in members:
+    for g in range(count):
+        indices = [
+            i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)
+        ]
         candidates = [torch.full((), no_tensor, device=device)]
         candidates += [
             torch.where(torch.isfinite(grads[i]).all(), no_tensor, numbers[i]).to(device)
@@ -462,6 +467,8 @@ def check_gradients(grads: "list[Tensor]", names):
     Raises:
         ArgumentError: it names the tensor.
     """
+    if {g.layout for g in grads} == {torch.strided} and not any(map(Tensor.is_complex, grads)):
+        return
     for i, g in enumerate(grads):
         if g.layout != torch.strided or g.is_complex():
             problem = f"has layout {g.layout}" if g.layout != torch.strided else f"is {g.dtype}"

@@ -607,8 +607,9 @@ def _fused_step(
         else:
             others += [(j, batch.row) for j in batch.jobs]
     if taken:
-        # A number would become a tensor once for each of them.
-        torch._foreach_add_([step for batch in taken for step in batch.steps], torch.ones(()))
+        steps = [step for batch in taken for step in batch.steps]
+        # A number, or one tensor for all, would be converted once for each of them.
+        torch._foreach_add_(steps, [torch.ones(())] * len(steps))
     settings = {}
     for group in {batch.group: None for batch in taken}:
         settings[group] = _settings_of(rule, param_groups[group])

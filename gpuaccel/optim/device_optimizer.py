@@ -15,7 +15,7 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -446,9 +446,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return all(i in numbers or s.numel == 0 for i, s in enumerate(self.arena.segments))
 
     def _key(self, accumulator) -> "tuple[tuple | None, list[Tensor]]":
-        """(addresses of all that a step reads and writes, the gradients).
+        """(what all that a step reads and writes is, the gradients).
 
-        The first is None when addresses alone do not tell what to do."""
+        Kernels get addresses, and in an arena they tell whose gradient it is; torch gets tensors.
+        The first is None when that alone does not tell what to do."""
         params = self._params()
         grads = [p.grad for p in params]
         lows: "Sequence[Tensor]" = ()
@@ -459,6 +460,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
             grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
         given = [g for g in grads if g is not None]
         options = self.rule.options
+        by_address = self.arena is not None or backend().name != "torch"
+        identity: "Callable[[Tensor], int]" = Tensor.data_ptr if by_address else id
         try:
             if not (
                 all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, params))
@@ -466,14 +469,14 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 return None, given
             return (
                 [g is None for g in grads],
-                list(map(Tensor.data_ptr, given)),
+                list(map(Tensor.data_ptr, given)) if by_address else (),
                 [g.dtype for g in given],
                 list(map(id, params)),
-                list(map(Tensor.data_ptr, params)),
+                list(map(identity, params)),
                 list(map(Tensor.numel, params)),
                 list(map(Tensor.data_ptr, lows)),
                 [
-                    tuple(map(Tensor.data_ptr, state.values())) if state else ()
+                    tuple(map(identity, state.values())) if state else ()
                     for state in map(self.state.get, params)
                 ],
                 [
