@@ -46,10 +46,10 @@ def milliseconds(functions: dict, rounds: int = ROUNDS) -> dict:
 
 
 def measure_tail(config) -> dict:
-    """Clipping and AdamW of all parameters of a model, with gradients of their own."""
+    """Clipping and AdamW of all parameters of a model, with gradients whose norm is too large."""
     model = build(config, device="cpu")
     for parameter in model.parameters():
-        parameter.grad = 1e-3 * torch.randn_like(parameter)
+        parameter.grad = 1e-2 * torch.randn_like(parameter)
     other = copy.deepcopy(model)
     for parameter, twin in zip(model.parameters(), other.parameters()):
         twin.grad = parameter.grad.clone()

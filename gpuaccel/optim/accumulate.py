@@ -522,6 +522,8 @@ def finish_for(parameters: "Iterable[Tensor]"):
 
     ArgumentError for bf16 parameters whose sums stand as `.grad` of their fp32 masters only
     (exposed_after="finish")."""
+    if not _accumulators:
+        return
     ids = {id(p) for p in parameters}
     for accumulator in list(_accumulators):
         arena = accumulator.arena

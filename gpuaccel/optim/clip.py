@@ -353,6 +353,9 @@ def _by_torch(
             members = grads
             if groups is not None:
                 members = [t for t, number in zip(grads, groups) if number == group]
+            if len(set(map(Tensor.get_device, members))) == 1:
+                torch._foreach_mul_(members, scales[group].to(members[0].device))
+                continue
             for device in {t.device: None for t in members}:
                 torch._foreach_mul_(
                     [t for t in members if t.device == device], scales[group].to(device)
