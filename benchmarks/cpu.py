@@ -107,12 +107,11 @@ def measure() -> dict:
     }
     for threads in THREADS:
         torch.set_num_threads(threads)
+        rows = results["rows"][threads] = {"clipping and AdamW": measure_tail(config)}
         steps = {"torch": torch_step(config)}
         steps |= {mode: our_step(config, mode) for mode in OURS}
-        results["rows"][threads] = {
-            "clipping and AdamW": measure_tail(config),
-            "step": milliseconds(steps),
-        }
+        rows["step"] = milliseconds(steps)
+        del steps
     return results
 
 
