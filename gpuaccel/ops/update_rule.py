@@ -27,8 +27,8 @@ from .rounding import reference_random_bits, reference_round
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
-# Elements of one call of UpdateRule.fused. Gradients that are scaled and kept are copied: so many at
-# once.
+# Elements of one call of UpdateRule.fused. So many gradients are copied at once, where they are
+# scaled and kept.
 BATCH = 2**24
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}

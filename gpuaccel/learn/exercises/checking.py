@@ -748,7 +748,7 @@ def _known_mistake(case, out) -> str:
 # ---- a Python function --------------------------------------------------------------------------
 
 # Operations whose answer, or the size of whose result, the host has to know.
-ASKING = {
+WAITING = {
     "aten.equal",
     "aten.allclose",
     "aten.nonzero",
@@ -771,7 +771,7 @@ class _Operations(TorchDispatchMode):
         # (shape, method) of each tensor that was copied to the host
         self.copied: "list[tuple]" = []
         # what else the host waits for, in words: an answer, or the size of a result
-        self.asked: "list[str]" = []
+        self.waiting: "list[str]" = []
         # names of the backward operations that were called, without autograd
         self.backwards: "list[str]" = []
         self.with_float64 = False
@@ -786,12 +786,12 @@ class _Operations(TorchDispatchMode):
         in_autograd = torch._C._current_graph_task_id() != -1
         self.with_autograd |= in_autograd
         name = str(func.overloadpacket)
-        if name in ASKING:
-            self.asked.append(f"calls {name.replace('aten._', '').replace('aten.', '')}()")
+        if name in WAITING:
+            self.waiting.append(f"calls {name.replace('aten._', '').replace('aten.', '')}()")
         elif name in ("aten.index", "aten.index_put", "aten.index_put_") and any(
             isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         ):
-            self.asked.append("indexes with a mask")
+            self.waiting.append("indexes with a mask")
         if name.endswith("_backward") and not in_autograd:
             self.backwards.append(f"torch.ops.{name}")
         result = func(*args, **(kwargs or {}))
@@ -803,8 +803,8 @@ class _Operations(TorchDispatchMode):
         if self.numbers_read:
             numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
             return f"it reads {numbers}: on a GPU the host waits for each"
-        if self.asked:
-            return f"it {self.asked[0]}: on a GPU the host waits for the result or for its size"
+        if self.waiting:
+            return f"it {self.waiting[0]}: on a GPU the host waits for the result or for its size"
         if not self.copied:
             return ""
         count = len(self.copied)
