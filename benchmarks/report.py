@@ -1623,7 +1623,7 @@ def plan_foretold() -> str:
                 f"{missed} is off by more than 2%.",
             )
             if measured
-            else "Four GPUs of this kind have not run yet.",
+            else "The benchmark has not measured four GPUs of this kind.",
         ]
     return section(*parts)
 

@@ -177,7 +177,7 @@ class MachineSums:
     A block is cut into as many parts of whole chunks as there are machines; this rank adds one.
 
     NCCL gets copies of gradients, in memory of one kind. In a CUDA graph it registers the buffers
-    of a message, where it can, and the ranks then read each other's. Its documentation forbids a
+    of a message, where it can, and GPUs then write into each other's. Its documentation forbids a
     message of which only some are registered: sums sent right from arena.grads, which lies in
     symmetric memory, to ordinary memory never arrived (NCCL 2.28, steps of llama-350m).
 

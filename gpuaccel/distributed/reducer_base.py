@@ -5,6 +5,7 @@ totals, the tensors that take part, errors, and what may be asked.
 (distributed/ordered.py) adds the micro-batches in global order.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -298,12 +299,13 @@ class ReducerBase:
 
         Args:
             alone: by an error, so that the other ranks may not do the same. So it is where the
-                last step has ended with an error.
+                error that ended the last step is on its way (`finally: step.close()`).
         """
+        alone = alone or self.broken or (self.left and sys.exc_info()[1] is not None)
         if isinstance(self.opt, DeviceOptimizer):
             self.opt.explain_skip = None
         if self.sharded:
-            self.opt.unshard(discard=alone or self.broken or self.left)
+            self.opt.unshard(discard=alone)
 
     # ---- what may be asked ----
 

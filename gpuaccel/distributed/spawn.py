@@ -46,7 +46,7 @@ AHEAD = 3  # steps that a rank's host may be ahead of another's
 GRACE = 1.0  # seconds in which further ranks may still report, after the first that failed
 PARENT_CHECK = 0.2  # seconds between two looks of a rank at its parent
 PRELOADED = ["gpuaccel.training", "torch._dynamo"]  # they import whatever a training step does
-# Ranks whose partners are counted, of a 64-bit number.
+# Bits of SharedCounts.partners.
 MOST_PARTNERS = 63
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
@@ -98,6 +98,9 @@ def launch(
         >>> ga.launch(os.getenv, ranks=2, args=("RANK",), timeout=60)
         ['0', '1']
     """
+    for name, seconds in (("timeout", timeout), ("start", start)):
+        if not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise ArgumentError(f"{name} is {seconds!r}; expected seconds, 0 or more")
     backend = _checked_backend(ranks, args, backend)
     context, work = _start_method(fn, args)
     with tempfile.TemporaryDirectory() as folder:
@@ -141,12 +144,12 @@ def launch(
 
 
 def _checked_backend(ranks: int, args, backend: "str | None") -> str:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ArgumentError(f"ranks is {ranks!r}; expected a whole number, 1 or more")
     gpus = 0
     if torch.cuda.is_available() and dist.is_nccl_available():
         gpus = torch.cuda.device_count()
     backend = backend or ("nccl" if gpus >= ranks else "gloo")
-    if ranks < 1:
-        raise ArgumentError(f"ranks is {ranks}; expected 1 or more")
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(f"args is {args!r}; expected a tuple, what the function is called with")
     if backend not in ("nccl", "gloo"):
@@ -247,7 +250,7 @@ class SharedCounts:
 
     steps: Any  # of each rank: steps whose backward is over
     heartbeats: Any  # of each rank: how often it has reached a collective of its step
-    partners: Any  # of each rank: the ranks of that collective, as bits; 0: none yet
+    partners: Any  # of each rank: the ranks of that collective, as bits; -1: all; 0: none yet
     last_step: Any  # the step, from 1, after which all ranks are asked to stop; 0: none
 
 
@@ -271,10 +274,11 @@ class LaunchedRank:
     def heartbeat(self, steps: int, group: "dist.ProcessGroup | None"):
         self.shared.steps[self.rank] += steps
         self.shared.heartbeats[self.rank] += 1
-        ranks = (
-            range(len(self.shared.steps)) if group is None else dist.get_process_group_ranks(group)
-        )
-        self.shared.partners[self.rank] = sum(1 << rank for rank in ranks if rank < MOST_PARTNERS)
+        partners = -1
+        if group is not None:
+            ranks = dist.get_process_group_ranks(group)
+            partners = sum(1 << rank for rank in ranks if rank < MOST_PARTNERS)
+        self.shared.partners[self.rank] = partners
 
     def asked_to_stop(self) -> bool:
         """Whether all ranks are to stop after the step that this one has taken last."""

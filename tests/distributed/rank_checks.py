@@ -1238,6 +1238,27 @@ def closes_at_the_end_of_an_error():
         step.close()
 
 
+def keeps_its_moments_after_an_error_on_all_ranks():
+    """Sums of a sharded optimizer's moments, after an error that every rank has caught."""
+    steps = 0
+
+    def loss(model, x):
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise ValueError("bad sample")
+        return mean_of_squares(model, x)
+
+    model, step = small_step(None, loss, config=dict(sharded=True))
+    with step:
+        for i in range(3):
+            try:
+                step(rows_of(i))
+            except ValueError:
+                break
+    return sum(state["exp_avg"].abs().sum().item() for state in step.opt.state.values())
+
+
 def evaluates_beside_a_group_that_trains(seconds):
     """Ranks 0 and 1 train, rank 2 does something else, which takes longer than the time limit."""
     group = dist.new_group([0, 1])

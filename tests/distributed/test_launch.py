@@ -61,8 +61,12 @@ def test_what_cannot_be_pickled_is_an_error():
 
 
 def test_launch_says_what_it_needs():
-    with pytest.raises(ga.errors.ArgumentError, match="ranks is 0"):
-        ga.launch(checks.nothing, 0)
+    for ranks in (0, "2", True, 1.5):
+        with pytest.raises(ga.errors.ArgumentError, match=f"ranks is {ranks!r}; expected a whole"):
+            ga.launch(checks.nothing, ranks)
+    for seconds in (-1, float("nan"), "a"):
+        with pytest.raises(ga.errors.ArgumentError, match=f"timeout is {seconds!r}; expected"):
+            ga.launch(checks.nothing, 1, timeout=seconds)
     with pytest.raises(
         ga.errors.ArgumentError, match="backend is 'mpi'; expected 'nccl' or 'gloo'"
     ):
@@ -174,6 +178,11 @@ def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
 def test_an_error_is_told_though_the_step_is_closed_behind_it():
     with pytest.raises(ga.errors.RankError, match="rank 1 raised ValueError: bad sample"):
         by_value(checks.closes_at_the_end_of_an_error, 2, timeout=HANG)
+
+
+def test_moments_stay_when_all_ranks_have_caught_the_error():
+    one, other = by_value(checks.keeps_its_moments_after_an_error_on_all_ranks, 2, timeout=HANG)
+    assert one == other > 0
 
 
 def test_a_rank_outside_of_the_group_that_trains_does_not_hang():
