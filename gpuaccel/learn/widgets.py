@@ -26,7 +26,7 @@ from html import escape
 from ..compiler import replaced_words
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
-from .figures.drawing import RUN_COLOURS, WIDTH, bundle, gigabytes, norm_words, number
+from .figures.drawing import RUN_COLOURS, WIDTH, bundle, memory_words, norm_words, number
 from .figures.training_runs import Run, picture
 
 # seconds between two updates of the live view
@@ -402,7 +402,7 @@ def _status(run, seconds, steps, name=False):
     if last.norm is not None:
         parts.append(f"norm {norm_words(last.norm, last.clipped_norm)}")
     if last.memory_bytes:
-        parts.append(f"{gigabytes(last.memory_bytes)} memory")
+        parts.append(f"{memory_words(last.memory_bytes)} memory")
     if last.mfu:
         parts.append(f"{last.mfu:.0%} of the GPU's peak")
     return "  ·  ".join(parts)

@@ -13,7 +13,14 @@ import pytest
 from gpuaccel.errors import ArgumentError
 from gpuaccel.learn import LiveThroughput
 from gpuaccel.learn.figures import training_runs
-from gpuaccel.learn.figures.drawing import milliseconds, nice_ticks, norm_words, number, spread
+from gpuaccel.learn.figures.drawing import (
+    memory_words,
+    milliseconds,
+    nice_ticks,
+    norm_words,
+    number,
+    spread,
+)
 from gpuaccel.learn.figures.training_runs import KEEP, Run, picture
 from gpuaccel.learn.widgets import _listen_while_busy, _status
 from gpuaccel.measure import Reading
@@ -200,6 +207,11 @@ def test_a_spike_survives_a_long_run_and_memory_is_bounded():
         and run.norms[77][0] == float("inf")
     )
     assert max(run.norms) == 9000
+
+
+def test_memory_is_said_in_the_unit_it_is_divided_by():
+    sizes = (0, 2**20, 2**30 - 1, 2**30, 3 * 2**29)
+    assert [*map(memory_words, sizes)] == ["0 MiB", "1 MiB", "1.0 GiB", "1.0 GiB", "1.5 GiB"]
 
 
 def test_a_stage_that_is_called_other_keeps_its_time():

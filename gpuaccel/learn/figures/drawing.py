@@ -104,10 +104,10 @@ def milliseconds(ms) -> str:
     return f"{ms:.1f} ms" if ms >= 0.95 else f"{ms:.2f} ms"
 
 
-def gigabytes(count) -> str:
-    """A number of bytes in words: 1.5 GB, 12 MB."""
-    megabytes = count / 2**20
-    return f"{megabytes / 1024:.1f} GB" if megabytes >= 1023.5 else f"{megabytes:.0f} MB"
+def memory_words(count) -> str:
+    """A number of bytes in words: 1.5 GiB, 12 MiB."""
+    mebibytes = count / 2**20
+    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1023.5 else f"{mebibytes:.0f} MiB"
 
 
 def norm_words(before, after) -> str:
