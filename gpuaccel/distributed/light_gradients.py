@@ -39,7 +39,7 @@ class LightGradients:
             starts[i] = len(chunks) * CHUNK
             chunks += range(arena.first_chunk[i], arena.first_chunk[i + 1])
         self.chunks = torch.tensor(chunks, dtype=torch.int64, device=arena.device)
-        self.sums = torch.zeros(len(chunks), CHUNK, device=arena.device)
+        self.sums = torch.zeros(len(chunks), CHUNK, dtype=torch.float32, device=arena.device)
         for i, start in starts.items():
             s = arena.segments[i]
             self.views[i] = self.sums.view(-1)[start : start + s.numel].view(s.shape)

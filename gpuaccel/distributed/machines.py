@@ -190,7 +190,7 @@ class MachineSums:
     def __init__(self, machines: Machines, longest: int, device: torch.device):
         self.machines = machines
         # A block; then the sums of all its parts.
-        self.staged = torch.empty(machines.count * longest, device=device)
+        self.staged = torch.empty(machines.count * longest, dtype=torch.float32, device=device)
         # Of each machine, its sums of this rank's part.
         self.incoming = torch.empty_like(self.staged)
         # Which machine's sum is not finite: known inside of that machine, so nobody reads it.

@@ -51,10 +51,12 @@ class OrderedReducer(ReducerBase):
                 "ordered sums go from machine to machine: %d machines of %d ranks", stripes, sources
             )
         rest = arena.numel - self.shared
-        self.total = torch.zeros(share * stripes, device=arena.device)
-        self.total_rest = torch.zeros(rest, device=arena.device)
-        self.slices = torch.empty(sources, share * stripes, device=arena.device)
-        self.rests = torch.empty(self.world, rest, device=arena.device)
+        self.total = torch.zeros(share * stripes, dtype=torch.float32, device=arena.device)
+        self.total_rest = torch.zeros(rest, dtype=torch.float32, device=arena.device)
+        self.slices = torch.empty(
+            sources, share * stripes, dtype=torch.float32, device=arena.device
+        )
+        self.rests = torch.empty(self.world, rest, dtype=torch.float32, device=arena.device)
         self.bucket = whole_arena(arena)
         # Of this step's micro-batches so far: StepTotals.message(), tensors with a gradient.
         self.messages: "list[torch.Tensor]" = []

@@ -107,7 +107,7 @@ class PeerToPeer:
         self.slab_chunks = min(max(1, SLAB // self.size // CHUNK), rows // self.size + 1)
         # Two buffers in turns: one is filled while the other is added.
         shape = (2, self.size - 1, self.slab_chunks * CHUNK) if self.others else (2, 1, CHUNK)
-        self.parts = torch.empty(shape, device=arena.device)
+        self.parts = torch.empty(shape, dtype=torch.float32, device=arena.device)
         # Of each buffer: the event behind its last addition in this step.
         self.buffer_added: "list[torch.cuda.Event | None]" = [None, None]
         # Sums of squares of the chunks that this rank adds last; 0 elsewhere.

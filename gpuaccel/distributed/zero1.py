@@ -176,7 +176,7 @@ class ShardedLayout(ParameterLayout):
     def allocate(self, key, p, i):
         if key not in self.buffers:
             size = sum(p.stop - p.start for p in self.pieces)
-            self.buffers[key] = torch.zeros(size, device=self.arena.device)
+            self.buffers[key] = torch.zeros(size, dtype=torch.float32, device=self.arena.device)
         start, stop = self._span(i)
         return own_storage(self.buffers[key][start:stop])
 

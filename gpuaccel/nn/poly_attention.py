@@ -363,8 +363,10 @@ def launch_backward(
     tiles = -(-T // side) * heads
     diagonals = -(-window // side)
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
-    sums = torch.empty(tiles, 2, device=q.device)
-    partial = torch.empty(halves * groups, diagonals * side, d, device=q.device)
+    sums = torch.empty(tiles, 2, dtype=torch.float32, device=q.device)
+    partial = torch.empty(
+        halves * groups, diagonals * side, d, dtype=torch.float32, device=q.device
+    )
     launch = functools.partial(_launch, q=q, degree=degree, config=config)
     if version == 1:
         launch(
@@ -456,8 +458,8 @@ def launch_layer(
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
     memory, stride = _rows(q)
-    curves = torch.empty(len(thetas), CURVE, device=q.device)
-    e = torch.empty(B, T, H, device=q.device)
+    curves = torch.empty(len(thetas), CURVE, dtype=torch.float32, device=q.device)
+    e = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
     q_tilde = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     kernel = gate_kernel("poly_query_gate", q.dtype, d, theta_query is not None)
     kernel[-(-B * T // ROWS) * H, THREADS](
@@ -513,8 +515,8 @@ def launch_layer_backward(
     variant = (q.dtype, d, theta_query is not None)
     dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
-    sums = torch.empty(blocks, len(thetas) * SUMS, device=q.device)
-    by_head = torch.empty(blocks, 2, device=q.device)
+    sums = torch.empty(blocks, len(thetas) * SUMS, dtype=torch.float32, device=q.device)
+    by_head = torch.empty(blocks, 2, dtype=torch.float32, device=q.device)
     gate_kernel("poly_gate_backward", *variant)[blocks, THREADS](
         dy,
         dseen,

@@ -211,7 +211,7 @@ def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]"
     Returns:
         Y and the curve, (1, CURVE), for the backward.
     """
-    curves = torch.empty(1, CURVE, device=x.device)
+    curves = torch.empty(1, CURVE, dtype=torch.float32, device=x.device)
     y = torch.empty_like(x)
     curve_kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[
         _blocks("forward", 1, x.numel(), x.dtype), THREADS
@@ -228,7 +228,9 @@ def launch_backward(
         Dx and dtheta.
     """
     dx = torch.empty_like(x)
-    sums = torch.empty(_blocks("backward", 1, x.numel(), x.dtype), SUMS, device=x.device)
+    sums = torch.empty(
+        _blocks("backward", 1, x.numel(), x.dtype), SUMS, dtype=torch.float32, device=x.device
+    )
     curve_kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](
         dx, sums, dy, x, curves, x.numel()
     )
@@ -247,7 +249,7 @@ def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
     """
     N = x.shape[0]
     hidden = x.shape[1] // 2
-    curves = torch.empty(2, CURVE, device=x.device)
+    curves = torch.empty(2, CURVE, dtype=torch.float32, device=x.device)
     h = torch.empty(N, hidden, dtype=x.dtype, device=x.device)
     curve_kernel("glu_forward", x.dtype, _whole(hidden, x, h))[
         _blocks("forward", N, hidden, x.dtype), THREADS
@@ -265,7 +267,9 @@ def launch_glu_backward(
     """
     N, hidden = dh.shape
     dx = torch.empty_like(x)
-    sums = torch.empty(_blocks("backward", N, hidden, x.dtype), 2 * SUMS, device=x.device)
+    sums = torch.empty(
+        _blocks("backward", N, hidden, x.dtype), 2 * SUMS, dtype=torch.float32, device=x.device
+    )
     curve_kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), THREADS](
         dx, sums, dh, x, curves, N, hidden
     )

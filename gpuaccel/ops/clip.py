@@ -158,7 +158,7 @@ def reference_norms(
         norm = (
             get_total_norm(some, norm_type, foreach=foreach)
             if some
-            else torch.zeros((), device=device)
+            else torch.zeros((), dtype=torch.float32, device=device)
         )
         norms.append(norm.to(device))
     norm = norms[0].view(1) if count == 1 else torch.stack(norms)
@@ -391,7 +391,7 @@ def new_state(count: int, device, scope: str, names) -> ClipState:
         names: a function that returns the tensors' names.
     """
     return ClipState(
-        torch.empty(count, 4, device=device),
+        torch.empty(count, 4, dtype=torch.float32, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
         scope,
         names,

@@ -256,7 +256,7 @@ def launch_backward(
     )
     if dwte is not None:
         n, places = segments.n, -(-segments.n // PIECE)  # a warp takes 32 places of the order
-        partials = torch.empty(2 * places, -(-C // 4) * 4, device=dout.device)
+        partials = torch.empty(2 * places, -(-C // 4) * 4, dtype=torch.float32, device=dout.device)
         grid = (-(-places // (THREADS // 32)), -(-C // (128 * QUADS)))
         encoder_kernel("encoder_backward_v3", **macros(dwte))[grid, THREADS](
             dwte,

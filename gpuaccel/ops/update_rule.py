@@ -418,7 +418,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
         The coefficients, (tensors, rule.coefficients) fp32.
     """
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
-    coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
+    coefficients = torch.empty(rows, rule.coefficients, dtype=torch.float32, device=settings.device)
     clip = inputs.clip
     if jobs.steps is None:
         jobs.steps = list(_pack_steps(jobs))
@@ -501,7 +501,11 @@ def torch_step(
             record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
     if not skipped:
         # What the gradients of each row are multiplied by.
-        factors = torch.ones(max(rows) + 1, device=device) if clip is None else clip.values[:, 0]
+        factors = (
+            torch.ones(max(rows) + 1, dtype=torch.float32, device=device)
+            if clip is None
+            else clip.values[:, 0]
+        )
         if inputs.divisor is not None:
             factors = factors / inputs.divisor
         others = list(zip(jobs, rows))
@@ -609,7 +613,7 @@ def _fused_step(
     if taken:
         steps = [step for batch in taken for step in batch.steps]
         # A number, or one tensor for all, would be converted once for each of them.
-        torch._foreach_add_(steps, [torch.ones(())] * len(steps))
+        torch._foreach_add_(steps, [torch.ones((), dtype=torch.float32)] * len(steps))
     settings = {}
     for group in {batch.group: None for batch in taken}:
         settings[group] = _settings_of(rule, param_groups[group])
@@ -662,7 +666,11 @@ def _round(j: Job, w: Tensor, seed: "int | None"):
     low = j.weight if j.copy is None else j.copy
     if seed is not None and low.dtype == torch.bfloat16:
         noise = reference_random_bits(seed, j.number, w.numel(), int(j.step))
-        noise = noise.to(w.device).as_strided(w.shape, j.weight.stride())
+        noise = noise.to(w.device)
+        # One number for each place in memory, or, with gaps between them, for each element.
+        noise = (
+            noise.as_strided(w.shape, j.weight.stride()) if dense(j.weight) else noise.view(w.shape)
+        )
         low.copy_(reference_round(w, noise))
     elif j.copy is not None:
         j.copy.copy_(w)

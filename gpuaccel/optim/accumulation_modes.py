@@ -299,7 +299,7 @@ class HostMode(AccumulationMode):
 
     def __init__(self, arena: Arena, window: Window):
         super().__init__(arena, window)
-        self.sums = torch.zeros(arena.numel)
+        self.sums = torch.zeros(arena.numel, dtype=torch.float32)
         # Whether arena.grads has the sums, and perhaps what the caller did to them.
         self.uploaded = True
 

@@ -376,8 +376,8 @@ class Arena:
 
     def _allocate(self, masters: "list[nn.Parameter] | None"):
         has_bf16 = any(p.dtype == torch.bfloat16 for p in self.params)
-        weights = torch.zeros(self.numel, device=self.device)
-        grads = torch.zeros(self.numel, device=self.device)
+        weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        grads = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         bf16_weights = None
         if has_bf16:
             bf16_weights = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device)

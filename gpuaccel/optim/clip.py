@@ -221,7 +221,9 @@ def _empty_state(scope: str, names: "Callable[[], list[str]]") -> ClipState:
     """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
     rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
     nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
-    return ClipState(torch.tensor(rows).reshape(-1, 4), nonfinite_tensor, scope, names)
+    return ClipState(
+        torch.tensor(rows, dtype=torch.float32).reshape(-1, 4), nonfinite_tensor, scope, names
+    )
 
 
 def _grads_of(

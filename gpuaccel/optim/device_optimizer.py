@@ -473,7 +473,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 [g.dtype for g in given],
                 list(map(id, params)),
                 list(map(identity, params)),
-                list(map(Tensor.numel, params)),
+                [p.shape for p in params],
                 list(map(Tensor.data_ptr, lows)),
                 [
                     tuple(map(identity, state.values())) if state else ()
@@ -617,7 +617,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
         # Not self.names: the norms would hold the optimizer, which holds them, and its memory would
         # stay until Python looks for cycles.
         names = functools.partial(_tensor_names, self.arena, self.param_groups)
-        return state.clip_state(self.scope, rows[self.scope], names, group_of)
+        clip, groups = state.clip_state(self.scope, rows[self.scope], names, group_of)
+        # load_state_dict() has new groups.
+        clip.names = names
+        return clip, groups
 
     def device_state(self, device: torch.device) -> DeviceState:
         """Settings, counts and norms on this device.
@@ -855,13 +858,19 @@ class DeviceOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             check.remove()
-        # Into the tensors that are there: a captured step knows their addresses.
+        # Into the tensors that are there: a captured step knows their addresses. The dict may hold
+        # some of them in other places.
+        ours = {id(t) for state in before.values() for t in state.values()}
+        copies = []
         for p, state in self.state.items():
             for key, mine in before.get(p, {}).items():
                 loaded = state.get(key)
                 both = isinstance(mine, Tensor) and isinstance(loaded, Tensor)
                 if both and mine.shape == loaded.shape:
-                    state[key] = mine.copy_(loaded)
+                    copies.append((mine, loaded.clone() if id(loaded) in ours else loaded))
+                    state[key] = mine
+        for mine, loaded in copies:
+            mine.copy_(loaded)
         self._move_states()
 
     def _check_state(self, state_dict):
@@ -926,7 +935,7 @@ def _foreign_step_hooks() -> bool:
 def _zeros_by_device(params) -> "list[Tensor]":
     """A () fp32 zero per parameter, on its device, in its own storage; one launch per device."""
     zeros = {
-        device: map(own_storage, torch.zeros(len(params), device=device))
+        device: map(own_storage, torch.zeros(len(params), dtype=torch.float32, device=device))
         for device in {p.device: None for p in params}
     }
     return [next(zeros[p.device]) for p in params]

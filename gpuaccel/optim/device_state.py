@@ -126,6 +126,8 @@ class DeviceState:
             max_norm: a number.
             divisor: (1,) fp32, or None.
         """
+        # A norm of fp16 may be too large for fp16.
+        grads = [g.float() if g.dtype == torch.float16 else g for g in grads]
         norms, nonfinite_tensor = reference_norms(
             grads, 2.0, rows, len(clip.values), numbers=numbers
         )

@@ -215,10 +215,10 @@ class ListGraphs:
         self._token_dtype: "torch.dtype | None" = None
         with preserved(graphs.buffers(), device):
             self.warm_up_micro(micros[0], len(micros))
-        self.loss = torch.zeros((), device=device)
+        self.loss = torch.zeros((), dtype=torch.float32, device=device)
         self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
-        self.rows = torch.zeros((), device=device)
-        self.micro_batches = torch.zeros((), device=device)
+        self.rows = torch.zeros((), dtype=torch.float32, device=device)
+        self.micro_batches = torch.zeros((), dtype=torch.float32, device=device)
         self._totals: "list[Tensor]" = [self.loss, self.tokens, self.rows, self.micro_batches]
         self.micro_graphs = GraphedStep(
             self._add_micro,

@@ -718,7 +718,7 @@ def _clip_by_item(parameters, max_norm) -> Tensor:
     if norm > max_norm:
         for grad in grads:
             grad.mul_(max_norm / (norm + EPS))
-    return torch.tensor(norm, device=parameters[0].device)
+    return torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
 
 
 def _check_clip(clip: str, opt, ours: bool, max_norm: "float | None"):

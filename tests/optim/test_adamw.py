@@ -49,6 +49,7 @@ from torch.optim.optimizer import (
 )
 
 import gpuaccel as ga
+from gpuaccel.backends import find_compiler
 from gpuaccel.errors import ArgumentError, NonFiniteError
 from gpuaccel.ops import update_rule
 from gpuaccel.ops.adamw import reference_adamw
@@ -2187,3 +2188,99 @@ def test_gpu_a_million_weights_as_torchs_fused():
         nn.utils.clip_grad_norm_(reference, 1.0)
         mine.step(), theirs.step()
     compare(ours, reference)
+
+
+# ---- what a user may do between two steps --------------------------------------------------------
+
+NO_COMPILER = pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+SIMT = pytest.param("simt", marks=NO_COMPILER)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_torchs_default_dtype_is_not_that_of_counts_and_arenas(backend, dtype):
+    """A bf16 count would stop at 256."""
+    with ga.use_backend(backend), default_dtype(dtype):
+        weights = [[nn.Parameter(torch.zeros(4, dtype=torch.float32)) for _ in "abc"] for _ in "ab"]
+        model = nn.Linear(4, 4, dtype=torch.float32)
+        arena = ga.Arena(model)
+        assert arena.weights.dtype == arena.grads.dtype == model.weight.dtype == torch.float32
+        optimizers = ga.AdamW(weights[0], lr=0.1), torch.optim.AdamW(weights[1], lr=0.1)
+        for _ in range(4):
+            for some, optimizer in zip(weights, optimizers):
+                for p in some:
+                    p.grad = torch.ones(4, dtype=torch.float32)
+                ga.clip_grad_norm_(some, 1.0)
+                optimizer.step()
+        for ours, theirs in zip(*weights):
+            torch.testing.assert_close(ours, theirs)
+            step = optimizers[0].state[ours]["step"]
+            assert step.dtype == torch.float32 and step == 4
+
+
+def test_a_tensor_that_was_added_after_a_load_is_named():
+    p, q = (nn.Parameter(torch.ones(3)) for _ in "pq")
+    optimizer = ga.AdamW([p], on_nonfinite="raise")
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.add_param_group({"params": [q]})
+    q.grad = torch.full((3,), math.nan)
+    with pytest.raises(ga.errors.NonFiniteError, match="parameter 1|group 1"):
+        optimizer.step()
+
+
+def test_weights_with_gaps_are_rounded_stochastically():
+    p = nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16)[:, ::2])
+    optimizer = ga.AdamW([p], lr=1e-3, stochastic_rounding=True)
+    for _ in range(3):
+        p.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 3 and (p < 1).any()
+
+
+def test_finite_gradients_in_fp16_are_no_reason_to_skip():
+    p = nn.Parameter(torch.ones(400, dtype=torch.float16))
+    with ga.use_backend("torch"):
+        optimizer = ga.AdamW([p], max_norm=1.0, on_nonfinite="skip")
+        p.grad = torch.full((400,), 6e4, dtype=torch.float16)
+        optimizer.step()
+        assert optimizer.skipped == 0 and float(optimizer.clip_state.norm) == pytest.approx(1.2e6)
+
+
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+def test_a_weight_of_another_shape_does_not_get_the_moments_of_the_old_one(backend):
+    p = nn.Parameter(torch.zeros(2, 5))
+    with ga.use_backend(backend):
+        optimizer = ga.AdamW([p], lr=0.1)
+        p.grad = torch.arange(10.0).view(2, 5)
+        optimizer.step()
+        p.data, p.grad = p.data.t().contiguous(), None
+        p.grad = torch.ones(5, 2)
+        before = p.detach().clone()
+        with pytest.raises(ga.errors.ArgumentError, match="exp_avg"):
+            optimizer.step()
+        assert torch.equal(before, p)
+
+
+def test_a_dict_may_hold_the_optimizers_own_tensors_in_other_places():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in "ab"]
+    optimizer = ga.AdamW(parameters, lr=0.1)
+    for p, grad in zip(parameters, (1.0, 5.0)):
+        p.grad = torch.full((2,), grad)
+    optimizer.step()
+    first, second = (optimizer.state[p]["exp_avg"].clone() for p in parameters)
+    saved = optimizer.state_dict()
+    saved["state"] = {0: saved["state"][1], 1: saved["state"][0]}
+    optimizer.load_state_dict(saved)
+    moments = [optimizer.state[p]["exp_avg"] for p in parameters]
+    assert torch.equal(moments[0], second) and torch.equal(moments[1], first)
