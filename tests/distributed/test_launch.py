@@ -193,7 +193,12 @@ def test_a_rank_outside_of_the_group_that_trains_does_not_hang():
 
 def test_ranks_stop_after_the_same_step_of_a_second_train_step():
     most = 3000
-    steps = ga.launch(checks.trains_twice, 2, (most,), after_step=True, timeout=HANG)
+    # A process in the background of a shell ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        steps = ga.launch(checks.trains_twice, 2, (most,), after_step=True, timeout=HANG)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert steps[0] == steps[1] < most
 
 
