@@ -94,8 +94,8 @@ def broadcast_weights(config: Distributed, arena: Arena):
         if t is not None and t.numel():
             contiguous = t if t.is_contiguous() else t.contiguous()
             # As bytes: gloo and NCCL do not know all dtypes.
-            octets = contiguous.view(-1).view(torch.uint8)
-            collectives.broadcast(octets, group_src=0, group=config.group)
+            as_bytes = contiguous.view(-1).view(torch.uint8)
+            collectives.broadcast(as_bytes, group_src=0, group=config.group)
             if contiguous is not t:
                 t.copy_(contiguous)
     arena.weights_written()

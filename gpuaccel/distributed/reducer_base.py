@@ -138,8 +138,10 @@ class ReducerBase:
         self.count_dtype: "torch.dtype | None" = None
         # Whether it returns means, without tokens; None: not known.
         self.means: "bool | None" = None
-        # This step's gradients are summed, and no error has ended a step since the last whole one.
-        self.summed = self.left = False
+        # Whether this step's gradients are summed over all ranks.
+        self.summed = False
+        # Whether the last step ended with an error on this rank.
+        self.left = False
         if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
             opt.explain_skip = self._explain_skip
 

@@ -591,7 +591,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def slowest_rank(heartbeats: "list[int]", partners, results) -> "int | None":
-    """The rank that others wait for; None: of none it is known.
+    """The rank that others wait for; None where no rank is known to be behind.
 
     Args:
         heartbeats: of each rank, as SharedCounts has them; so are partners.

@@ -484,9 +484,8 @@ class explore:
             rates[name] = [(p.gpus, p.rate) for p in points]
         p = predict(workload, machine, v["gpus"], bucket_mb=v["bucket_mb"])
         title = (
-            f"Predicted: {workload.name} on {plural(p.gpus, 'GPU')}, {p.step_ms:.1f} ms for each "
-            f"step, "
-            f"{p.rate:.0%} of one GPU's throughput"
+            f"Predicted: {workload.name} on {plural(p.gpus, 'GPU')}, "
+            f"{p.step_ms:.1f} ms for each step, {p.rate:.0%} of one GPU's throughput"
         )
         backward_ms = BACKWARD * workload.micro_ms
         return plan_figure.plan(title, rates, p.gpus, p, backward_ms, workload.tail_ms)

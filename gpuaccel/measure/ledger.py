@@ -322,9 +322,6 @@ def _copied(row, direction):
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= scale:
             amount = size / scale
-            return (
-                f"{amount:,.0f} {unit} in {count:,}"
-                if amount >= 999.5
-                else f"{amount:.3g} {unit} in {count:,}"
-            )
+            words = f"{amount:,.0f}" if amount >= 999.5 else f"{amount:.3g}"
+            return f"{words} {unit} in {count:,}"
     return f"{size} bytes in {count:,}"

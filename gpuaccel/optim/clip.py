@@ -355,6 +355,7 @@ def _by_torch(
             members = grads
             if groups is not None:
                 members = [t for t, number in zip(grads, groups) if number == group]
+            # On a CPU the lists below take as long as the products of a small model.
             if len(set(map(Tensor.get_device, members))) == 1:
                 torch._foreach_mul_(members, scales[group].to(members[0].device))
                 continue

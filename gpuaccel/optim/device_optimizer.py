@@ -446,10 +446,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return all(i in numbers or s.numel == 0 for i, s in enumerate(self.arena.segments))
 
     def _key(self, accumulator) -> "tuple[tuple | None, list[Tensor]]":
-        """(what all that a step reads and writes is, the gradients).
+        """(what tells one step's tensors from another's, the gradients).
 
-        Kernels get addresses, and in an arena they tell whose gradient it is; torch gets tensors.
-        The first is None when that alone does not tell what to do."""
+        That is addresses, where kernels run or in an arena; otherwise the tensors themselves. The
+        first is None when it does not tell what to do."""
         params = self._params()
         grads = [p.grad for p in params]
         lows: "Sequence[Tensor]" = ()

@@ -221,7 +221,8 @@ def train(
         checkpoints.resume(resume)
     reducer = step.reducer
     world = 1 if reducer is None else reducer.world
-    end_together = reducer is not None and world > 1 and _equally_long(batches, reducer)
+    # Only the last checkpoint needs it.
+    end_together = bool(checkpoint_dir) and world > 1 and _equally_long(batches, reducer)
     meter = step.meter = step.meter or Meter(step.arena.device)
     rows = None
     if places and (reducer is None or reducer.rank == 0):
@@ -290,8 +291,13 @@ def train(
         if rows:
             rows.close()
         # A checkpoint needs every rank: one that leaves alone must not wait for the others.
-        all_ranks_leave = reducer is None or world == 1 or done or reducer.asked_to_stop()
-        all_ranks_leave = all_ranks_leave or (exhausted and end_together)
+        all_ranks_leave = (
+            reducer is None
+            or world == 1
+            or done
+            or (exhausted and end_together)
+            or reducer.asked_to_stop()
+        )
         if all_ranks_leave and between_steps:
             checkpoints.save()
 

@@ -119,10 +119,10 @@ def test_an_answer_that_stays_on_its_device_copies_nothing():
     assert ga.check("global_scale", _scale_of_norms("norms.to(norms.device).norm()"))
     assert ga.check("global_scale", _scale_of_norms("norms[torch.arange(len(norms))].norm()"))
     for norm, what in (
-        ("norms.norm() * (1 + torch.equal(norms, 0 * norms))", "calls equal()"),
-        ("norms.norm() * (1 + torch.allclose(norms, 0 * norms))", "calls allclose()"),
+        ("norms.norm() * (1 + torch.equal(norms, 0 * norms))", "calls torch.equal()"),
+        ("norms.norm() * (1 + torch.allclose(norms, 0 * norms))", "calls torch.allclose()"),
         ("norms[norms == norms].norm()", "indexes with a mask"),
-        ("norms.norm() * (1 + len(norms.isnan().nonzero()))", "calls nonzero()"),
+        ("norms.norm() * (1 + len(norms.isnan().nonzero()))", "calls torch.nonzero()"),
     ):
         answer = ga.check("global_scale", _scale_of_norms(norm))
         assert not answer and f"it {what}: on a GPU the host waits" in str(answer)

@@ -747,15 +747,15 @@ def _known_mistake(case, out) -> str:
 
 # ---- a Python function --------------------------------------------------------------------------
 
-# Operations whose answer, or the size of whose result, the host has to know.
+# Operations whose answer, or the size of whose result, the host has to know, by torch's names.
 WAITING = {
-    "aten.equal",
-    "aten.allclose",
-    "aten.nonzero",
-    "aten.masked_select",
-    "aten._unique2",
-    "aten.unique_dim",
-    "aten.unique_consecutive",
+    "aten.equal": "torch.equal",
+    "aten.allclose": "torch.allclose",
+    "aten.nonzero": "torch.nonzero",
+    "aten.masked_select": "torch.masked_select",
+    "aten._unique2": "torch.unique",
+    "aten.unique_dim": "torch.unique",
+    "aten.unique_consecutive": "torch.unique_consecutive",
 }
 
 
@@ -787,7 +787,7 @@ class _Operations(TorchDispatchMode):
         self.with_autograd |= in_autograd
         name = str(func.overloadpacket)
         if name in WAITING:
-            self.waiting.append(f"calls {name.replace('aten._', '').replace('aten.', '')}()")
+            self.waiting.append(f"calls {WAITING[name]}()")
         elif name in ("aten.index", "aten.index_put", "aten.index_put_") and any(
             isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         ):
