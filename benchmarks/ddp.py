@@ -108,12 +108,15 @@ GROUPS = {
         ONE: ("replayed", replayed()),
         "all-reduce": ("replayed", replayed({"peer_to_peer": True})),
         "all-reduce by NCCL": ("replayed", replayed({"peer_to_peer": False})),
+        HIERARCHICAL: ("replayed, 2 machines", replayed({"peer_to_peer": True}, machines=2)),
         "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
         "sharded": ("replayed, other sums", replayed({"sharded": True})),
         "ordered": ("replayed, other sums", replayed({"ordered": True})),
-        HIERARCHICAL: ("replayed, 2 machines", replayed({"peer_to_peer": True}, machines=2)),
     },
 }
+# Made and measured against the base when the others of their group are gone: 80 GB of memory are
+# too few for all of them at once.
+LATER = {REPLAYED: ("all-reduce in bf16", "sharded", "ordered")}
 PARTS = *GROUPS, "bits", "bandwidth"
 # In this order: what matters most is there if the time is not enough for all.
 ORDER = COMPILED, CAPTURED, REPLAYED, CAPTURED_FSDP, SPLIT, FSDP, EAGER, OURS_EAGER
@@ -229,19 +232,25 @@ class Run:
         )
         self.results["made"].setdefault(group, {})[name] = answers
 
-    def _ready(self, group) -> dict:
-        """name -> workers of the variants that were made and whose workers are still there."""
+    def _ready(self, group, names=None) -> dict:
+        """name -> workers of the variants that were made and whose workers are still there.
+
+        names: of these; None: of the whole group"""
         made = self.results["made"].get(group, {})
         return {
             name: workers
             for name, (workers, _) in self.groups[group].items()
             if name in made and workers not in self.workers.stopped
+            if names is None or name in names
         }
 
-    def race(self, group):
-        """Times of a group's variants, in turns."""
+    def race(self, group, names):
+        """Times of these variants of a group and of its base, in turns.
+
+        The base's rows are those of its first race; the others are compared with that of their
+        own."""
         replays = any(variant.replayed for _, variant in self.groups[group].values())
-        ready = self._ready(group)
+        ready = self._ready(group, (ONE, *names))
         assert ONE in ready, f"{group} has no base"
         results = self.results["groups"].setdefault(group, {})
         for count in self.bench.micro_batches:
@@ -254,7 +263,7 @@ class Run:
                     timers[name] = (workers, (group, name), count, False)
             times = self.turns(timers, replays)
             tokens = self.bench.rows * count * self.bench.config.T
-            rows = results[str(count)] = {
+            rows = {
                 name: {
                     "ms": ms,
                     "tokens_per_s_per_gpu": tokens / ms * 1e3,
@@ -264,6 +273,7 @@ class Run:
                 }
                 for name, ms in times.items()
             }
+            results[str(count)] = rows | results.get(str(count), {})
             texts = (f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items())
             self.clock.say(f"{group}, {count}: {', '.join(texts)}")
 
@@ -317,13 +327,17 @@ class Run:
         if self.is_late(group):
             return
         variants = self.groups[group]
+        later = [name for name in LATER.get(group, ()) if name in variants]
+        first = [name for name in variants if name not in later]
         if group not in MADE_FIRST:
-            self.make({group: variants})
-        self.stage(group, self.race, group)
-        for name in self._ready(group):
-            self.stage(f"end of {group}: {name}", self.end, group, name)
+            self.make({group: {name: variants[name] for name in first}})
+        self._race_and_end(group, first)
         if buckets and group == REPLAYED and not self.is_late("buckets"):
             self.stage("buckets", self.buckets, buckets)
+        if later and not self.is_late(f"{group}: {', '.join(later)}"):
+            self._drop(group, [name for name in first if name != ONE])
+            self.make({group: {name: variants[name] for name in later}})
+            self._race_and_end(group, later)
         order = list(self.groups)
         needed = {self.home}
         for other in order[order.index(group) + 1 :]:
@@ -331,16 +345,25 @@ class Run:
         for workers in {workers for workers, _ in variants.values()} - self.workers.stopped.keys():
             if workers not in needed:
                 self.workers.stop(workers)
-            else:
-                keys = ((group, name) for name in variants)
-                self.stage(f"end of {group}", self.workers.ask, workers, "drop", *keys)
+        self._drop(group, variants)
+
+    def _race_and_end(self, group, names):
+        self.stage(group, self.race, group, names)
+        for name in self._ready(group, names):
+            self.stage(f"end of {group}: {name}", self.end, group, name)
+
+    def _drop(self, group, names):
+        """Free the memory of these variants."""
+        for workers in {
+            self.groups[group][name][0] for name in names
+        } - self.workers.stopped.keys():
+            keys = ((group, name) for name in names)
+            self.stage(f"end of {group}", self.workers.ask, workers, "drop", *keys)
 
     def buckets(self, sizes):
         """Other bucket sizes, with the fewest micro-batches, each in turns with the default."""
         count, default = min(self.bench.micro_batches), (REPLAYED, "all-reduce")
         assert default[1] in self._ready(REPLAYED), "there is no default to compare with"
-        others = [(REPLAYED, name) for name in self.groups[REPLAYED] if name != default[1]]
-        self.workers.ask(self.home, "drop", *others)
         for size in sizes:
             key = REPLAYED, f"buckets of {size:g} MB"
             variant = replayed({"bucket_mb": size}, counts=(count,))

@@ -1684,6 +1684,40 @@ def test_ddp_measures_its_own_rows_early_and_shows_them_last(ddp):
     assert list(ddp.GROUPS)[-1] == ddp.REPLAYED
 
 
+def test_ddp_makes_some_variants_when_the_others_memory_is_free(ddp, groups, bench):
+    """And compares them with the base as it is then, whose first times stay in the results."""
+    there, most = set(), []
+    base = iter([20.0, 21.0, 10.0, 11.0])
+
+    def make(key, variant):
+        there.add(key)
+        most.append({name for group, name in there if group == ddp.REPLAYED})
+        return making(key, variant)
+
+    def times(key, count, calls, alone):
+        assert key in there
+        ms = next(base) if alone else 25.0
+        return [[ms] * calls, [] if alone else [ms] * calls]
+
+    def drop(*keys):
+        there.difference_update(keys)
+        return [None, None]
+
+    last = [["one", 2.0, 8]] * 2
+    workers = ScriptedWorkers(make=make, times=times, drop=drop, last=lambda key: last)
+    run = ddp.Run(workers, bench, {ddp.REPLAYED: groups[ddp.REPLAYED]}, "all")
+    run.all((), (ddp.REPLAYED,))
+    later = set(ddp.LATER[ddp.REPLAYED])
+    assert most[3] == groups[ddp.REPLAYED].keys() - later and most[-1] == {ddp.ONE, *later}
+    for count, (first, second) in {"4": (20, 10), "1": (21, 11)}.items():
+        rows = run.results["groups"][ddp.REPLAYED][count]
+        assert rows.keys() == {ddp.EACH, *groups[ddp.REPLAYED]}
+        assert rows[ddp.ONE]["ms"] == first
+        assert rows["all-reduce"]["of_one_gpu"] == first / 25
+        assert rows["sharded"]["of_one_gpu"] == second / 25
+    assert not there and not run.results["failed"]
+
+
 def test_ddp_writes_what_it_has_when_the_signal_comes_twice(scripts, monkeypatch):
     """As from `timeout`: to the process, and to the processes of its group."""
     ddp, kept = scripts("ddp"), []
