@@ -385,20 +385,21 @@ class Run:
         """Bus bandwidth in GB/s, as nccl-tests count it: what crosses a link of each GPU.
 
         A size's bytes times 2 (N - 1) / N over the time; for the halves of an all-reduce,
-        (N - 1) / N."""
+        (N - 1) / N; for the all-to-all of two, 1 / 2."""
         with torch.device("meta"):
             model = Transformer(self.bench.config)
         arena = 4 * sum(p.numel() for p in model.parameters())
         halves, ranks = ("all_reduce", "reduce_scatter", "all_gather"), self.workers.ranks
+        pairs = ("all_to_all",) if ranks % 2 == 0 else ()
         sizes = {
-            f"{size >> 20} MiB": (size, ("all_reduce",))
+            f"{size >> 20} MiB": (size, ("all_reduce", *pairs))
             for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
             if size < arena
         }
-        sizes["a bucket"] = (min(arena, 32 << 20), halves)
+        sizes["a bucket"] = (min(arena, 32 << 20), (*halves, *pairs))
         sizes["the arena in bf16"] = (arena // 2, ("all_reduce",))
         sizes["the arena"] = (arena, halves)
-        answers = self.workers.ask(self.home, "bandwidth", sizes, 10)
+        answers = self.workers.ask(self.home, "bandwidth", sizes, 5)
         rows = {}
         for name, (size, operations) in sizes.items():
             rows[name] = {"bytes": size}
@@ -406,7 +407,8 @@ class Run:
                 times = slowest([answer[name][operation] for answer in answers])
                 ms = statistics.median(times)
                 passes = 2 if operation == "all_reduce" else 1
-                rate = size / ms / 1e6 * passes * (ranks - 1) / ranks
+                others = 2 if operation == "all_to_all" else ranks
+                rate = size / ms / 1e6 * passes * (others - 1) / others
                 rows[name][operation] = {"ms": ms, "bus_GB_per_s": rate}
         self.results["bandwidth"] = rows
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fingerprints import kernels_in_use
 from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
-from timing import host_milliseconds, queued, release, reset_peaks
+from timing import host_milliseconds, queued, release, repeat, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
 from workers import TIMEOUT, Stuck, environment
 
 from gpuaccel.distributed.agreement import weight_hashes
-from gpuaccel.distributed.collectives import all_gather, reduce_scatter
+from gpuaccel.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from gpuaccel.distributed.config import Distributed
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
@@ -37,6 +37,8 @@ from gpuaccel.training.step import TrainStep
 FIRST_WARM_UP, LATER_WARM_UP = 13, 3
 # Replays that tell how gradients are zeroed faster.
 TRIALS = 10
+# Collectives alone, in one CUDA graph.
+COLLECTIVES = 8
 # How far a replayed step's weights may be from a launched one's, relative to their change.
 REPLAY_ERROR = 0.05
 
@@ -482,11 +484,18 @@ class Rank:
     # ---- the network alone ----
 
     def bandwidth(self, sizes: dict, calls: int) -> dict:
-        """name -> operation -> milliseconds of each of `calls` collectives, queued back to back.
+        """name -> operation -> milliseconds of one collective, measured `calls` times.
+
+        Each time is the mean of COLLECTIVES, which on a GPU are one CUDA graph, as in a replayed
+        step: the host's speed does not count. "all_to_all" is between two ranks, as between two
+        machines, of an even number.
 
         sizes: name -> (bytes, operations)"""
         largest = max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks
         buffer = torch.zeros(largest, device=self.bench.device)
+        received = torch.zeros_like(buffer)
+        half = self.ranks // 2
+        pairs = [dist.new_group([r, r + half]) for r in range(half)]
         results = {}
         for name, (size, operations) in sizes.items():
             t = buffer[: size // 4 // self.ranks * self.ranks]
@@ -495,11 +504,26 @@ class Rank:
                 "all_reduce": lambda: dist.all_reduce(t),
                 "reduce_scatter": lambda: reduce_scatter(part, t),
                 "all_gather": lambda: all_gather(t, part if self.cuda else part.clone()),
+                "all_to_all": lambda: all_to_all(
+                    received[: len(t)], t, group=pairs[self.rank % half]
+                ),
             }
             results[name] = {
-                operation: step_times(runs[operation], calls, self.cuda) for operation in operations
+                operation: self._collective_times(runs[operation], calls)
+                for operation in operations
             }
+        for pair in pairs:
+            dist.destroy_process_group(pair)
         return results
+
+    def _collective_times(self, run, calls) -> "list[float]":
+        several = functools.partial(repeat, run, COLLECTIVES)
+        # The first one connects the ranks.
+        run()
+        recording = Recording(several, torch.cuda.Stream() if self.cuda else None, None)
+        times = step_times(recording.replay, calls, self.cuda)
+        recording.close()
+        return [ms / COLLECTIVES for ms in times]
 
     # ---- bits ----
 

@@ -1636,7 +1636,7 @@ def errors_of(known) -> str:
             + ("es" if row.micro_batches > 1 else ""),
             f"{row.measured_ms:.2f} ms",
             f"{row.predicted_ms:.2f} ms",
-            f"fitted: `{row.fitted}`" if row.fitted else f"{row.error:+.2%}",
+            f"{row.error:+.2%}" + (f"; fitted: `{row.fitted}`" if row.fitted else ""),
         )
         for row in known.rows
     ]

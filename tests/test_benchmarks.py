@@ -1527,6 +1527,10 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0
     operations = {"all_reduce", "reduce_scatter", "all_gather"}
     assert r["bandwidth"]["the arena"].keys() == {"bytes", *operations}
+    bucket = r["bandwidth"]["a bucket"]
+    assert bucket.keys() == {"bytes", *operations, "all_to_all"}
+    rate = bucket["bytes"] / 2 / bucket["all_to_all"]["ms"] / 1e6
+    assert bucket["all_to_all"]["bus_GB_per_s"] == pytest.approx(rate)
     ddp.show(r)
     hierarchical = {name: groups[ddp.REPLAYED][name] for name in (ddp.ONE, ddp.HIERARCHICAL)}
     four = ddp.measure(

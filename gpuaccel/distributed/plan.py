@@ -35,8 +35,8 @@ from .buckets import join_blocks
 
 # Of a micro-batch's time: two of the three matrix products of a weight are those of backward.
 BACKWARD = 2 / 3
-# Beside a pass over GPU memory backward has a quarter of its speed. Chosen with the recorded steps
-# in bf16 in view.
+# Beside a pass over GPU memory backward has a quarter of its speed; peer-to-peer copies do not slow
+# it. Chosen with recorded steps in view, as docs/planning.md says.
 PASS_SLOW = 3.0
 # MB that best_bucket tries.
 BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -193,8 +193,7 @@ class Machine:
         network: of a GPU to other machines: a machine's network cards over its GPUs.
         start_us: fixed cost of a collective or of a barrier with its copies.
         memory_GBs: rate of a pass over GPU memory, bytes read and written together.
-        copies_slow: while peer-to-peer copies run, backward takes 1 + copies_slow times as long.
-        nccl_slow: the same while an NCCL kernel runs.
+        nccl_slow: while an NCCL kernel runs, backward takes 1 + nccl_slow times as long.
         spread: standard deviation of a rank's step time, as a share of it.
 
     Raises:
@@ -206,14 +205,13 @@ class Machine:
     network: Link = Link()
     start_us: float = 0.0
     memory_GBs: float = math.inf
-    copies_slow: float = 0.0
     nccl_slow: float = 0.0
     spread: float = 0.0
 
     def __post_init__(self):
         if self.gpus < 1:
             raise ArgumentError(f"gpus is {self.gpus}; expected 1 or more")
-        for name in ("start_us", "copies_slow", "nccl_slow", "spread"):
+        for name in ("start_us", "nccl_slow", "spread"):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; expected 0 or more")
         if not self.memory_GBs > 0:
@@ -390,8 +388,9 @@ def hierarchical_stages(elements: int, machine: Machine, gpus: int) -> "list[Sta
     """A bucket that is reduced in each machine, between machines, and copied back, in fp32.
 
     Each of the g GPUs of a machine copies in what the others have in its block (1/g of the bucket)
-    and adds. GPUs with the same block exchange it between the machines and add. Then each copies
-    the other blocks' sums.
+    and adds. GPUs with the same block exchange it between the machines, add, and exchange the sums;
+    what they send and receive is staged in memory of its own. Then each copies the other blocks'
+    sums. Adding and staging are passes over memory (PASS_SLOW).
 
     Args:
         elements: of the bucket.
@@ -403,20 +402,23 @@ def hierarchical_stages(elements: int, machine: Machine, gpus: int) -> "list[Sta
     """
     inside = min(gpus, machine.gpus)
     machines = gpus // inside
-    count, start, slow = 4 * elements, machine.start_us / 1e3, machine.copies_slow
+    count, start = 4 * elements, machine.start_us / 1e3
+
+    def memory_pass(moved):
+        return Stage("memory", machine.pass_ms(moved), PASS_SLOW)
+
     stages, back = [], []
     if inside > 1:
-        copy_ms = start + machine.link.ms((inside - 1) / inside * count)
-        stages.append(Stage("link", copy_ms, slow))
-        stages.append(Stage("memory", machine.pass_ms((inside + 1) / inside * count), slow))
-        back.append(Stage("link", copy_ms, slow))
+        copy = Stage("link", start + machine.link.ms((inside - 1) / inside * count))
+        stages += [copy, memory_pass((inside + 1) / inside * count)]
+        back.append(copy)
     if machines > 1:
         share = count / inside
         send = Stage(
             "network", start + exchange_ms(share, machine.network, machines), machine.nccl_slow
         )
-        add_ms = machine.pass_ms((machines + 1) / machines * share)
-        stages += [send, Stage("memory", add_ms, slow), send]
+        staging, adding = memory_pass(2 * share), memory_pass((machines + 1) / machines * share)
+        stages += [staging, send, adding, send, staging]
     return stages + back
 
 

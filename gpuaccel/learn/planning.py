@@ -6,8 +6,8 @@
     planning.plan_table(known.workload, known.machine, gpus=64)
     planning.explore(gpus=64)             # a picture; in a notebook with sliders
 
-Of each run the step on one GPU and the collectives alone are measured, and are inputs. Three
-numbers are fitted, each to a row of the run on two GPUs (FITTED). All other rows are predicted.
+Of each run the step on one GPU and the collectives alone are measured, and are inputs. Two numbers
+are fitted to rows of the run on two GPUs (FITTED). All other rows are predicted.
 """
 
 import dataclasses
@@ -67,13 +67,13 @@ VARIANTS = {
     "all-reduce in bf16": "bf16, NCCL",
     HIERARCHICAL: "fp32, hierarchical",
 }
-# The rows on two GPUs that the model has seen: (variant, micro-batches) -> fitted to it. What the
-# step of four micro-batches takes longer than that of one gives the spread.
+# Rows on two GPUs that the model has seen: (variant, micro-batches) -> fitted to it. The spread is
+# fitted to what a step of four micro-batches takes longer than one of one.
 FITTED = {
     ("all-reduce", 4): "spread",
-    ("all-reduce", 1): "copies_slow",
     ("all-reduce by NCCL", 1): "nccl_slow",
 }
+NEEDED = (*FITTED, ("all-reduce", 1))
 RUNS = (2, 4)
 # A checkpoint has bf16 weights, fp32 masters and AdamW's two moments.
 CHECKPOINT_BYTES = 14
@@ -114,6 +114,7 @@ class Calibration:
         gpu: name of it.
         workload: llama-350m with four micro-batches.
         machine: with links and fitted parameters.
+        pair: between two GPUs that exchange by NCCL's all-to-all, as two machines do.
         link_run: number of GPUs of the run that the link is from.
         rows: all recorded rows that the model describes.
     """
@@ -122,6 +123,7 @@ class Calibration:
     gpu: str
     workload: Workload
     machine: Machine
+    pair: Link
     link_run: int
     rows: "tuple[Row, ...]"
 
@@ -147,22 +149,22 @@ def calibrated(gpu: "str | None" = None, numbers: "tuple[int, ...]" = RUNS) -> "
     gpu = pair.content.get("gpu")
     runs = {n: pair if n == 2 else recorded.recorded(f"ddp_{n}gpus", gpu) for n in numbers}
     inputs = {n: _inputs(run, n) for n, run in runs.items()}
-    if inputs[2] is None or any(_ms(pair, 2, *row) is None for row in FITTED):
+    if inputs[2] is None or any(_ms(pair, 2, *row) is None for row in NEEDED):
         return None
     workload, machine = inputs[2]
     rate = recorded.recorded("clip", gpu).get("float32", "copy_GB_per_s")
     machine = dataclasses.replace(machine, memory_GBs=rate or machine.memory_GBs)
-    machine = _fitted(machine, workload, {row: _ms(pair, 2, *row) for row in FITTED})
+    machine = _fitted(machine, workload, {row: _ms(pair, 2, *row) for row in NEEDED})
     rows: "list[Row]" = []
     for n, known in inputs.items():
         if known is not None:
-            # The link of each run is measured; what is fitted is the first run's.
-            link, start = known[1].link, known[1].start_us
-            machine = dataclasses.replace(machine, gpus=n, link=link, start_us=start)
+            # The links of each run are measured; what is fitted is the first run's.
+            links = {name: getattr(known[1], name) for name in ("gpus", "link", "network")}
+            machine = dataclasses.replace(machine, start_us=known[1].start_us, **links)
             rows += _rows(runs[n], n, known[0], machine)
-    largest = machine.gpus
+    largest, between = machine.gpus, machine.network
     machine = dataclasses.replace(machine, gpus=PER_MACHINE, network=NETWORK)
-    return Calibration(pair.label, str(gpu), workload, machine, largest, tuple(rows))
+    return Calibration(pair.label, str(gpu), workload, machine, between, largest, tuple(rows))
 
 
 def predicted_rows(known: Calibration, gpus: int) -> "dict[str, dict[str, float]]":
@@ -175,7 +177,7 @@ def predicted_rows(known: Calibration, gpus: int) -> "dict[str, dict[str, float]
     Returns:
         Variant -> micro-batches -> ms of a step.
     """
-    machine = dataclasses.replace(known.machine, gpus=gpus)
+    machine = dataclasses.replace(known.machine, gpus=gpus, network=known.pair)
     return {
         variant: {
             str(count): _step_ms(known.workload, machine, gpus, variant, count) for count in (4, 1)
@@ -198,20 +200,16 @@ def _rows(run, gpus, workload, machine) -> "list[Row]":
 
 
 def _fitted(machine, workload, measured) -> Machine:
-    """The machine with the parameters of FITTED. measured: row -> its ms on two GPUs."""
+    """The machine with the parameters of FITTED. measured: row of NEEDED -> its ms on two GPUs."""
     more_ms = 3 * workload.micro_ms
     longer = measured["all-reduce", 4] - measured["all-reduce", 1] - more_ms
     machine = dataclasses.replace(machine, spread=max(0.0, longer / more_ms / slowest_of(2)))
-    for (variant, count), name in FITTED.items():
-        if name != "spread":
+    row = "all-reduce by NCCL", 1
 
-            def predicted(value, name=name, variant=variant, count=count):
-                changed = dataclasses.replace(machine, **{name: value})
-                return _step_ms(workload, changed, 2, variant, count)
+    def predicted(nccl_slow):
+        return _step_ms(workload, dataclasses.replace(machine, nccl_slow=nccl_slow), 2, *row)
 
-            value = fit(predicted, measured[variant, count])
-            machine = dataclasses.replace(machine, **{name: value})
-    return machine
+    return dataclasses.replace(machine, nccl_slow=fit(predicted, measured[row]))
 
 
 def _ms(run, gpus, variant, micro_batches) -> "float | None":
@@ -219,12 +217,9 @@ def _ms(run, gpus, variant, micro_batches) -> "float | None":
 
 
 def _inputs(run, gpus) -> "tuple[Workload, Machine] | None":
-    """The step on one GPU and the link of a run."""
+    """The step on one GPU and the links of a run."""
     short, long = (_ms(run, gpus, "one GPU", count) for count in (1, 4))
-    sizes = run.get(str(gpus), "bandwidth") or {}
-    points = [
-        (size["bytes"], size["all_reduce"]["ms"]) for size in sizes.values() if "all_reduce" in size
-    ]
+    points, pairs = (_collectives(run, gpus, name) for name in ("all_reduce", "all_to_all"))
     if short is None or long is None or len(points) < 2:
         return None
     micro = (long - short) / 3
@@ -233,7 +228,18 @@ def _inputs(run, gpus) -> "tuple[Workload, Machine] | None":
     fixed, slope = line(points)
     link = Link(2 * (gpus - 1) / gpus / slope / 1e6, HOP_US)
     start = max(0.0, 1e3 * fixed - 2 * (gpus - 1) * HOP_US)
-    return workload, Machine(gpus=gpus, link=link, start_us=start)
+    network = link
+    if pairs:
+        # Half of the bytes stay where they are.
+        fixed, slope = line(pairs)
+        network = Link(1 / 2 / slope / 1e6, max(0.0, 1e3 * fixed - start))
+    return workload, Machine(gpus=gpus, link=link, network=network, start_us=start)
+
+
+def _collectives(run, gpus, operation) -> "list[tuple[float, float]]":
+    """(bytes, ms) of a collective alone."""
+    sizes = run.get(str(gpus), "bandwidth") or {}
+    return [(m["bytes"], m[operation]["ms"]) for m in sizes.values() if operation in m]
 
 
 def line(points: "list[tuple[float, float]]") -> "tuple[float, float]":
@@ -262,14 +268,14 @@ def placed(machine: Machine, gpus: int, variant: str) -> Machine:
     """The machine as a variant of benchmarks/ddp.py takes it.
 
     Args:
-        machine: with all GPUs of the run.
+        machine: with all GPUs of the run; its network is what connects two of them.
         gpus: of the run.
         variant: its name.
     """
     if variant != HIERARCHICAL:
         return machine
-    # Half of the GPUs count as another machine, with the same links between them.
-    return dataclasses.replace(machine, gpus=gpus // 2, network=machine.link)
+    # Half of the GPUs count as another machine.
+    return dataclasses.replace(machine, gpus=gpus // 2)
 
 
 # ---- what is asked ------------------------------------------------------------------------------
@@ -360,11 +366,10 @@ def inputs(
         network = dataclasses.replace(network, GBs=network_GBs)
         entered.append(f"the network of each GPU, {network_GBs:g} GB/s")
     machine = dataclasses.replace(machine, gpus=per_machine, network=network)
-    fitted = f"backward is slowed by {machine.copies_slow:.1%} while copies run and by "
-    fitted += (
-        f"{machine.nccl_slow:.0%} while NCCL runs, the ranks' times have a standard deviation of "
+    fitted = (
+        f"backward is slowed by {machine.nccl_slow:.0%} while NCCL runs, the ranks' times have a "
+        f"standard deviation of {machine.spread:.1%}"
     )
-    fitted += f"{machine.spread:.1%}"
     if known is None:
         assumed.append("sending slows nothing, ranks are equally fast, memory costs nothing")
     assumed.append(

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from pictures import text_of
 
-from gpuaccel.distributed.plan import Link, Machine, all_reduce_ms, predict
+from gpuaccel.distributed.plan import Link, Machine, all_reduce_ms, exchange_ms, predict
 from gpuaccel.errors import ArgumentError
 from gpuaccel.learn import planning, recorded
 
@@ -38,10 +38,15 @@ def test_recorded_steps_are_predicted_within_two_percent(known):
 def test_rows_that_were_fitted_are_named_and_few(known):
     fitted = [r for r in known.rows if r.fitted]
     assert {r.gpus for r in fitted} == {2}
-    assert [r.fitted for r in fitted] == ["spread", "copies_slow", "nccl_slow"]
-    # A parameter that is at 0 could not be fitted: its row is then off, and counted above.
-    assert all(abs(r.error) < 1e-6 or not getattr(known.machine, r.fitted) for r in fitted)
-    assert len(known.rows) >= 2 * len(fitted)
+    assert [r.fitted for r in fitted] == ["spread", "nccl_slow"]
+    off = {
+        (r.variant, r.micro_batches): r.predicted_ms - r.measured_ms
+        for r in known.rows
+        if r.gpus == 2
+    }
+    assert off["all-reduce", 4] == pytest.approx(off["all-reduce", 1], abs=1e-6)
+    assert abs(off["all-reduce by NCCL", 1]) < 1e-6
+    assert len(known.rows) >= 3 * len(fitted)
 
 
 def test_rows_are_those_of_the_result_files(known):
@@ -67,11 +72,12 @@ def synthetic(path, gpus, micro_ms, tail_ms, longer, machine):
             p = predict(many, as_placed, gpus, **planning.SUMS[name])
             steps[variant] = {"ms": p.step_ms * longer}
         groups[str(count)] = steps
-    link = machine[0]
+    start, network = machine[0].start_us / 1e3, machine[0].network
     sizes = {
         str(size): {
             "bytes": size,
-            "all_reduce": {"ms": all_reduce_ms(size, link, gpus)},
+            "all_reduce": {"ms": all_reduce_ms(size, machine[0], gpus)},
+            "all_to_all": {"ms": start + exchange_ms(size, network, 2)},
         }
         for size in (1 << 20, 1 << 25, 1 << 30)
     }
@@ -87,14 +93,17 @@ def synthetic(path, gpus, micro_ms, tail_ms, longer, machine):
 def test_parameters_are_recovered_from_steps_that_the_model_made(known, nothing_recorded, tmp_path):
     """With other times and parameters than the recorded ones."""
     link = Link(200.0, planning.HOP_US)
-    machine = Machine(gpus=4, link=link, start_us=20.0, copies_slow=0.2, nccl_slow=0.5, spread=0.03)
+    pair = Link(150.0, 9.0)
+    machine = Machine(4, link, pair, start_us=20.0, nccl_slow=0.5, spread=0.03)
     for gpus in (2, 4):
         inputs = (dataclasses.replace(machine, gpus=gpus), known.workload)
         synthetic(tmp_path / "none" / f"ddp_{gpus}gpus.json", gpus, 31.0, 6.0, 1.0, inputs)
     found = planning.calibrated()
     assert found.machine.link.GBs == pytest.approx(200, rel=0.01)
     assert found.machine.start_us == pytest.approx(20, rel=0.01)
-    assert found.machine.copies_slow == pytest.approx(0.2, rel=0.02)
+    assert found.pair.GBs == pytest.approx(150, rel=0.01)
+    assert found.pair.latency_us == pytest.approx(9, rel=0.05)
+    assert found.machine.network == planning.NETWORK
     assert found.machine.nccl_slow == pytest.approx(0.5, rel=0.02)
     assert found.machine.spread == pytest.approx(0.03, rel=0.02)
     assert len(found.rows) == 14 and max(abs(r.error) for r in found.rows) < 1e-4
