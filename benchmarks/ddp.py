@@ -273,7 +273,8 @@ class Run:
                 }
                 for name, ms in times.items()
             }
-            results[str(count)] = rows | results.get(str(count), {})
+            there = results.setdefault(str(count), {})
+            there |= {name: row for name, row in rows.items() if name not in there}
             texts = (f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items())
             self.clock.say(f"{group}, {count}: {', '.join(texts)}")
 

@@ -1610,7 +1610,6 @@ def plan_foretold() -> str:
                 name = f"{variant}, {count} micro-batch{'es' * (count != '1')}"
                 then = (f"{found['ms']:.2f} ms", f"{errors[-1]:+.2%}") if found else ("failed", "")
                 rows.append((name, f"{ms:.2f} ms", *then) if measured else (name, f"{ms:.2f} ms"))
-        missed = sum(abs(error) > 0.02 for error in errors) or "none"
         head = ("4 GPUs", "predicted", "measured", "off by")
         parts += [
             paragraph(
@@ -1620,7 +1619,7 @@ def plan_foretold() -> str:
             markdown(head if measured else head[:2], rows),
             paragraph(
                 f"{len(rows)} steps were predicted and {len(errors)} measured. Of these,",
-                f"{missed} is off by more than 2%.",
+                f"{beyond_two_percent(errors)}.",
             )
             if measured
             else "The benchmark has not measured four GPUs of this kind.",
@@ -1636,20 +1635,33 @@ def errors_of(known) -> str:
             + ("es" if row.micro_batches > 1 else ""),
             f"{row.measured_ms:.2f} ms",
             f"{row.predicted_ms:.2f} ms",
-            f"{row.error:+.2%}" + (f"; fitted: `{row.fitted}`" if row.fitted else ""),
+            off_by(row),
         )
         for row in known.rows
     ]
     errors = [abs(row.error) for row in known.rows if not row.fitted]
-    missed = sum(error > 0.02 for error in errors) or "none"
     return section(
         f"**{short(known.gpu)}**",
         markdown(("step", "measured", "model", "off by"), rows),
         paragraph(
-            f"Of the {len(errors)} rows that are not fitted, {missed} are off by more than 2%; the",
+            f"Of the {len(errors)} rows that are not fitted, {beyond_two_percent(errors)}; the",
             f"largest error is {max(errors):.2%}. *{known.label}.*",
         ),
     )
+
+
+def off_by(row) -> str:
+    """How far the model is from a row, and what was fitted to it."""
+    if not row.fitted:
+        return f"{row.error:+.2%}"
+    rest = f"{row.error:+.2%}, " if abs(row.error) >= 5e-5 else ""
+    return f"{rest}fitted: `{row.fitted}`"
+
+
+def beyond_two_percent(errors) -> str:
+    """How many errors are above 2%, in words."""
+    count = sum(abs(error) > 0.02 for error in errors)
+    return f"{count or 'none'} {'is' if count == 1 else 'are'} off by more than 2%"
 
 
 def plan_scales() -> str:
