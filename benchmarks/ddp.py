@@ -47,7 +47,7 @@ from gpuaccel.training.models import Transformer
 
 # ---- the variants -------------------------------------------------------------------------------
 
-ONE, EACH = "one GPU", "each for itself"
+ONE, EACH = BASES = "one GPU", "each for itself"
 COMPILED = "torch, compiled"
 CAPTURED = "torch, captured"
 SPLIT = "torch, captured, DDPOptimizer"
@@ -247,8 +247,8 @@ class Run:
     def race(self, group, names):
         """Times of these variants of a group and of its base, in turns.
 
-        The base's rows are those of its first race; the others are compared with that of their
-        own."""
+        A later race of a group has rows of its own for the base ("one GPU, again"), with which its
+        variants are compared."""
         replays = any(variant.replayed for _, variant in self.groups[group].values())
         ready = self._ready(group, (ONE, *names))
         assert ONE in ready, f"{group} has no base"
@@ -274,7 +274,8 @@ class Run:
                 for name, ms in times.items()
             }
             there = results.setdefault(str(count), {})
-            there |= {name: row for name, row in rows.items() if name not in there}
+            for name, row in rows.items():
+                there[f"{name}, again" if name in there else name] = row
             texts = (f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items())
             self.clock.say(f"{group}, {count}: {', '.join(texts)}")
 
@@ -471,7 +472,7 @@ class Run:
             self.results.setdefault("fastest_torch", {})[count] = fastest
             for group in groups.keys() & {OURS_EAGER, REPLAYED}:
                 for name, row in groups[group].get(count, {}).items():
-                    if name not in (ONE, EACH):
+                    if not name.startswith(BASES):
                         row["times_torch"] = row["tokens_per_s_per_gpu"] / rates[fastest]
 
 

@@ -1497,6 +1497,8 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     assert r["groups"].keys() == groups.keys()
     for group, counts in r["groups"].items():
         names = {*groups[group], ddp.EACH} - {ddp.HIERARCHICAL}
+        if group in ddp.LATER:
+            names |= {f"{name}, again" for name in ddp.BASES}
         assert {count: rows.keys() for count, rows in counts.items()} == {"4": names, "1": names}
     checks = r["bits"]["variants"]
     assert all(equal for variant in checks.values() for equal in variant.values())
@@ -1551,8 +1553,10 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     result = {**FACTS, "results": {"2": r}}
     monkeypatch.setattr(report, "load", {"ddp_2gpus": result}.get)
     table = report.ddp_table()
-    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 21 + (7 + 10) + 1 + 3
-    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 10 and CONDITIONS in table
+    # Bits: three checks of deterministic steps, and each number of steps.
+    bits = 3 + len({m["steps"] for m in equal})
+    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 22 + bits + 1 + 3
+    assert table.count("(goal ") == 2 * 2 + 2 + 1 + bits and CONDITIONS in table
     assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
     words = " ".join(table.split())
     for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
@@ -1656,7 +1660,8 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
     }
     assert timed == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
     assert replayed["1"]["all-reduce"]["ms"] == 15.0
-    assert replayed["1"].keys() == {ddp.EACH, *groups[ddp.REPLAYED]} - {"sharded"}
+    again = {f"{name}, again" for name in ddp.BASES}
+    assert replayed["1"].keys() == {ddp.EACH, *groups[ddp.REPLAYED], *again} - {"sharded"}
     assert r["groups"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH}
     assert r["memory"][ddp.REPLAYED]["ordered"] == {"optimizer_GiB": 2.0}
     failed = r["failed"]
@@ -1715,8 +1720,9 @@ def test_ddp_makes_some_variants_when_the_others_memory_is_free(ddp, groups, ben
     assert most[3] == groups[ddp.REPLAYED].keys() - later and most[-1] == {ddp.ONE, *later}
     for count, (first, second) in {"4": (20, 10), "1": (21, 11)}.items():
         rows = run.results["groups"][ddp.REPLAYED][count]
-        assert rows.keys() == {ddp.EACH, *groups[ddp.REPLAYED]}
-        assert rows[ddp.ONE]["ms"] == first
+        again = {f"{name}, again" for name in ddp.BASES}
+        assert rows.keys() == {ddp.EACH, *groups[ddp.REPLAYED], *again}
+        assert rows[ddp.ONE]["ms"] == first and rows[f"{ddp.ONE}, again"]["ms"] == second
         assert rows["all-reduce"]["of_one_gpu"] == first / 25
         assert rows["sharded"]["of_one_gpu"] == second / 25
     assert not there and not run.results["failed"]
