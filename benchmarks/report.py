@@ -144,7 +144,11 @@ def against_goal(value, goal, reached) -> str:
 
 
 def at_least(value, goal, form="{:.2f}x", goal_form="{:g}x") -> str:
-    return against_goal(form.format(value), goal_form.format(goal), value >= goal)
+    text = form.format(value)
+    if value < goal and text == form.format(goal):
+        # One more digit shows what is missing.
+        text = form.replace(".2f", ".3f").format(value)
+    return against_goal(text, goal_form.format(goal), value >= goal)
 
 
 def yes_or_no(value) -> str:
