@@ -6,16 +6,15 @@ protocol by which the parts of a step tell it what a graph must know.
 
 from .capture import TapeRecorder
 from .graphed_step import GraphedStep, check_options
-from .participant import buffers_of
-from .snapshot import preserved
+from .snapshot import ForwardState, preserved
 from .tape import ALLOCATIONS, Tape
 
 __all__ = [
     "ALLOCATIONS",
+    "ForwardState",
     "GraphedStep",
     "Tape",
     "TapeRecorder",
-    "buffers_of",
     "check_options",
     "preserved",
 ]

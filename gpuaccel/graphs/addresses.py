@@ -25,13 +25,15 @@ class Addresses:
         self._tensors, self._children = self._tensors_now(), self._children_now()
         self._tensor_names, self._child_names = self._names_now(), self._child_names_now()
 
-    def check(self, consequence: "str | None" = None):
+    def check(self, consequence: "str | None" = None, added: "str | None" = None):
         """CaptureError when a tensor has another address or dtype, or a module was replaced.
 
-        The message names it, and ends with `consequence`."""
+        The message names it, and ends with `consequence`; with `added` where a tensor is new."""
         tensors, children = self._tensors_now(), self._children_now()
         if tensors == self._tensors and children == self._children:
             return
+        if added and set(self._names_now()) - set(self._tensor_names):
+            consequence = added
         consequence = consequence or (
             "the captured graph would use the old memory. Call reset() to capture anew"
         )

@@ -36,7 +36,7 @@ from ..ops import check_choice
 from .addresses import Addresses
 from .capture import recorder_for
 from .captured_graph import CapturedGraph, GraphGradient
-from .participant import Refreshable, participants_of
+from .participant import OtherSums, Refreshable, participants_of
 from .results import ResultBuffer
 from .snapshot import MemorySpans, preserved
 from .torch_optimizers import check_capturable, optimizer_key
@@ -238,6 +238,11 @@ class GraphedStep(Generic[P, R]):
             _closed()
         if self.replay == "eager":
             return None
+        if recorder_for(self.device, backend().name) is None:
+            raise CaptureError(
+                f"this step replays {self.reason}, and the backend is {backend().name} now; "
+                "expected a call under the backend that it was made under"
+            )
         if self._graphs:
             self._addresses.check()
         else:
@@ -293,11 +298,11 @@ class GraphedStep(Generic[P, R]):
         kind = self.device.type
         mode = (
             torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
             torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
+            *fp32_precisions(),
             backend().name,
             replacements(),
             self._modes and self._modes(),
@@ -342,13 +347,17 @@ class GraphedStep(Generic[P, R]):
         """Run the step as often as it takes until nothing is allocated or compiled any more."""
         addresses = Addresses([member for member in self.state if isinstance(member, nn.Module)])
         saved = self.state if self._saved is None else list(self._saved())
+        others = OtherSums(self._participants)
         with preserved(saved, self.device), _no_autocast_cache():
             for _ in range(WARM_UPS):
                 self._recorder.run(lambda: self._warm_up_fn(*args, **kwargs))
             addresses.check(
                 "the step itself puts another tensor in its place, and each replay would read the "
-                "old one. Instead: write into it (copy_, add_)"
+                "old one. Instead: write into it (copy_, add_)",
+                "the step makes it when it first runs, and a warm-up takes it away again. Instead: "
+                "call the model once before",
             )
+        others.check()
 
     def _record(self, inputs, args, kwargs) -> CapturedGraph:
         params, current = self._params, [p.grad for p in self._params]
@@ -478,6 +487,13 @@ class GraphedStep(Generic[P, R]):
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def fp32_precisions() -> tuple:
+    """How products of fp32 are computed. Older names of these settings raise where newer ones have
+    been used."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return tuple(each.fp32_precision for each in (cuda.matmul, cudnn.conv, cudnn.rnn))
 
 
 def _closed(*_, **__) -> Any:

@@ -22,8 +22,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from ..errors import CaptureError
 from ..nn import fused_forward
-from ..optim import capture_participants
+from ..optim import capture_participants, open_accumulators
 
 
 @runtime_checkable
@@ -72,6 +73,35 @@ def participants_of(state) -> "list[CaptureParticipant]":
         elif isinstance(member, CaptureParticipant):
             participants.append(member)
     return participants
+
+
+class OtherSums:
+    """Which sums of gradients stand in arenas that are no part of a step. check(): as before?
+
+    Args:
+        participants: of the step.
+    """
+
+    def __init__(self, participants: "list[CaptureParticipant]"):
+        mine = [getattr(participant, "arena", None) for participant in participants]
+        self._before = [
+            (accumulator, list(accumulator.received))
+            for accumulator in open_accumulators()
+            if all(accumulator.arena is not arena for arena in mine)
+        ]
+
+    def check(self):
+        """CaptureError where a backward has added to one of them."""
+        for accumulator, before in self._before:
+            for segment, was, is_now in zip(
+                accumulator.arena.segments, before, accumulator.received
+            ):
+                if is_now and not was:
+                    raise CaptureError(
+                        f"the step's backward also reaches {segment.name} of another arena, whose "
+                        "accumulator a replay would not tell. Instead: requires_grad_(False) on "
+                        "that model while the step runs"
+                    )
 
 
 def buffers_of(module: nn.Module) -> "list[Tensor]":

@@ -7,6 +7,7 @@ with preserved([model, opt], "cuda"):
 import contextlib
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +15,18 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 from ..ops import span
-from .participant import HasHostState, participants_of
+from .participant import HasHostState, buffers_of, participants_of
+
+# What torch.optim.Adam and AdamW keep for each parameter. All of it begins at zero.
+ADAM_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """A module in `state` of which only forward and backward run: the sums of gradients are dropped
+    elsewhere, and trained weights do not change. Their values need no copy."""
+
+    module: nn.Module
 
 
 @contextlib.contextmanager
@@ -28,8 +40,9 @@ def preserved(state, device):
         device: whose random generator is restored, beside the CPU's.
 
     Raises:
-        CaptureError: after the block for an optimizer that made state in it whose initial value is
-            not known.
+        CaptureError: after the block, with all restored that can be, for an optimizer that made
+            state in it whose initial value is not known or that counts on the host, and for a
+            forward that wrote into trained weights. Not where the block raised.
     """
     participants = participants_of(state)
     # First: a snapshot may bring tensors up to date, and these values are what is copied.
@@ -44,17 +57,31 @@ def preserved(state, device):
             copies.add([member])
         elif isinstance(member, nn.Module):
             restore_structure.append(_snapshot_module(member, copies))
+        elif isinstance(member, ForwardState):
+            restore_structure.append(_snapshot_forward(member.module, copies))
         else:
             restore_optimizers.append(_snapshot_optimizer(member, copies))
+    restores = [*restore_structure, copies.restore, *restore_host, *restore_optimizers]
     try:
         yield
-    finally:
-        with torch.no_grad():
-            for restore in restore_structure:
-                restore()
-            copies.restore()
-            for restore in [*restore_host, *restore_optimizers]:
-                restore()
+    except BaseException:
+        _restored(restores)
+        raise
+    errors = _restored(restores)
+    if errors:
+        raise errors[0]
+
+
+@torch.no_grad()
+def _restored(restores: "list[Callable[[], None]]") -> "list[CaptureError]":
+    """Call all of them, and return what cannot be as before."""
+    errors = []
+    for restore in restores:
+        try:
+            restore()
+        except CaptureError as error:
+            errors.append(error)
+    return errors
 
 
 class TensorCopies:
@@ -112,15 +139,27 @@ def _snapshot_generators(device) -> "Callable[[], None]":
 
 def _snapshot_module(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
     """Save parameters, buffers and gradients: values in `copies`, which tensors they are here."""
+    restore_registered = _snapshot_registered(module)
+    gradients = [(p, p.grad) for p in module.parameters()]
+    copies.add([*module.parameters(), *module.buffers()])
+    copies.add([grad for _, grad in gradients if grad is not None])
+
+    def restore():
+        restore_registered()
+        for p, grad in gradients:
+            p.grad = grad
+
+    return restore
+
+
+def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
+    """Save which tensors are its parameters and buffers."""
     registered = [
         (entries, dict(entries))
         for part in module.modules()
         for entries in (part._parameters, part._buffers)
     ]
     data = [(p, p.data) for p in module.parameters()]
-    gradients = [(p, p.grad) for p in module.parameters()]
-    copies.add([*module.parameters(), *module.buffers()])
-    copies.add([grad for _, grad in gradients if grad is not None])
 
     def restore():
         for entries, before in registered:
@@ -128,8 +167,26 @@ def _snapshot_module(module: nn.Module, copies: TensorCopies) -> "Callable[[], N
         for p, tensor in data:
             if p.data_ptr() != tensor.data_ptr():
                 p.data = tensor
-        for p, grad in gradients:
-            p.grad = grad
+
+    return restore
+
+
+def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
+    """Save what a forward may change: which tensors there are, and values of all but trained
+    weights."""
+    restore_registered = _snapshot_registered(module)
+    parameters = list(module.named_parameters())
+    trained = [(name, p, p._version) for name, p in parameters if p.requires_grad]
+    copies.add([*buffers_of(module), *(p for _, p in parameters if not p.requires_grad)])
+
+    def restore():
+        restore_registered()
+        for name, p, version in trained:
+            if p._version != version:
+                raise CaptureError(
+                    f"forward writes into the trained weight {name}: a warm-up and each capture "
+                    "would do so, too. Instead: write into it between the steps"
+                )
 
     return restore
 
@@ -138,26 +195,41 @@ def _snapshot_optimizer(opt: torch.optim.Optimizer, copies: TensorCopies) -> "Ca
     """Save an optimizer's parameters, their gradients, and its state tensors."""
     params = [p for group in opt.param_groups for p in group["params"]]
     gradients = [(p, p.grad) for p in params]
-    existing = {p: set(opt.state.get(p, ())) for p in params}
-    state = [t for p in params for t in opt.state.get(p, {}).values()]
+    existing = {p: dict(opt.state.get(p, {})) for p in params}
+    state = [t for values in existing.values() for t in values.values()]
     copies.add([*params, *(t for t in state if isinstance(t, Tensor))])
     copies.add([grad for _, grad in gradients if grad is not None])
 
     def restore():
         for p, grad in gradients:
             p.grad = grad
-        new = [(p, key) for p in params for key in opt.state.get(p, ()) if key not in existing[p]]
-        tensors = [opt.state[p][key] for p, key in new if isinstance(opt.state[p][key], Tensor)]
-        if isinstance(opt, (torch.optim.Adam, torch.optim.AdamW)):
-            for t in tensors:
-                # Adam's moments and step numbers start at zero.
+        now = [(p, key, value) for p in params for key, value in opt.state.get(p, {}).items()]
+        counted = [
+            key
+            for p, key, value in now
+            if not isinstance(value, Tensor) and value is not existing[p].get(key, value)
+        ]
+        for p, values in existing.items():
+            if values:
+                opt.state[p].update(values)
+        new = [(p, key, value) for p, key, value in now if key not in existing[p]]
+        adam = isinstance(opt, (torch.optim.Adam, torch.optim.AdamW))
+        if adam and all(isinstance(t, Tensor) and key in ADAM_STATE for _, key, t in new):
+            for *_, t in new:
                 t.zero_()
-        elif tensors:
-            for p, key in new:
-                del opt.state[p][key]
+            new = []
+        for p, key, _ in new:
+            del opt.state[p][key]
+        name = type(opt).__name__
+        if counted:
             raise CaptureError(
-                f"{type(opt).__name__} makes its state in the first step, and the initial value "
-                "of that state is not known: take one step before the capture"
+                f"{name} changes {counted[0]!r} of its state on the host, which a graph would not "
+                "repeat. Instead: a tensor on the device, or ga.AdamW"
+            )
+        if new:
+            raise CaptureError(
+                f"{name} makes its state in the first step, and the initial value of that state is "
+                "not known: take one step before the capture"
             )
 
     return restore

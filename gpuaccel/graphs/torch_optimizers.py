@@ -34,9 +34,9 @@ def check_capturable(opt: torch.optim.Optimizer):
                 "graph would not repeat. Instead: capturable=True and a learning rate on the "
                 "device, or ga.AdamW"
             )
-        if "lr" not in group:
+        lr = group.get("lr")
+        if lr is None:
             continue
-        lr = group["lr"]
         if isinstance(lr, Tensor) and (lr.is_cuda or not on_gpu):
             continue
         kind = "a tensor on the CPU" if isinstance(lr, Tensor) else f"the number {lr}"

@@ -1,7 +1,7 @@
 """Flat storage (arena), what backward adds to it (accumulate), clipping over it (clip), and the
 optimizers (adamw, lion)."""
 
-from .accumulate import MODES, BackwardListener, GradientAccumulator
+from .accumulate import MODES, BackwardListener, GradientAccumulator, open_accumulators
 from .adamw import AdamW
 from .arena import Arena, own_storage
 from .clip import clip_grad_norm_, clip_grads_
@@ -24,5 +24,6 @@ __all__ = [
     "capture_participants",
     "clip_grad_norm_",
     "clip_grads_",
+    "open_accumulators",
     "own_storage",
 ]

@@ -501,6 +501,11 @@ class GradientAccumulator:
         return f"GradientAccumulator({self.mode!r}, {self.arena!r})"
 
 
+def open_accumulators() -> "list[GradientAccumulator]":
+    """All that are open, of whatever arena."""
+    return list(_accumulators)
+
+
 def _finish_before_steps(accumulator: GradientAccumulator):
     """Call finish() before every step of an optimizer over arena.parameters().
 

@@ -235,6 +235,8 @@ def train(
     try:
         for batch in batches if step.count < steps else ():
             lr = step.opt.param_groups[0]["lr"]
+            # A scheduler writes into a learning rate on the device.
+            lr = lr.clone() if isinstance(lr, Tensor) else lr
             out = step(batch)
             between_steps = True
             done = step.count >= steps

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import ArgumentError, CaptureError
-from ..graphs import GraphedStep, buffers_of, check_options, preserved
+from ..graphs import ForwardState, GraphedStep, check_options, preserved
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 
@@ -68,13 +69,7 @@ class StepGraphs:
         self._step = weakref.ref(step)
         self.ours = ours
         self._options = options
-        self.batch_graphs = GraphedStep(
-            self._eager_step,
-            [step.model, step.opt],
-            warm_up=self._warm_up_batch if ours else None,
-            saved=self.buffers if ours else None,
-            **self.options,
-        )
+        self.batch_graphs = self._make_batch_graphs(step)
         # Made by the first list of micro-batches.
         self.list_graphs: "ListGraphs | None" = None
 
@@ -88,9 +83,19 @@ class StepGraphs:
         """Of each GraphedStep."""
         return {"modes": self._mode, **asdict(self._options)}
 
-    def buffers(self) -> "list[Tensor]":
+    def _make_batch_graphs(self, step: "TrainStep") -> GraphedStep:
+        self.loss_module = loss_module_of(step)
+        return GraphedStep(
+            self._eager_step,
+            [*modules_of(step), step.opt],
+            warm_up=self._warm_up_batch if self.ours else None,
+            saved=self.forward_state if self.ours else None,
+            **self.options,
+        )
+
+    def forward_state(self) -> "list[ForwardState]":
         """All that a warm-up without an update changes: its gradients are dropped."""
-        return buffers_of(self.step.model)
+        return [ForwardState(module) for module in modules_of(self.step)]
 
     def __call__(self, batch) -> StepOutput:
         if self.batch_graphs.closed:
@@ -98,12 +103,24 @@ class StepGraphs:
         self._check_gradients()
         if is_split(batch):
             return self._replay_list(batch)
-        # An ArgumentError before anything is captured.
-        self.step.split(batch)
-        self._agree(lambda: self._warm_up_batch(batch))
+        self._before_batch(batch)
         result = self.batch_graphs(batch)
         self.step.accumulator.sums_left()
         return StepOutput(**result)
+
+    def capture(self, batch):
+        """Capture for this kind of batch, and take no step."""
+        self._check_gradients()
+        self._before_batch(batch)
+        self.batch_graphs.capture(batch)
+
+    def _before_batch(self, batch):
+        # An ArgumentError before anything is captured.
+        self.step.split(batch)
+        if self.loss_module is not loss_module_of(self.step):
+            self.batch_graphs.close()
+            self.batch_graphs = self._make_batch_graphs(self.step)
+        self._agree(lambda: self._warm_up_batch(copied(batch)))
 
     def split(self):
         """What follows in a captured step has parallel branches: see GraphedStep.split."""
@@ -155,7 +172,8 @@ class StepGraphs:
         """What a graph keeps by value, beside shapes and the optimizer's settings."""
         step = self.step
         max_norm = None if step.clip == "fused" else step.max_norm
-        return step.micro_batches, step.divide, step.autocast, step.clip, step.loss_fn, max_norm
+        loss_fn = Identity(step.loss_fn)
+        return step.micro_batches, step.divide, step.autocast, step.clip, loss_fn, max_norm
 
     def _agree(self, warm_up):
         """Before the first capture the ranks agree on the tensors that get a gradient.
@@ -163,7 +181,7 @@ class StepGraphs:
         A captured step cannot ask. warm_up: returns them for this rank, a bit for each tensor."""
         reducer = self.step.reducer
         if reducer is not None and reducer.used.mask is None:
-            with preserved(self.buffers(), self.step.arena.device):
+            with preserved(self.forward_state(), self.step.arena.device):
                 reducer.used.find(warm_up())
 
     def _warm_up_batch(self, batch) -> int:
@@ -181,7 +199,7 @@ class StepGraphs:
                 self.list_graphs.close()
             self.list_graphs = ListGraphs(self, micros)
         graphs = self.list_graphs
-        self._agree(lambda: graphs.warm_up_micro(micros[0], len(micros)))
+        self._agree(lambda: graphs.warm_up_micro(copied(micros[0]), len(micros)))
         return graphs(micros)
 
     def _check_list(self):
@@ -213,8 +231,8 @@ class ListGraphs:
         device = step.arena.device
         # Of loss_fn's count of tokens; None: it returns means.
         self._token_dtype: "torch.dtype | None" = None
-        with preserved(graphs.buffers(), device):
-            self.warm_up_micro(micros[0], len(micros))
+        with preserved(graphs.forward_state(), device):
+            self.warm_up_micro(copied(micros[0]), len(micros))
         self.loss = torch.zeros((), dtype=torch.float32, device=device)
         self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.float32, device=device)
@@ -222,9 +240,9 @@ class ListGraphs:
         self._totals: "list[Tensor]" = [self.loss, self.tokens, self.rows, self.micro_batches]
         self.micro_graphs = GraphedStep(
             self._add_micro,
-            [step.model, *self._totals],
+            [*modules_of(step), *self._totals],
             warm_up=self.warm_up_micro,
-            saved=graphs.buffers,
+            saved=graphs.forward_state,
             **graphs.options,
         )
         self.update_graphs = GraphedStep(
@@ -307,6 +325,37 @@ class ListGraphs:
     def _zero_totals(self):
         for total in self._totals:
             total.zero_()
+
+
+class Identity:
+    """A part of a graph's key that need not be hashable: equal to that of the same object only.
+
+    It keeps the object alive, whose id is nobody else's therefore."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self):
+        return id(self.value)
+
+
+def loss_module_of(step: "TrainStep") -> "nn.Module | None":
+    """step.loss_fn where it is a module, whose buffers a step may change."""
+    return step.loss_fn if isinstance(step.loss_fn, nn.Module) else None
+
+
+def modules_of(step: "TrainStep") -> "list[nn.Module]":
+    """The modules that run in a step."""
+    loss = loss_module_of(step)
+    return [step.model] if loss is None else [step.model, loss]
+
+
+def copied(batch):
+    """A batch in memory of its own: a warm-up may write into it."""
+    return tree_map_only(Tensor, torch.clone, batch)
 
 
 def _alive(reference: "weakref.ref[TrainStep]") -> "TrainStep":

@@ -493,7 +493,14 @@ class TrainStep:
                 f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or "
                 "(that, tokens)"
             )
-        if tokens is not None and not isinstance(tokens, Tensor):
+        if isinstance(tokens, Tensor):
+            if tokens.numel() != 1:
+                raise ArgumentError(
+                    f"loss_fn counted tokens in a tensor of shape {tuple(tokens.shape)}; expected "
+                    "one number"
+                )
+            tokens = tokens.reshape(()) if tokens.dim() else tokens
+        elif tokens is not None:
             tokens = torch.full((), tokens, device=loss.device)
         return loss.reshape(()) if loss.dim() else loss, tokens
 
@@ -617,7 +624,7 @@ class TrainStep:
         """
         if self._graphs:
             with deterministic_mode() if self.deterministic else contextlib.nullcontext():
-                self._graphs.batch_graphs.capture(batch)
+                self._graphs.capture(batch)
 
     def reset(self):
         """Close every graph: the next step captures anew. For a model changed on purpose."""
