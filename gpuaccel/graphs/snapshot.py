@@ -23,8 +23,14 @@ ADAM_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 @dataclass(frozen=True)
 class ForwardState:
-    """A module in `state` of which only forward and backward run: the sums of gradients are dropped
-    elsewhere, and trained weights do not change. Their values need no copy."""
+    """What forward and backward of a module change, without its trained weights and gradients.
+
+    Stands in `state` for the module, where trained weights stay as they are, and where somebody
+    else drops the gradients.
+
+    Attributes:
+        module: any module.
+    """
 
     module: nn.Module
 

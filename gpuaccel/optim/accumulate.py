@@ -25,12 +25,15 @@ Micikevicius et al., 2018.
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ArgumentError
@@ -152,6 +155,9 @@ class GradientAccumulator:
         # The number of each backward that has begun -> a weak reference to its callback, which
         # autograd drops when the backward raises.
         self._running: "dict[int, weakref.ref]" = {}
+        self._frozen = arena.frozen()
+        # Whether a process group was there when DistributedDataParallel was looked for.
+        self._looked_for_ddp = False
         # A backward has raised: the sums are partial, and hidden.
         self._partial = False
         # Whether a ga optimizer leaves the sums that it has used, instead of clearing them. The
@@ -244,6 +250,11 @@ class GradientAccumulator:
         task = torch._C._current_graph_task_id()
         if task == self._backward:
             return
+        if any(p.requires_grad for _, p in self._frozen):
+            self.arena.check_frozen(self._frozen)
+        if not self._looked_for_ddp and self.mode != "autograd" and dist.is_initialized():
+            check_no_ddp(self.arena.module)
+            self._looked_for_ddp = True
         self._zero_if_partial()
         self.clear_left_sums()
         # Gradients that the backward around this one has collected (reentrant checkpointing).
@@ -499,6 +510,23 @@ class GradientAccumulator:
 
     def __repr__(self):
         return f"GradientAccumulator({self.mode!r}, {self.arena!r})"
+
+
+def check_no_ddp(module: nn.Module):
+    """Refuse a module inside of torch's DistributedDataParallel, which reads each `.grad` while
+    backward runs, when the accumulator has taken it away.
+
+    Raises:
+        ArgumentError: where there is one. All objects of the process are looked at.
+    """
+    parts = set(module.modules())
+    for each in gc.get_objects():
+        if issubclass(type(each), DistributedDataParallel) and not parts.isdisjoint(each.modules()):
+            raise ArgumentError(
+                "DistributedDataParallel averages each gradient while backward runs, and this "
+                "accumulator takes it away before. Expected mode 'autograd', or "
+                "ga.TrainStep(model, ..., distributed=ga.Distributed()) in its place"
+            )
 
 
 def open_accumulators() -> "list[GradientAccumulator]":

@@ -622,10 +622,29 @@ class Arena:
         in_arena = set(map(id, self.params))
         for name, p in self.module.named_parameters():
             if p.requires_grad and id(p) not in in_arena:
-                raise ArgumentError(
-                    f"parameter {name} is not in the arena, which would not train it; it was added "
-                    f"or unfrozen after the arena was made: {again}"
-                )
+                raise _not_trained(name)
+
+    def frozen(self) -> "list[tuple[str, Tensor]]":
+        """(name, parameter) of those of the module that are in no arena."""
+        return [
+            (name, p)
+            for name, p in self.module.named_parameters()
+            if not any(id(p) in arena._index for arena in _arenas)
+        ]
+
+    @staticmethod
+    def check_frozen(parameters: "list[tuple[str, Tensor]]"):
+        """Find one that was unfrozen since.
+
+        Args:
+            parameters: what frozen() returned.
+
+        Raises:
+            ArgumentError: for the first one that is in no arena now either.
+        """
+        for name, p in parameters:
+            if p.requires_grad and not any(id(p) in arena._index for arena in _arenas):
+                raise _not_trained(name)
 
     @torch.no_grad()
     def publish(self):
@@ -709,6 +728,14 @@ class Arena:
 
     def __getstate__(self):
         """The state of a copy or a pickle: the module with its weights, the masters, the sums."""
+        for name, part in self.module.named_modules():
+            for key, value in vars(part).items():
+                if value is self or getattr(value, "arena", None) is self:
+                    raise ArgumentError(
+                        f"the module keeps its own arena as {f'{name}.{key}'.strip('.')}, and "
+                        "neither a copy nor a pickle can be made of such a circle: keep it outside "
+                        "of the module"
+                    )
         return {
             "module": self.module,
             "masters": self.masters,
@@ -727,6 +754,13 @@ class Arena:
             state["masters"],
         )
         self.grads.copy_(state["grads"])
+
+
+def _not_trained(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"parameter {name} is not in the arena, which would not train it; it was added or unfrozen "
+        "after the arena was made: call arena.release(), and make a new Arena"
+    )
 
 
 def _follow_optimizers(arena):

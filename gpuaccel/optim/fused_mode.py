@@ -176,7 +176,8 @@ class FusedMode(ArenaMode):
         index = {id(p): i for i, p in enumerate(arena.params)}
         least = _least_elements(arena)
         for layer in arena.module.modules():
-            i = index.get(id(getattr(layer, "weight", None)))
+            # Not the attribute, which a parametrization would compute.
+            i = index.get(id(layer._parameters.get("weight")))
             if i is None or arena.segments[i].numel < least:
                 continue
             # A weight with hooks needs its gradient from autograd.

@@ -31,14 +31,14 @@ class ChunkSquares:
         self._grad_views = grad_views
         self._first_chunk = first_chunk
         self._current = [False] * len(grad_views)
-        self._version = grads._version
+        self._seen_version = grads._version
 
     def _current_flags(self) -> "list[bool]":
         """Of each tensor: are its sums up to date? All are not, after a torch operation on
         grads."""
-        if self._version != self._grads._version:
+        if self._seen_version != self._grads._version:
             self._current = [False] * len(self._current)
-            self._version = self._grads._version
+            self._seen_version = self._grads._version
         return self._current
 
     def current(self, first: int = 0, last: "int | None" = None) -> bool:
@@ -54,7 +54,7 @@ class ChunkSquares:
     def mark_all(self):
         """Declare every sum up to date."""
         self._current = [True] * len(self._current)
-        self._version = self._grads._version
+        self._seen_version = self._grads._version
 
     def invalidate(self):
         """Declare every sum out of date, after a write to grads that torch does not count."""

@@ -31,7 +31,7 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .logs import Place, RunLog, check_log
-from .micro import is_split
+from .micro import is_split, with_dicts
 from .models import eval_mode
 from .step import TrainStep, token_loss
 
@@ -334,4 +334,5 @@ def _tokens_in(batch) -> int:
         return 0
     if is_split(batch):
         return sum(map(_tokens_in, batch))
-    return next((leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 0)
+    leaves = tree_leaves(with_dicts(batch))
+    return next((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), 0)

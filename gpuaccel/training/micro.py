@@ -3,6 +3,8 @@
 [inputs.shape for inputs, targets in split((tokens, targets), 4)]
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -46,6 +48,17 @@ def split(batch, parts: int) -> list:
     if hasattr(batch, "_fields"):  # a named tuple
         return [type(batch)(*micro) for micro in micros]
     return [type(batch)(micro) for micro in micros]
+
+
+def with_dicts(batch):
+    """The batch with dicts in the place of other mappings, such as transformers' BatchEncoding.
+
+    Args:
+        batch: any, or a list of micro-batches.
+    """
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        return dict(batch)
+    return [with_dicts(micro) for micro in batch] if type(batch) is list else batch
 
 
 def is_split(batch) -> bool:

@@ -49,7 +49,7 @@ from ..optim import (
     GradientAccumulator,
     autograd_adds_faster,
 )
-from .micro import rows_of, split
+from .micro import rows_of, split, with_dicts
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
 
@@ -310,9 +310,9 @@ class TrainStep:
         When loss_fn or backward raises, the gradients are dropped and the weights stay.
 
         Args:
-            batch: a tensor, or a tuple, list or dict of tensors, on the model's device, rows in dim
-                0; or a list of such micro-batches. With several ranks None: this one has no batch
-                left, and the others have.
+            batch: a tensor, or a tuple, list or dict (also another mapping) of tensors, on the
+                model's device, rows in dim 0; or a list of such micro-batches. With several ranks
+                None: this one has no batch left, and the others have.
 
         Returns:
             A StepOutput. Nothing waits for the device until a value is read.
@@ -326,6 +326,7 @@ class TrainStep:
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
+        batch = with_dicts(batch)
         timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:
             timer = self.reducer.trace
@@ -624,7 +625,7 @@ class TrainStep:
         """
         if self._graphs:
             with deterministic_mode() if self.deterministic else contextlib.nullcontext():
-                self._graphs.capture(batch)
+                self._graphs.capture(with_dicts(batch))
 
     def reset(self):
         """Close every graph: the next step captures anew. For a model changed on purpose."""

@@ -1,6 +1,7 @@
 """Who gives a model where its parameters are expected, a loss where the optimizer is, and the like,
 is told what was given and what is expected. Nothing has changed then."""
 
+import collections
 import re
 
 import pytest
@@ -266,3 +267,31 @@ def test_a_closed_step_takes_no_step(own_arena):
     with pytest.raises(ArgumentError, match="this TrainStep is closed; make a new one"):
         step((tokens, tokens))
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+@pytest.mark.parametrize("form", [lambda batch: batch, lambda batch: [batch, batch]])
+def test_a_mapping_that_is_no_dict_is_a_batch(replay, form):
+    """As the BatchEncoding of transformers is."""
+    batch = collections.UserDict(x=torch.ones(4, 8), y=torch.zeros(4, 8))
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    losses = []
+    for each in (batch, dict(batch)):
+        torch.manual_seed(0)
+        with ga.use_backend("simt"):
+            step = ga.TrainStep(nn.Linear(8, 8), loss_fn=loss_fn, replay=replay)
+            losses.append([float(step(form(each)).loss) for _ in range(2)])
+            assert step.replays == replay
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_beside_something_that_is_no_count_is_named():
+    def loss_fn(model, x):
+        return model(x).sum(), model(x)
+
+    step = ga.TrainStep(nn.Linear(8, 8), loss_fn=loss_fn)
+    with pytest.raises(ArgumentError, match=r"tokens in a tensor of shape \(4, 8\)"):
+        step(torch.ones(4, 8))
