@@ -12,6 +12,7 @@ them, launches of our kernels where backend `simt` runs them. A tape is not fast
 learning, and for testing without a GPU what a replay does.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is
 # Operations that make memory without a value.
 ALLOCATIONS = ("aten::empty", "aten::new_empty")
 _HOST_WOULD_WAIT = "the host would wait for a value of the device"
+# Guards what the tapes of all threads share.
+_shared = threading.Lock()
 
 
 class _RefuseReads(TorchFunctionMode):
@@ -64,9 +67,11 @@ class Tape(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.steps: "list[TapeStep]" = []
+        # Of record().
+        self._thread: "int | None" = None
 
     def record(self, fn):
-        """Run a function, and keep its operations.
+        """Run a function, and keep its operations: those of this thread, as backward's on CPUs are.
 
         Args:
             fn: a function without arguments.
@@ -77,12 +82,13 @@ class Tape(TorchDispatchMode):
         Raises:
             CaptureError: where fn needs a value on the host, or a shape that depends on values.
         """
-        kernel.recorders.append(self._launched)
+        self._thread = threading.get_ident()
+        self._hear_launches(True)
         try:
             with _RefuseReads(), self:
                 return fn()
         finally:
-            kernel.recorders.remove(self._launched)
+            self._hear_launches(False)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -114,17 +120,26 @@ class Tape(TorchDispatchMode):
 
     def _call_unrecorded(self, func, args, kwargs):
         """An operation that is made of launches is one step: its launches are not recorded."""
-        recorder = None
-        if self._launched in kernel.recorders:
-            recorder = kernel.recorders.pop()
+        hears = self._launched in kernel.recorders
+        if hears:
+            self._hear_launches(False)
         try:
             return func(*args, **kwargs)
         finally:
-            if recorder is not None:
-                kernel.recorders.append(recorder)
+            if hears:
+                self._hear_launches(True)
+
+    def _hear_launches(self, hear: bool):
+        """Begin or end to be called before each launch, those of other threads included.
+
+        The list is replaced, as another thread may be going through it."""
+        with _shared:
+            others = [recorder for recorder in kernel.recorders if recorder != self._launched]
+            kernel.recorders = [*others, self._launched] if hear else others
 
     def _launched(self, launch, args, tensors):
-        self.steps.append(TapeStep(launch.kernel.name, launch.on_cpu, (args, tensors), {}, []))
+        if threading.get_ident() == self._thread:
+            self.steps.append(TapeStep(launch.kernel.name, launch.on_cpu, (args, tensors), {}, []))
 
     def replay(self):
         """Run the recorded operations again, on the same memory."""

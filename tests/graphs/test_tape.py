@@ -2,6 +2,7 @@
 were, and none of Python's work."""
 
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -328,6 +329,54 @@ def test_an_operation_made_of_launches_is_one_step():
     tape, _ = taped(fn)
     tape.replay(), tape.replay()
     assert total.eq(9).all() and len(tape.steps) == 2
+
+
+def test_launches_of_other_threads_are_not_recorded():
+    mine, others = torch.zeros(4096), torch.zeros(4096)
+    fresh = torch.ones(4096)
+
+    def in_another_thread(fn, *args):
+        thread = threading.Thread(target=fn, args=args)
+        thread.start()
+        thread.join()
+
+    def fn():
+        in_another_thread(ga.ops.accumulate_, others, fresh)
+        ga.ops.accumulate_(mine, fresh)
+
+    tape, _ = taped(fn)
+    tape.replay()
+    assert len(tape.steps) == 1 and mine.eq(2).all() and others.eq(1).all()
+
+
+def test_two_threads_record_at_once():
+    """Each tape holds the launches of its thread, whichever recording ends first."""
+    barrier = threading.Barrier(2, timeout=60)
+    totals, fresh = [torch.zeros(4096) for _ in range(2)], torch.ones(4096)
+    tapes = [Tape(), Tape()]
+
+    def record(k):
+        def fn():
+            barrier.wait()
+            for _ in range(10):
+                ga.ops.accumulate_(totals[k], fresh)
+                totals[k].mul_(2)
+            barrier.wait()
+
+        tapes[k].record(fn)
+
+    threads = [threading.Thread(target=record, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(tape.steps) for tape in tapes] == [20, 20] and not kernel.recorders
+    for tape, total in zip(tapes, totals):
+        want = total.clone()
+        for _ in range(10):
+            want = (want + 1) * 2
+        tape.replay()
+        assert torch.equal(total, want)
 
 
 def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay():
