@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ..compiler import kernel
@@ -30,7 +30,7 @@ READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is
 # Operations that make memory without a value.
 ALLOCATIONS = ("aten::empty", "aten::new_empty")
 _HOST_WOULD_WAIT = "the host would wait for a value of the device"
-# Guards what the tapes of all threads share.
+# Guards what the tapes of all threads share: kernel.recorders, torch.random's generator.
 _shared = threading.Lock()
 
 
@@ -45,6 +45,30 @@ class _RefuseReads(TorchFunctionMode):
         if func in self.READS:
             raise CaptureError(_HOST_WOULD_WAIT)
         return func(*args, **(kwargs or {}))
+
+
+class _RecordedGenerator:
+    """torch.random's generator while a tape records. Its calls do not pass the dispatcher.
+
+    get_rng_state(), set_rng_state() and manual_seed() become steps of this thread's tape, so that
+    a checkpoint's second forward draws what its first has drawn. In an operation there is no
+    tape."""
+
+    # Tapes of all threads that record.
+    tapes: "list[Tape]" = []
+
+    def __getattr__(self, name):
+        method = getattr(torch.default_generator, name)
+
+        def call(*args):
+            result = method(*args)
+            results = [result if isinstance(result, Tensor) else None]
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Tape):
+                    mode.steps.append(TapeStep(name, method, args, {}, results))
+            return result
+
+        return call
 
 
 @dataclass
@@ -84,11 +108,13 @@ class Tape(TorchDispatchMode):
         """
         self._thread = threading.get_ident()
         self._hear_launches(True)
+        self._hear_generator(True)
         try:
             with _RefuseReads(), self:
                 return fn()
         finally:
             self._hear_launches(False)
+            self._hear_generator(False)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -136,6 +162,18 @@ class Tape(TorchDispatchMode):
         with _shared:
             others = [recorder for recorder in kernel.recorders if recorder != self._launched]
             kernel.recorders = [*others, self._launched] if hear else others
+
+    def _hear_generator(self, hear: bool):
+        """Begin or end to record what sets and reads the state of torch.random's generator."""
+        tapes = _RecordedGenerator.tapes
+        with _shared:
+            if hear:
+                tapes.append(self)
+            else:
+                tapes.remove(self)
+            torch.random.default_generator = (
+                _RecordedGenerator() if tapes else torch.default_generator
+            )
 
     def _launched(self, launch, args, tensors):
         if threading.get_ident() == self._thread:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import get_rng_state, nn
+from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
 from gpuaccel.compiler import kernel
@@ -247,6 +248,86 @@ def test_random_operations_draw_anew():
         for a, b in zip(mine, fn()):
             assert torch.equal(a, b)
     assert torch.equal(torch.get_rng_state(), state) and not any(map(torch.equal, first, second))
+
+
+def forks(x):
+    """Draws in a fork, and the same numbers after it."""
+    with torch.random.fork_rng():
+        forked = torch.rand(50)
+    return forked, x * torch.rand(50)
+
+
+def goes_back(x):
+    """Draws the same numbers twice, with a state that it has copied."""
+    state = get_rng_state().clone()
+    first = x * torch.rand(50)
+    torch.set_rng_state(state)
+    return first, torch.rand(50)
+
+
+def seeds(x):
+    torch.rand(7)
+    torch.manual_seed(3)
+    return x * torch.rand(50), torch.rand(50)
+
+
+def checkpoints(x):
+    """Dropout's mask is drawn in forward, and again in backward."""
+    x = x.clone().requires_grad_()
+    y = checkpoint(nn.Sequential(nn.Dropout(0.5), nn.Tanh()), x, use_reentrant=False)
+    y.sum().backward()
+    return y.detach(), x.grad
+
+
+def checkpoints_reentrantly(x):
+    x = x.clone().requires_grad_()
+    y = checkpoint(nn.Sequential(nn.Dropout(0.5), nn.Tanh()), x, use_reentrant=True)
+    y.sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("fn", [forks, goes_back, seeds, checkpoints, checkpoints_reentrantly])
+def test_the_random_state_that_a_function_sets_is_set_in_every_replay(fn):
+    """Reading and setting it passes no dispatcher. The generator is left as the function does."""
+    x = torch.randn(50)
+    torch.manual_seed(1)
+    tape, results = taped(lambda: fn(x))
+    assert torch.random.default_generator is torch.default_generator
+    got = [[t.clone() for t in results]]
+    for _ in range(2):
+        tape.replay()
+        got.append([t.clone() for t in results])
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    for mine in got:
+        assert all(map(torch.equal, mine, fn(x)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_another_threads_random_state_is_not_recorded():
+    def fn():
+        thread = threading.Thread(target=torch.manual_seed, args=(5,))
+        thread.start()
+        thread.join()
+        return torch.rand(3)
+
+    tape, _ = taped(fn)
+    assert [step.name for step in tape.steps] == ["rand"]
+
+
+def test_a_state_that_an_operation_sets_is_part_of_the_operation():
+    @torch.library.custom_op("gpuaccel_test::forked", mutates_args=())
+    def forked(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            return x * torch.rand(50)
+
+    torch.manual_seed(1)
+    tape, y = taped(lambda: forked(torch.ones(50)) + torch.rand(50))
+    assert [step.name for step in tape.steps] == ["ones", "forked", "rand", "add"]
+    tape.replay()
+    torch.manual_seed(1)
+    torch.rand(50)
+    assert torch.equal(y, 2 * torch.rand(50))
 
 
 def test_a_constant_made_in_the_function_is_the_same_in_every_replay():
