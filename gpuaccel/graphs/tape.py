@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..compiler import kernel
 from ..errors import CaptureError
@@ -65,7 +65,7 @@ class _RecordedGenerator:
             results = [result if isinstance(result, Tensor) else None]
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, Tape):
-                    mode.steps.append(TapeStep(name, method, args, {}, results))
+                    mode.add_step(name, method, args, {}, results)
             return result
 
         return call
@@ -73,7 +73,7 @@ class _RecordedGenerator:
 
 @dataclass
 class TapeStep:
-    """One operation: call(*args, **kwargs)."""
+    """One operation: call(*args, **kwargs). Its tensors are aliases of the function's."""
 
     name: str
     call: Any
@@ -104,7 +104,8 @@ class Tape(TorchDispatchMode):
             fn()'s result.
 
         Raises:
-            CaptureError: where fn needs a value on the host, or a shape that depends on values.
+            CaptureError: where fn needs a value on the host, a shape that depends on values, or a
+                tensor without memory of its own (a sparse one).
         """
         self._thread = threading.get_ident()
         self._hear_launches(True)
@@ -128,10 +129,13 @@ class Tape(TorchDispatchMode):
                 "have to wait for"
             )
         result = self._call_unrecorded(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            # unsqueeze_() and the like change no memory, and a step's aliases have their shapes.
+            return result
         if name == "aten::lift_fresh":
             # A value from Python: each replay begins with it.
             value = result.clone()
-            self.steps.append(TapeStep("constant", lambda: value, (), {}, [result]))
+            self.add_step("constant", lambda: value, (), {}, [result])
             return result
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         results = [
@@ -140,8 +144,7 @@ class Tape(TorchDispatchMode):
         ]
         does_something = func._schema.is_mutable or any(t is not None for t in results)
         if does_something and not name.startswith(ALLOCATIONS):
-            grad_enabled = torch.is_grad_enabled()
-            self.steps.append(TapeStep(short_name, func, args, kwargs, results, grad_enabled))
+            self.add_step(short_name, func, args, kwargs, results)
         return result
 
     def _call_unrecorded(self, func, args, kwargs):
@@ -177,7 +180,12 @@ class Tape(TorchDispatchMode):
 
     def _launched(self, launch, args, tensors):
         if threading.get_ident() == self._thread:
-            self.steps.append(TapeStep(launch.kernel.name, launch.on_cpu, (args, tensors), {}, []))
+            self.add_step(launch.kernel.name, launch.on_cpu, (args, tensors), {}, [])
+
+    def add_step(self, name: str, call, args: tuple, kwargs: dict, results: list):
+        """Append a step, with aliases of its tensors: they keep the shapes of this moment."""
+        args, kwargs, results = tree_map_only(Tensor, _alias, (args, kwargs, results))
+        self.steps.append(TapeStep(name, call, args, kwargs, results, torch.is_grad_enabled()))
 
     def replay(self):
         """Run the recorded operations again, on the same memory."""
@@ -231,8 +239,19 @@ def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
 
 
+def _alias(t: Tensor) -> Tensor:
+    alias = t.detach()
+    # Some operations look at it.
+    return alias.requires_grad_() if t.requires_grad else alias
+
+
 def _storage(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
+    try:
+        return t.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        raise CaptureError(
+            f"a tensor of layout {t.layout} has no memory of its own by which a tape could know it"
+        ) from None
 
 
 def _regions(leaves) -> "dict[int, int]":

@@ -129,8 +129,17 @@ def adds_where_a_mask_is(t):
     t.clone().index_put_((t > 0,), t.new_ones(()), accumulate=True)
 
 
+def makes_it_sparse(t):
+    t.detach().to_sparse()
+
+
 # A tape knows what has happened; a driver does not say, and the line's words decide.
-ON_A_TAPE = [*ANYWHERE, (selects_beside_a_number, SHAPE), (adds_where_a_mask_is, SHAPE)]
+ON_A_TAPE = [
+    *ANYWHERE,
+    (selects_beside_a_number, SHAPE),
+    (adds_where_a_mask_is, SHAPE),
+    (makes_it_sparse, "leave it out of the step"),
+]
 
 
 ON_A_GPU = [
