@@ -946,6 +946,7 @@ def usual_values(plan: tuple, device: str) -> "Callable[..., tuple | None]":
             known[f"{name}_dtypes"] = dtypes
             tests.append(f"{name}.dtype in {name}_dtypes")
         tests += [f"{name}.is_contiguous()", f"not {name}_address % {align}"]
+        tests.append(f"({name}_address or not {name}.numel())")
         same = f"{name}.get_device() == index"
         tests.append(same if device == "cuda" else f"{name}.is_cpu")
     lines = [f"def check({', '.join(names)}):"]
@@ -998,6 +999,7 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
                     (its_index >= 0 if gpu else arg.is_cpu)
                     and (index is None or its_index == index)
                     and not address % align
+                    and (address or not arg.numel())
                 ):
                     index = its_index
                     values.append(address)
@@ -1062,6 +1064,8 @@ def _pointer_problem(param, arg, index, gpu) -> str:
         return f"expects a tensor on the CPU ({backend()}), got one on {arg.device}"
     if index is not None and arg.get_device() != index:
         return f"is on {arg.device}, the tensors before it on cuda:{index}"
+    if not arg.data_ptr():
+        return f"expects a tensor with memory, got {arg.numel():,} elements in a storage of 0 bytes"
     return (
         f"expects an address that is a multiple of {param.align} bytes, "
         f"got one {arg.data_ptr() % param.align} off"

@@ -463,6 +463,16 @@ def test_a_wrong_argument_is_named_with_what_is_expected(scale, arguments, messa
     assert usual(scale, "cuda", arguments) is None
 
 
+def test_a_tensor_whose_memory_was_given_back_is_refused(scale):
+    x = torch.ones(8)
+    # As a sharded parameter between two uses.
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=r"`float\* x` expects a tensor with memory, got 8 "):
+        check_arguments(scale, (x, 1.0, 8), "cpu")
+    assert usual(scale, "cpu", (x, 1.0, 8)) is None
+    assert check_arguments(scale, (torch.empty(0), 1.0, 0), "cpu") == (-1, [0, 1.0, 0])
+
+
 def usual(kernel, device, arguments):
     """What a launch takes without check_arguments(); None: it calls that."""
     try:
@@ -484,6 +494,8 @@ def test_arguments_of_the_usual_kinds_are_taken_as_check_arguments_takes_them(da
         extern "C" __global__ void k(float* x, const double2* y, void* z, float a, int n, S s) {}"""
     )
     memory = torch.zeros(64)
+    without_memory = torch.zeros(64)
+    without_memory.untyped_storage().resize_(0)
     tensors = [
         memory,
         memory[1:],
@@ -494,6 +506,7 @@ def test_arguments_of_the_usual_kinds_are_taken_as_check_arguments_takes_them(da
         memory.to_sparse(),
         torch.nn.Parameter(memory),
         torch.empty(0),
+        without_memory,
         torch.zeros(8, device="meta"),
     ]
     arguments = [data.draw(st.sampled_from([*tensors, *NUMBERS])) for _ in range(6)]
