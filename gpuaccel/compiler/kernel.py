@@ -609,6 +609,11 @@ def zero_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# Bytes that the address of a struct by value is a multiple of: enough for a float4 and for what
+# alignas(128) asks for.
+STRUCT_ALIGNMENT = 128
+
+
 class _Packed:
     """A kernel's arguments as the driver (and the CPU's executor) takes them.
 
@@ -621,15 +626,20 @@ class _Packed:
     def __init__(self, params, sizes):
         self.params = params
         self.structs = sorted(sizes.items())
-        # "<" checks the ranges of numbers. The zeros behind each value align the next one to 8.
+        # "<" checks the ranges of numbers. The zeros before each value align it.
         layout = "<"
         offsets = []
         for i, param in enumerate(params):
             code = "Q" if param.pointer else param.code or f"{sizes[i]}s"
+            align = STRUCT_ALIGNMENT if i in sizes else 8
+            layout += f"{-struct.calcsize(layout) % align}x"
             offsets.append(struct.calcsize(layout))
-            layout += f"{code}{-struct.calcsize('<' + code) % 8}x"
+            layout += code
         self.pack = struct.Struct(layout).pack_into
-        self.buffer = ctypes.create_string_buffer(struct.calcsize(layout) + 16)
+        size = struct.calcsize(layout) + 16
+        memory = ctypes.create_string_buffer(size + STRUCT_ALIGNMENT)
+        before = -ctypes.addressof(memory) % STRUCT_ALIGNMENT
+        self.buffer = (ctypes.c_char * size).from_buffer(memory, before)
         start = ctypes.addressof(self.buffer)
         addresses = (start + offset for offset in offsets)
         self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*addresses)

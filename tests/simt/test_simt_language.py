@@ -54,6 +54,25 @@ def same_bits(got, expected):
     )
 
 
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+def test_a_struct_by_value_lies_as_its_type_asks(device):
+    import struct
+
+    source = """struct alignas(128) Line { double v[16]; };
+    extern "C" __global__ void k(float* x, int n, float4 four, char c, Line line, float2 two) {
+        *(float4*)x = four;
+        for (int i = 0; i < 16; i++) x[4 + i] = line.v[i] * 2;
+        x[20] = n; x[21] = c; x[22] = two.x; x[23] = two.y;
+    }"""
+    values = [float(i) for i in range(16)]
+    four, line = struct.pack("4f", 1, 2, 3, 4), struct.pack("16d", *values)
+    two = struct.pack("2f", 7, 8)
+    (got,) = run(device, source, 1, 1, torch.zeros(24), 5, four, 6, line, two)
+    assert got.tolist() == [1, 2, 3, 4, *(2 * v for v in values), 5, 6, 7, 8]
+
+
 # ---- the same types, the same overloads ----------------------------------------------------------
 
 # The type that a call returns. NVRTC and the host compiler have to agree on each, and both have to
