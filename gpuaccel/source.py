@@ -340,8 +340,9 @@ _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 
 
 def _declaration(source, name, defines):
-    """(a kernel's declaration, what each macro and typedef stands for)."""
-    text, macros = _active(without_comments(source), defines)
+    """(a kernel's declaration, what each macro and typedef stands for there)."""
+    blank = without_comments(source)
+    text, _ = _active(blank, defines)
     declaration = next((d for d in _declarations(text) if d.name == name), None)
     if declaration is None or declaration.is_template:
         names = ", ".join(kernel_names(source, defines)) or "none"
@@ -351,12 +352,45 @@ def _declaration(source, name, defines):
                 f"arguments can be compiled; kernels found: {names}"
             )
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
+    _, macros = _active(blank[: declaration.start], defines)
     # Only macros that stand for a type or a number.
     macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
-    macros |= {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
-    macros |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
-    macros |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
-    return declaration, macros | defines
+    before = _outside_code(text[: declaration.start])
+    types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(before)}
+    types |= {match[1]: match[2].strip() for match in _USING.finditer(before)}
+    types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(before)}
+    return declaration, types | macros
+
+
+_SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
+
+
+def _outside_code(text: str) -> str:
+    """The text with blanks for what stands in braces, and so means nothing at its end.
+
+    What stands in the braces of `extern "C"` and of namespaces stays, unless a namespace with a
+    name is closed again and no `using namespace` names it.
+    """
+    used = set(re.findall(r"\busing\s+namespace\s+([\w:]+)", text))
+    open_braces = []
+    hidden = []
+    for brace in re.finditer(r"[{}]", text):
+        if brace[0] == "{":
+            scope = _SCOPE.search(text, max(0, brace.start() - 200), brace.start())
+            is_visible = scope is not None and (scope[1] is None or scope[1] in used)
+            open_braces.append((brace.end(), is_visible))
+        elif open_braces:
+            start, is_visible = open_braces.pop()
+            if not is_visible:
+                hidden.append((start, brace.start()))
+    pieces = []
+    position = 0
+    # A pair of braces comes before those in it.
+    for start, end in sorted(hidden):
+        if start >= position:
+            pieces += [text[position:start], " " * (end - start)]
+            position = end
+    return "".join([*pieces, text[position:]])
 
 
 _QUALIFIER = re.compile(r"\b(__restrict__|__restrict|restrict|volatile|__grid_constant__)\b")

@@ -39,7 +39,7 @@ from gpuaccel.ops.accumulate import (
 )
 from gpuaccel.ops.adamw import ADAMW
 from gpuaccel.optim.accumulation_modes import _pack_addresses
-from gpuaccel.source import struct_fields
+from gpuaccel.source import launch_bound, struct_fields
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SCALE = """extern "C" __global__ void scale(float* x, float a, int n) {
@@ -378,6 +378,35 @@ fourth(int n) { printf("b"); }
     assert low[0].dtypes == low[1].dtypes == (torch.bfloat16,) and low[2].code == "Q"
     assert signature(source, "second", {}) == signature(source, "third", {}) == []
     assert [p.name for p in signature(source, "fourth", {})] == ["n"]
+
+
+def test_macros_and_types_are_those_in_front_of_the_kernel():
+    source = """
+#define T float
+#define BOUND 64
+extern "C" __global__ void __launch_bounds__(BOUND) first(T* x) {}
+#undef T
+#undef BOUND
+#define T double
+#define BOUND 128
+extern "C" __global__ void __launch_bounds__(BOUND) second(T* x) {}
+#undef T
+"""
+    assert str(signature(source, "first", {})[0]) == "float* x"
+    assert str(signature(source, "second", {})[0]) == "double* x"
+    assert [launch_bound(source, name, {}) for name in ("first", "second")] == [64, 128]
+    assert str(params("T* x", "#undef T\n#define T double", T="float")[0]) == "double* x"
+    for before in (
+        "using T = float; template <class Q> struct H { using T = double; };",
+        "typedef float T; __device__ void f() { typedef double T; { enum T { A }; } }",
+        'extern "C" { typedef float T; } namespace n { using T = double; }',
+        "namespace { using T = float; }",
+        "namespace n { using T = float; } using namespace n;",
+        "namespace m { namespace n { using T = double; } using T = float;",
+        "typedef double T;\n#define T float",
+    ):
+        assert str(params("T* x", before)[0]) == "float* x", before
+    assert str(params("T* x) {} typedef float T; void f(int n")[0]) == "T* x"
 
 
 def test_the_parameters_of_our_own_kernels():
