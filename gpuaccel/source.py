@@ -6,6 +6,7 @@ signature(source, "accumulate_v1", {"GRAD_T": "float"})
 # [float* acc, const float* grad, long long n]
 """
 
+import operator
 import re
 import struct
 from collections.abc import Iterator
@@ -99,46 +100,177 @@ def without_comments(source: str, *, strings: bool = False) -> str:
 
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
 _DEFINED = re.compile(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))")
-# What may stand in a condition once all names are replaced.
-_ARITHMETIC = re.compile(r"(?:[\s()<>=+*/%&|^~-]|\d+|\b(?:and|or|not)\b|!=)*")
+# A character whose code is the same everywhere.
+_CHARACTER = r"'(?:[^'\\\n]|\\(?:[abfnrtv\\'\"]|x[0-9a-fA-F]+|[0-7]{1,3}))'"
+_TOKEN = re.compile(rf"\s*(\w+|{_CHARACTER}|<<|>>|[<>=!]=|&&|\|\||[-+*/%&|^~!<>?:()])")
+_NAME = re.compile(rf"{_CHARACTER}|\b[A-Za-z_]\w*")
+_WORDS = {
+    "and": "&&",
+    "or": "||",
+    "not": "!",
+    "not_eq": "!=",
+    "bitand": "&",
+    "bitor": "|",
+    "xor": "^",
+    "compl": "~",
+}
+# Operators of two numbers that bind alike, the loosest first.
+_LEVELS = (
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!="),
+    ("<", ">", "<=", ">="),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "%"),
+)
+_COMPARISONS = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}
+_BITWISE = {"&": operator.and_, "|": operator.or_, "^": operator.xor}
+# A number of a condition, and whether it is unsigned; None: it depends on the compiler.
+_Number = "tuple[int, bool] | None"
 
 
 def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
     """The value of an #if's condition; None where it depends on the compiler (__CUDA_ARCH__)."""
-    unknown = False
 
     def is_defined(match):
-        nonlocal unknown
         name = match[1] or match[2]
-        unknown |= name not in macros and name.startswith("__")
+        if name.startswith("__") and name not in macros:
+            # It depends on the compiler as the name itself does.
+            return name
         return "1" if name in macros else "0"
-
-    def value(match):
-        nonlocal unknown
-        unknown |= match[0] not in macros and match[0].startswith("__")
-        return f"({macros.get(match[0], '0')})"
 
     text = _DEFINED.sub(is_defined, text)
     for _ in range(MACRO_DEPTH):
-        text = re.sub(r"\b[A-Za-z_]\w*", value, text)
-    # Numbers without their suffixes and without leading zeros; operators as Python writes them.
-    text = re.sub(r"\b(0[xX][0-9a-fA-F]+|\d+)[uUlL]*", lambda m: str(_number(m[1])), text)
-    text = text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
-    text = re.sub(r"!(?!=)", " not ", text)
-    if unknown or len(text) > 1000 or "**" in text or "<<" in text:
-        return None
-    if not _ARITHMETIC.fullmatch(text):
-        return None
+        text = _NAME.sub(lambda match: f" {macros.get(match[0], match[0])} ", text)
+        if len(text) > 1000:
+            return None
+        text = " ".join(text.split())
+    tokens = []
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None:
+            return None
+        tokens.append(_WORDS.get(token[1], token[1]))
+        position = token.end()
+    # They are taken from the end.
+    tokens = ["", *reversed(tokens)]
     try:
-        return bool(eval(text, {"__builtins__": {}}))
-    except (SyntaxError, ArithmeticError, TypeError, ValueError, RecursionError):
+        value = _choice(tokens)
+    except (ValueError, RecursionError):
         return None
+    return None if value is None or len(tokens) > 1 else value[0] != 0
+
+
+def _choice(tokens: "list[str]") -> _Number:
+    """Take an expression, perhaps with ?:, from the tokens, and return its value."""
+    value = _operation(tokens, 0)
+    if tokens[-1] != "?":
+        return value
+    tokens.pop()
+    first = _choice(tokens)
+    if tokens.pop() != ":":
+        raise ValueError
+    second = _choice(tokens)
+    chosen = value and (first if value[0] else second)
+    if value is None or chosen is None:
+        return None
+    is_unsigned = any(part is not None and part[1] for part in (first, second))
+    return _wrapped(chosen[0], is_unsigned)
+
+
+def _operation(tokens: "list[str]", level: int) -> _Number:
+    """Take operands with operators of this level, and of those that bind more tightly."""
+    if level == len(_LEVELS):
+        return _operand(tokens)
+    value = _operation(tokens, level + 1)
+    while tokens[-1] in _LEVELS[level]:
+        sign = tokens.pop()
+        value = _result(sign, value, _operation(tokens, level + 1))
+    return value
+
+
+def _operand(tokens: "list[str]") -> _Number:
+    """Take a number, a name, a part in parentheses, or one of these behind a sign."""
+    token = tokens.pop() if len(tokens) > 1 else ""
+    if token == "(":
+        value = _choice(tokens)
+        if tokens[-1] != ")":
+            raise ValueError
+        tokens.pop()
+        return value
+    if token in ("+", "-", "~", "!"):
+        value = _operand(tokens)
+        if value is None:
+            return None
+        number, is_unsigned = value
+        if token == "!":
+            return int(not number), False
+        return _wrapped({"+": number, "-": -number, "~": ~number}[token], is_unsigned)
+    if token[:1] == "'":
+        code = ord(token[1:-1].encode().decode("unicode_escape")[0])
+        return (code, False) if code < 128 else None
+    if digits := re.fullmatch(r"(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)([uUlLzZ]*)", token):
+        number = _number(digits[1])
+        return number, "u" in digits[2].lower() or number >= 2**63
+    if not re.fullmatch(r"[A-Za-z_]\w*", token):
+        raise ValueError
+    # Names that are no macros are 0.
+    return None if token.startswith("__") else (int(token == "true"), False)
+
+
+def _result(sign: str, left: _Number, right: _Number) -> _Number:
+    """The value of an operation with two operands, as C defines it."""
+    if sign in ("&&", "||"):
+        truths = [None if value is None else value[0] != 0 for value in (left, right)]
+        decisive = sign == "||"
+        if decisive in truths:
+            return int(decisive), False
+        return None if None in truths else (int(not decisive), False)
+    if left is None or right is None:
+        return None
+    (a, is_unsigned), (b, _) = left, right
+    if sign in ("<<", ">>"):
+        if not 0 <= b < 64:
+            return None
+        return _wrapped(a << b if sign == "<<" else a >> b, is_unsigned)
+    if is_unsigned or right[1]:
+        is_unsigned = True
+        a, b = a % 2**64, b % 2**64
+    if sign in _COMPARISONS:
+        return int(_COMPARISONS[sign](a, b)), False
+    if sign in _BITWISE:
+        return _wrapped(_BITWISE[sign](a, b), is_unsigned)
+    if sign in ("/", "%"):
+        if b == 0:
+            return None
+        # Towards zero.
+        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        return _wrapped(quotient if sign == "/" else a - quotient * b, is_unsigned)
+    return _wrapped({"+": a + b, "-": a - b, "*": a * b}[sign], is_unsigned)
+
+
+def _wrapped(number: int, is_unsigned: bool) -> "tuple[int, bool]":
+    """A number as 64 bits hold it."""
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 and not is_unsigned else number, is_unsigned
 
 
 def _number(digits: str) -> int:
-    """The value of a whole number as C writes it: 0x1f, 017 or 12."""
-    if digits[:2].lower() == "0x":
-        return int(digits, 16)
+    """The value of a whole number as C writes it: 0x1f, 0b11, 017 or 12."""
+    if digits[:2].lower() in ("0x", "0b"):
+        return int(digits, 0)
     is_octal = digits.startswith("0") and not set(digits) - set("01234567")
     return int(digits, 8 if is_octal else 10)
 
@@ -149,11 +281,12 @@ def active_text(source: str, defines: "dict[str, str] | None" = None) -> str:
     All positions and line numbers stay: blanks are in the place of what is left out. A condition
     that depends on the compiler, such as that of `#ifdef __CUDA_ARCH__`, leaves nothing out.
     """
-    return _active(without_comments(source), defines or {})[0]
+    return _active(source, defines or {})[0]
 
 
-def _active(blank: str, defines) -> "tuple[str, dict[str, str]]":
-    """(the text that is compiled, the macros at its end), of a text without comments."""
+def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[str, str]]":
+    """(the text up to `end` that is compiled, the macros there); the text has no comments."""
+    blank = without_comments(source)[:end]
     macros = dict(defines)
     pieces = []
     position = 0
@@ -172,7 +305,10 @@ def _active(blank: str, defines) -> "tuple[str, dict[str, str]]":
         position = match.end()
         pieces.append(re.sub(r"[^\n]", " ", match[0]))
         word = match[1]
-        rest = match[2].replace("\\\n", " ").strip()
+        rest = match[2]
+        if "'" in rest or '"' in rest:
+            rest = without_comments(source[match.start(2) : match.end(2)], strings=True)
+        rest = rest.replace("\\\n", " ").strip()
         if word in ("if", "ifdef", "ifndef"):
             if word != "if":
                 rest = f"defined({rest.split()[0] if rest else ''})"
@@ -341,8 +477,7 @@ _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 
 def _declaration(source, name, defines):
     """(a kernel's declaration, what each macro and typedef stands for there)."""
-    blank = without_comments(source)
-    text, _ = _active(blank, defines)
+    text, _ = _active(source, defines)
     declaration = next((d for d in _declarations(text) if d.name == name), None)
     if declaration is None or declaration.is_template:
         names = ", ".join(kernel_names(source, defines)) or "none"
@@ -352,7 +487,7 @@ def _declaration(source, name, defines):
                 f"arguments can be compiled; kernels found: {names}"
             )
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
-    _, macros = _active(blank[: declaration.start], defines)
+    _, macros = _active(source, defines, declaration.start)
     # Only macros that stand for a type or a number.
     macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
     before = _outside_code(text[: declaration.start])

@@ -380,6 +380,52 @@ fourth(int n) { printf("b"); }
     assert [p.name for p in signature(source, "fourth", {})] == ["n"]
 
 
+CONDITIONS = [
+    *("-7 / 2 == -3", "-7 % 2 == -1", "7 % -2 == 1", "(3 > 2 > 1) == 0", "1 < 2 < 3", "!2 + 1"),
+    *("2 > 1 ? 1 : 0", "0 ? 0 : 0 ? 0 : 3", "(1 << 3) == 8", "!(2 & 1 == 0)", "1 | 2 == 3"),
+    *("-8 >> 1 == -4", "1 + 1 << 2 == 8", "(6 ^ 3) == 5", "~0 == -1", "!!5 == 1", "- -1"),
+    *("'A' == 65", "LETTER == 'a'", "!(LETTER == 'b')", r"'\n' == 10", r"'\'' == 39"),
+    *("0x1f == 31", "017 == 15", "0b11 == 3", "10uLL == 10", "true", "!false", "not 0 and 1"),
+    *("-1 > 0u", "0xffffffffffffffff > 0", "5 - 3 - 2 == 0"),
+    *("SUM * 2 == 3", "defined SUM && !defined(NONE)", "NONE == 0", "1 || 1 / 0", "!(0 && 1 / 0)"),
+    *("1 || __CUDA_ARCH__ > 800", "!(defined(__CUDA_ARCH__) && SUM > 4)"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::gpuaccel.errors.CompileWarning")
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_condition_has_the_value_that_c_gives_it(condition):
+    source = f"""#define SUM 1 + 1
+#define LETTER 'a'
+#if {condition}
+#define T float
+#else
+#define T double
+#endif
+extern "C" __global__ void k(T* x) {{ static_assert(sizeof(T) == 4, ""); }}"""
+    assert str(signature(source, "k", {})[0]) == "float* x"
+    assert gpuaccel.compile(source).name == "k"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "__CUDA_ARCH__ >= 800",
+        "defined(__CUDA_ARCH__) || 0",
+        '__has_include("x.h")',
+        "MAX(1, 2) == 2",
+        *("1 / 0", "1 +", "(1", "1)", "", "1.5 > 1", "'ab'", "1 ? 2", "1 << 64", "2 3"),
+    ],
+)
+def test_a_condition_that_only_the_compiler_can_tell_leaves_nothing_out(condition):
+    source = f"""#if {condition}
+extern "C" __global__ void first() {{}}
+#else
+extern "C" __global__ void second() {{}}
+#endif"""
+    assert kernel_names(source) == ["first", "second"]
+
+
 def test_macros_and_types_are_those_in_front_of_the_kernel():
     source = """
 #define T float
