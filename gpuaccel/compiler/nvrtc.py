@@ -218,7 +218,8 @@ def compile_cubin(
     """(cubin, ptxas report) of a whole program for one architecture, from the cache if it is there.
 
     Args:
-        source: CUDA C with everything it needs, so that the cache key covers it
+        source: CUDA C with everything it needs, so that the cache key covers it; the key covers
+            headers that -I finds, too, and with --pre-include nothing is kept
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
@@ -232,14 +233,46 @@ def compile_cubin(
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
     if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
         flags += [f"-I{folder}" for folder in include_folders()]
-    facts = json.dumps([source, filename, flags, library().version])
+    headers = _headers(source, options)
+    facts = json.dumps([source, filename, flags, library().version, headers])
     key = hashlib.sha256(facts.encode()).hexdigest()
-    result = _read(key)
+    result = _read(key) if headers is not None else None
     if result is None:
         result = _compile(source, filename, flags)
-        _write(key, *result)
+        if headers is not None:
+            _write(key, *result)
         _show_warnings(result[1], filename)
     return result
+
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
+
+
+def _headers(source: str, options: "tuple[str, ...]") -> "dict[str, str] | None":
+    """Path -> text of the headers of the folders of -I that a source, or one of them, names.
+
+    None: the options or a macro bring in headers whose names are not known here.
+    """
+    folders = []
+    words = iter(options)
+    for word in words:
+        if re.match(r"--?(?:pre-)?include(?:$|[= ])", word):
+            return None
+        if path := re.fullmatch(r"(?:-I|--include-path(?:=|$))\s*(.*)", word):
+            folders.append(path[1] or next(words, ""))
+    texts: "dict[str, str]" = {}
+    waiting = [(source, folders)] if folders else []
+    while waiting:
+        text, places = waiting.pop()
+        for name in _INCLUDE.findall(text):
+            if not name:
+                return None
+            for path in (os.path.normpath(os.path.join(place, name)) for place in places):
+                if path not in texts and os.path.isfile(path):
+                    with open(path, encoding="utf-8", errors="replace") as file:
+                        texts[path] = file.read()
+                    waiting.append((texts[path], [os.path.dirname(path), *folders]))
+    return texts
 
 
 # "x.cu(3): warning #177-D: variable "a" was declared but never referenced"
