@@ -96,6 +96,12 @@ def without_comments(source: str, *, strings: bool = False) -> str:
     return _COMMENT_OR_STRING.sub(blank, source)
 
 
+def line_directive(line: int, filename: str) -> str:
+    """The #line, with its line break, that gives the next line this number and file."""
+    name = re.sub(r'(["\\])', r"\\\1", filename)
+    return f'#line {line} "{name}"\n'
+
+
 # ---- conditionals: what the preprocessor leaves out ----------------------------------------------
 
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)

@@ -36,7 +36,14 @@ import torch
 from .. import simt
 from ..backends import backend, find_compiler, find_driver
 from ..errors import ArgumentError, BackendError, CompileError
-from ..source import definition, kernel_names, launch_bound, signature, without_comments
+from ..source import (
+    definition,
+    kernel_names,
+    launch_bound,
+    line_directive,
+    signature,
+    without_comments,
+)
 from . import nvrtc
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -109,7 +116,7 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
             if is_ours(header):
                 add_header(header)
         text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
-        parts.append(f'#line 1 "{name}"\n{text}')
+        parts.append(f"{line_directive(1, name)}{text}")
 
     def is_ours(header):
         return header == os.path.basename(header) and (root / header).is_file()
@@ -133,9 +140,9 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
                 included.add(path)
                 content = _ONCE.sub("", path.read_text())
                 content = without_own(content, match[1], path.parent, (*above, path))
-                content = f'#line 1 "{match[1]}"\n{content}\n'
+                content = f"{line_directive(1, match[1])}{content}\n"
             line = text.count("\n", 0, match.end()) + 1
-            pieces += [text[position : match.start()], f'{content}#line {line} "{name}"\n']
+            pieces += [text[position : match.start()], content, line_directive(line, name)]
             position = match.end()
         return "".join([*pieces, text[position:]])
 

@@ -709,7 +709,7 @@ def _with_marks(source: str, names: "list[str]") -> str:
     return "".join([*pieces, source[position:]])
 
 
-_LINE = re.compile(r'^#line (\d+)(?: "([^"\n]*)")?\n', re.M)
+_LINE = re.compile(r'^#line (\d+)(?: "((?:\\.|[^"\\\n])*)")?\n', re.M)
 
 
 def _line_number(source: str, position: int) -> int:
@@ -753,7 +753,7 @@ def text_line(text: str, file: str, line: int) -> "str | None":
     name = ""
     parts = list(_LINE.finditer(text))
     for part, following in zip(parts, [*parts[1:], None]):
-        name = part[2] or name
+        name = re.sub(r"\\(.)", r"\1", part[2] or "") or name
         lines = text[part.end() : following.start() if following else len(text)].split("\n")
         index = line - int(part[1])
         is_file = name.rsplit("/", 1)[-1] == file.rsplit("/", 1)[-1]

@@ -270,3 +270,15 @@ def test_a_mistake_behind_and_in_a_header_has_its_own_line(mode, folder):
     inner.write_text(inner.read_text().replace("return x", "return y"))
     with pytest.raises(ga.errors.CompileError, match=r"inner\.h\(4\)"):
         run(INCLUDES.replace("FOLDER", "part/"), NUMBERS)
+
+
+@pytest.mark.parametrize("filename", [r"C:\Users\me\k.cu", r"D:\new\b.cu", 'a"b.cu', "a\\"])
+def test_a_filename_may_have_any_character(mode, filename):
+    source = 'extern "C" __global__ void beyond(float* x) {\n    x[%s] = 1;\n}\n'
+    run(source % "threadIdx.x", NUMBERS, filename=filename)
+    with pytest.raises(ga.errors.CompileError) as refused:
+        ga.compile(source % "y", filename=filename)
+    assert f'{filename}(2): error: identifier "y"' in str(refused.value)
+    with ga.checked(), pytest.raises(ga.errors.KernelError) as caught:
+        run(source % "40", NUMBERS, filename=filename)
+    assert f"{filename}, line 2" in str(caught.value) and "x[40] = 1;" in str(caught.value)
