@@ -37,6 +37,7 @@ from .. import simt
 from ..backends import backend, find_compiler, find_driver
 from ..errors import ArgumentError, BackendError, CompileError
 from ..source import (
+    active_text,
     definition,
     kernel_names,
     launch_bound,
@@ -80,6 +81,8 @@ def kernel_files() -> "list[pathlib.Path]":
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*', re.M)
+_MACRO_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]+([A-Za-z_]\w*)", re.M)
+_HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 
@@ -99,6 +102,9 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
     Args:
         filename: what messages call the text; where it is a path, headers are looked for beside it
         defines: macros
+
+    Raises:
+        CompileError: for an #include of a macro.
     """
     root = kernel_root()
     parts = []
@@ -129,6 +135,19 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
             folder = os.path.dirname(os.path.abspath(name))
         # Comments are blank, all positions stay.
         without = without_comments(text, strings=True)
+        for match in _MACRO_INCLUDE.finditer(without):
+            # Else an #if leaves it out.
+            if active_text(f"{text[: match.start()]}x", defines).endswith("x"):
+                line = text.count("\n", 0, match.start()) + 1
+                raise CompileError(
+                    f"{name}({line}): #include {match[1]} names its header by a macro; write the "
+                    f'name itself, as in #include "x.h"'
+                )
+        for match in _HAS_INCLUDE.finditer(without):
+            # The header will stand in this text; a compiler would look for its file.
+            if is_ours(match[1]) or own_header(match[1], folder):
+                found = "1".ljust(len(match[0]))
+                text = text[: match.start()] + found + text[match.end() :]
         pieces = []
         position = 0
         for match in _INCLUDE.finditer(without):
@@ -136,9 +155,10 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
             if path is None:
                 continue
             content = ""
-            if path not in above and not (path in included and _ONCE.search(path.read_text())):
+            header = path.read_text("utf-8", errors="replace")
+            if path not in above and not (path in included and _ONCE.search(header)):
                 included.add(path)
-                content = _ONCE.sub("", path.read_text())
+                content = _ONCE.sub("", header)
                 content = without_own(content, match[1], path.parent, (*above, path))
                 content = f"{line_directive(1, match[1])}{content}\n"
             line = text.count("\n", 0, match.end()) + 1

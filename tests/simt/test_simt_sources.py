@@ -260,6 +260,42 @@ def test_headers_beside_the_source_and_in_the_working_folder(mode, folder):
     assert torch.equal(out, NUMBERS + 1)
 
 
+def test_a_source_may_ask_whether_a_header_is_there(mode, folder):
+    source = """#if __has_include("FOUND")
+#include "FOUND"
+#define T float
+#else
+#define T double
+#endif
+#if __has_include("missing.h")
+#define BY 3
+#else
+#define BY 4
+#endif
+extern "C" __global__ void asks(T* x) { if (sizeof(*x) == 4) x[threadIdx.x] += BY; }"""
+    for found in ("part/inner.h", "common.cuh"):
+        (out,) = run(source.replace("FOUND", found), NUMBERS)
+        assert torch.equal(out, NUMBERS + 4)
+
+
+def test_an_include_of_a_macro_is_refused(mode, folder):
+    source = 'int one;\n#define HEADER "part/inner.h"\n#include HEADER\n'
+    kernel = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1; }'
+    with pytest.raises(
+        ga.errors.CompileError, match=r"k.cu\(3\): #include HEADER names its header"
+    ):
+        ga.compile(source + kernel, filename="k.cu")
+    (out,) = run(f"#ifdef MISSING\n{source}#endif\n// #include HEADER\n{kernel}", NUMBERS)
+    assert torch.equal(out, NUMBERS + 1)
+
+
+def test_a_header_may_have_another_encoding(mode, folder):
+    (folder / "latin.h").write_bytes(b"// caf\xe9\n#define VALUE 4\n")
+    source = '#include "latin.h"\nextern "C" __global__ void k(float* x) '
+    (out,) = run(source + "{ x[threadIdx.x] += VALUE; }", NUMBERS)
+    assert torch.equal(out, NUMBERS + 4)
+
+
 def test_a_mistake_behind_and_in_a_header_has_its_own_line(mode, folder):
     source = INCLUDES.replace("FOLDER", "part/").replace("threadIdx.x] =", "threadIdx.x + 30] =")
     with ga.checked(), pytest.raises(ga.errors.KernelError) as caught:
