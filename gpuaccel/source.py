@@ -451,13 +451,17 @@ def definition(source: str, name: str) -> "tuple[int, int]":
 
 
 def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
-    """The parameters of kernel `name`, with macros replaced."""
+    """The parameters of kernel `name`, with macros replaced.
+
+    Raises:
+        CompileError: for a parameter that is a reference or has no name.
+    """
     declaration, macros = _declaration(source, name, defines)
-    return [
-        _param(text, macros)
-        for text in split_list(declaration.params)
-        if text.strip() not in ("", "void")
-    ]
+    declared = [text for text in split_list(declaration.params) if text not in ("", "void")]
+    for text in declared:
+        if problem := _problem(text):
+            raise CompileError(f"{name}: parameter `{' '.join(text.split())}` {problem}")
+    return [_param(text, macros) for text in declared]
 
 
 # Macros may name macros, to this depth.
@@ -535,7 +539,10 @@ def _outside_code(text: str) -> str:
 
 
 _QUALIFIER = re.compile(r"\b(__restrict__|__restrict|restrict|volatile|__grid_constant__)\b")
-_ARRAY = re.compile(r"^(.*?)(\w+)\s*\[[^\]]*\]\s*$", re.S)
+_ARRAY = re.compile(r"^(.*?)(\w+)\s*(?:\[[^\]]*\]\s*)+$", re.S)
+# The words of whole numbers, in the order that names of types have here.
+_INTEGERS = ("unsigned", "short", "long", "int", "char")
+_KEYWORDS = {*_INTEGERS, "signed", "float", "double", "bool", "void"}
 # C type -> the name that SCALARS has for it
 SYNONYMS = {
     "long": "long long",
@@ -590,9 +597,24 @@ def _default(text: str) -> "int | float | None":
     return int(digits) if re.fullmatch(r"[+-]?\d+", digits) else float(digits)
 
 
+def _problem(declared: str) -> "str | None":
+    """Why a parameter cannot be read, in words; None: it can."""
+    text = _ARRAY.sub(r"\1 * \2", _QUALIFIER.sub(" ", declared.partition("=")[0]))
+    if "&" in text:
+        return "is a reference; a kernel takes pointers and values"
+    if re.search(r"\(\s*\*", text):
+        return "points to an array or a function; declare a plain pointer"
+    words = [
+        word for word in re.findall(r"\w+|\*", text) if word not in ("const", "struct", "enum")
+    ]
+    if len(words) < 2 or words[-1] == "*" or words[-1] in _KEYWORDS:
+        return "has no name; give it one"
+    return None
+
+
 def _param(declared, macros):
     declared, _, default = declared.partition("=")
-    # `float x[]` is a pointer.
+    # `float x[]` is a pointer, and so is `float x[4][4]`.
     text = _ARRAY.sub(r"\1 * \2", _QUALIFIER.sub(" ", declared))
     *words, name = re.findall(r"\w+|\*", text)
     for _ in range(MACRO_DEPTH):
@@ -604,6 +626,10 @@ def _param(declared, macros):
     stars = words.count("*")
     ctype = " ".join(word for word in words if word != "*") + "*" * stars
     base = " ".join(word for word in words if word not in ("*", "const", "struct", "enum"))
+    if base and set(base.split()) <= {*_INTEGERS, "signed"}:
+        # `long unsigned int` is `unsigned long int`; only for a char does `signed` mean anything.
+        parts = [word for word in base.split() if word != "signed" or "char" in base]
+        base = " ".join(sorted(parts, key=("signed", *_INTEGERS).index)) or "int"
     base = SYNONYMS.get(base, base)
     vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
     if vector and vector[1] in VECTOR_BASES:

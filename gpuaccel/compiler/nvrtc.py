@@ -363,6 +363,11 @@ def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
         rf"properties for {re.escape(name)}\b(.*?)(?=Compiling entry function|\Z)", log, re.S
     )
     if part is None:
+        if re.search(rf"'_Z\w*?{len(name)}{re.escape(name)}\w*'", log):
+            raise CompileError(
+                f'kernel {name} needs extern "C" in front of __global__, so that it can be found '
+                "by its name"
+            )
         raise CompileError(f"the compiler's report does not mention kernel {name!r}", log)
 
     def number(pattern):

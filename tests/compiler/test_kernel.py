@@ -200,6 +200,7 @@ def test_a_string_becomes_a_kernel_with_the_common_helpers():
             None,
             'kernel scale needs extern "C" in front of __global__',
         ),
+        (SCALE + SCALE.replace('extern "C" ', "").replace("scale", "b"), "b", 'b needs extern "C"'),
         ('// extern "C"\n' + SCALE.replace('extern "C" ', ""), None, 'needs extern "C"'),
     ],
 )
@@ -297,6 +298,7 @@ def params(declaration, before="", **defines):
         ("float *const x", True, None, (torch.float32,), 4),
         ("float x[]", True, None, (torch.float32,), 4),
         ("float x[16]", True, None, (torch.float32,), 4),
+        ("const float x[4][4]", True, None, (torch.float32,), 4),
         ("volatile double* x", True, None, (torch.float64,), 8),
         ("const float2* x", True, None, (torch.float32,), 8),
         ("const float3* x", True, None, (torch.float32,), 4),
@@ -328,6 +330,13 @@ def params(declaration, before="", **defines):
         ("size_t x", False, "Q", None, None),
         ("unsigned long long int x", False, "Q", None, None),
         ("unsigned short int x", False, "H", None, None),
+        ("long unsigned int x", False, "Q", None, None),
+        ("int long long const unsigned x", False, "Q", None, None),
+        ("short signed int x", False, "h", None, None),
+        ("long signed x", False, "q", None, None),
+        ("char signed x", False, "b", None, None),
+        ("signed x", False, "i", None, None),
+        ("char unsigned* x", True, None, (torch.uint8, torch.bool), 1),
         ("int64_t x", False, "q", None, None),
         ("uint32_t x", False, "I", None, None),
         ("float x", False, "f", None, None),
@@ -345,6 +354,23 @@ def test_a_parameter_is_read_as_cuda_means_it(declared, pointer, code, dtypes, a
     assert (found.name, found.pointer, found.code) == ("x", pointer, code), found
     if pointer:
         assert (found.dtypes, found.align) == (dtypes, align), found
+
+
+@pytest.mark.parametrize(
+    "declared, message",
+    [
+        ("float* x, float &y", "k: parameter `float &y` is a reference; a kernel takes pointers"),
+        ("const Sources& x", "is a reference"),
+        ("float (&x)[4]", "is a reference"),
+        ("float (*x)[4]", r"`float \(\*x\)\[4\]` points to an array or a function"),
+        ("float* x, int", "k: parameter `int` has no name; give it one"),
+        *((text, "has no name") for text in ("float*", "const float* __restrict__", "float[]")),
+        *((text, "has no name") for text in ("Sources", "struct Sources", "unsigned long = 4")),
+    ],
+)
+def test_a_parameter_that_cannot_be_read_is_refused(declared, message):
+    with pytest.raises(CompileError, match=message):
+        params(declared)
 
 
 def test_comments_strings_macros_and_line_breaks_do_not_disturb():
