@@ -56,6 +56,7 @@ from .richards_glu import (
     is_size,
     pack_settings,
     reference_curve,
+    reference_curves,
     save_for_backward,
 )
 
@@ -648,7 +649,7 @@ def _layer_forward(qkv, seen, pe, *others):
             out.contiguous(),
             e.float(),
             q_tilde.contiguous(),
-            qkv.new_zeros(1 if parameters[-1] is None else 2, CURVE, dtype=torch.float32),
+            reference_curves(qkv, *_curves(*parameters[-2:], settings)),
         )
     return launch_layer(qkv, seen.contiguous(), pe, *_in_fp32(parameters), settings, degree, window)
 

@@ -109,6 +109,43 @@ def reference_curve(x: Tensor, theta: Tensor, setting: "list[float]") -> Tensor:
     )
 
 
+def reference_numbers(theta: Tensor, setting: "list[float]") -> Tensor:
+    """What the kernels keep of a curve for the backward, (CURVE,) fp32: richards.cuh's `Curve`."""
+    theta = theta.detach().float()
+    values = reference_values(theta, setting)
+    nu, k, m, beta, T, a, c, s, b = values.unbind()
+    tanh, birch = setting[10:]
+    V = 2.0 if tanh else 1.0
+    power = k * nu if birch else k
+    rate = power * V * s / T
+    start = torch.log2(beta) - power * (V * b - m) / math.log(2.0)
+    bottom = c - a if tanh else c
+    line = [start, rate / math.log(2.0), 1.0 / nu, a * V, bottom, a * V * rate / nu]
+    chain = []
+    learned = iter(torch.sigmoid(theta).unbind())
+    for i in range(len(NAMES)):
+        kind = int(setting[9]) >> 2 * i & 3
+        rising = nu if kind == FIXED else next(learned)
+        if kind == BOUNDED:
+            chain.append(9.9 * rising * (1.0 - rising))
+        elif kind == SOFTPLUS:
+            chain.append(rising)
+        else:
+            chain.append(torch.full_like(rising, float(kind == PLAIN)))
+    form = [torch.full_like(nu, V), torch.full_like(nu, birch)]
+    numbers = torch.cat([torch.stack([*line, *form]), values, torch.stack(chain)])
+    return F.pad(numbers, (0, CURVE - len(numbers)))
+
+
+def reference_curves(x: Tensor, thetas, settings) -> Tensor:
+    """(curves, CURVE): the backward of a forward in torch may run the kernels.
+
+    Zeros where they cannot take tensors like x."""
+    if x.dtype not in FLOAT_DTYPES or any(theta.dtype == torch.float64 for theta in thetas):
+        return x.new_zeros(len(thetas), CURVE, dtype=torch.float32)
+    return torch.stack(list(map(reference_numbers, thetas, settings)))
+
+
 def _reference_glu(x, theta_a, theta_g, setting_a, setting_g):
     x1, x2 = x.chunk(2, -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -321,8 +358,8 @@ def _in_fp32(*thetas):
 
 def _forward(x, theta, setting):
     if not _kernels_run(x, theta):
-        unused = x.new_zeros(1, CURVE, dtype=torch.float32)
-        return reference_curve(x, theta, setting).to(x.dtype), unused
+        y = reference_curve(x, theta, setting).to(x.dtype)
+        return y, reference_curves(x, [theta], [setting])
     return launch_forward(x.contiguous(), *_in_fp32(theta), setting)
 
 
@@ -337,8 +374,8 @@ def _backward(dy, x, theta, curve, setting):
 
 def _glu_forward(x, theta_a, theta_g, setting_a, setting_g):
     if not _kernels_run(x, theta_a, theta_g):
-        unused = x.new_zeros(2, CURVE, dtype=torch.float32)
-        return _reference_glu(x, theta_a, theta_g, setting_a, setting_g), unused
+        h = _reference_glu(x, theta_a, theta_g, setting_a, setting_g)
+        return h, reference_curves(x, [theta_a, theta_g], [setting_a, setting_g])
     h, curves = launch_glu_forward(
         x.reshape(-1, x.shape[-1]).contiguous(), _in_fp32(theta_a, theta_g), (setting_a, setting_g)
     )

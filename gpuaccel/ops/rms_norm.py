@@ -230,7 +230,9 @@ def _forward(y, s, rstd, x, residual, weight, eps):
         return
     norm, total = reference_add_rms_norm(x, residual, weight, eps)
     y.copy_(norm)
-    rstd.zero_()
+    # The backward may run the kernels.
+    square = total.to(rstd.dtype).square().mean(-1)
+    rstd.copy_(torch.rsqrt(square + eps).flatten())
     if s is not None:
         s.copy_(total)
 

@@ -245,3 +245,41 @@ def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):
         found.append([t.grad for t in inputs])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_a_backward_after_the_block_of_its_forward_has_the_same_gradients(device, make):
+    torch.manual_seed(6)
+    layer, x = make().to(device), torch.randn(2, 5, 6, device=device)
+    found = []
+    for inside in (True, False):
+        inputs = [x.detach().requires_grad_(), *layer.parameters()]
+        layer.zero_grad()
+        with ga.use_backend("torch"):
+            loss = layer(inputs[0]).pow(2).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append([t.grad for t in inputs])
+    for a, b in zip(*found):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())), (a, b)
+
+
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_the_numbers_of_a_curve_are_those_that_the_kernels_keep(device):
+    for curve in (
+        ga.nn.RichardsCurve(nu=0.7, k=1.3, m=0.2, beta=1.1, T=1.5, a=0.9, c=0.1, s=1.2, b=-0.3),
+        ga.nn.RichardsCurve("tanh", learn=("nu", "m", "b"), b=0.4),
+        ga.nn.RichardsCurve("gompertz", birch=True),
+        ga.nn.RichardsCurve("sigmoid", learn=richards.GATE, bounded=True, T=3.0),
+    ):
+        x, theta = torch.randn(3, device=device), curve.theta.detach().to(device)
+        _, kept = richards.launch_forward(x, theta, curve.setting)
+        numbers = richards.reference_numbers(theta, curve.setting)
+        assert torch.allclose(numbers, kept[0], rtol=1e-5, atol=1e-6), (numbers, kept)

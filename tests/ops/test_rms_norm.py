@@ -291,6 +291,18 @@ def test_opcheck_passes(device):
         torch.library.opcheck(ops.rms_norm_backward_out.default, given)
 
 
+@on_kernels
+def test_a_compiled_forward_in_torch_has_a_right_backward_on_the_kernels(device):
+    x, residual, weight, dy, ds = tensors(20, 24, device=device)
+    compiled = torch.compile(add_rms_norm, fullgraph=True, dynamic=False, backend="aot_eager")
+    want = results(x, residual, weight, dy, ds, compiled)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    with ga.use_backend("torch"):
+        y, s = compiled(x, residual, weight, EPS)
+    torch.autograd.backward([y, s], [dy, ds])
+    torch.testing.assert_close([x.grad, weight.grad], want[2:])
+
+
 @pytest.mark.parametrize("with_residual", [True, False])
 @on_kernels
 def test_compiled_whole_it_is_bit_identical(device, with_residual):
