@@ -99,11 +99,26 @@ class LoRALinear(nn.Module):
         """The base layer's bias."""
         return self.base_layer.bias  # type: ignore[return-value]
 
+    def why_not_merge(self) -> "str | None":
+        """Why merge() would refuse, in words; None: it would not."""
+        if self.merged:
+            return (
+                "is merged already; merging again would count its factors twice. Call unmerge_lora "
+                "first"
+            )
+        return None
+
     @torch.no_grad()
     def merge(self):
         """Add alpha / rank * B A to the base weight.
 
-        Computed in fp32 (in fp64 for an fp64 base) and rounded once to the weight's dtype."""
+        Computed in fp32 (in fp64 for an fp64 base) and rounded once to the weight's dtype.
+
+        Raises:
+            ArgumentError: and changes nothing, when merged already.
+        """
+        if problem := self.why_not_merge():
+            raise ArgumentError(f"the LoRA layer {problem}")
         weight = self.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         product = (self.lora_B.weight.to(wide) @ self.lora_A.weight.to(wide)).mul_(self.scaling)
@@ -116,8 +131,13 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def unmerge(self):
-        """Restore the base weight as it was before merge(), bit-identical. Only when merged."""
-        assert self.frozen_weight is not None
+        """Restore the base weight as it was before merge(), bit-identical.
+
+        Raises:
+            ArgumentError: and changes nothing, when not merged.
+        """
+        if self.frozen_weight is None:
+            raise ArgumentError("the LoRA layer is not merged; expected one after merge()")
         self.weight.copy_(self.frozen_weight)
         self.frozen_weight = None
 

@@ -311,12 +311,15 @@ def merge_lora(model: nn.Module) -> nn.Module:
         >>> torch.allclose(before, ga.merge_lora(model)(tokens))
         True
     """
-    layers = require_lora_layers(model)
-    if merged := [name for name, layer in layers.items() if layer.merged]:
-        raise ArgumentError(
-            f"{merged[0]} is merged already; merging again would count its factors twice. Call "
-            "unmerge_lora first"
-        )
+    _merge(require_lora_layers(model))
+    return model
+
+
+def _merge(layers: "dict[str, LoRALinear]"):
+    """Merge all of the layers, or none."""
+    for name, layer in layers.items():
+        if problem := layer.why_not_merge():
+            raise ArgumentError(f"{name} {problem}")
     try:
         for layer in layers.values():
             layer.merge()
@@ -326,7 +329,6 @@ def merge_lora(model: nn.Module) -> nn.Module:
             if layer.merged:
                 layer.unmerge()
         raise
-    return model
 
 
 def unmerge_lora(model: nn.Module) -> nn.Module:
@@ -373,8 +375,12 @@ def remove_lora(model: nn.Module, *, merge: "bool | None" = None) -> nn.Module:
             f"parameters of {type(module).__name__} are in an Arena; call arena.release() before "
             "remove_lora"
         )
-    if merge is not None and next(iter(layers.values())).merged != merge:
-        merge_lora(module) if merge else unmerge_lora(module)
+    if merge:
+        _merge({name: layer for name, layer in layers.items() if not layer.merged})
+    elif merge is False:
+        for layer in layers.values():
+            if layer.merged:
+                layer.unmerge()
     _replace(module, {id(layer): layer.base_layer for layer in layers.values()})
     for part in modules_trained_whole(module).values():
         del part.__dict__["_trained_whole"]

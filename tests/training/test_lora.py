@@ -538,6 +538,27 @@ def test_merging_twice_and_unmerging_what_is_not_merged_are_errors():
             function(build())
 
 
+def test_a_layer_is_merged_once_and_removal_looks_at_each_layer():
+    base = nn.Linear(6, 4)
+    layer = learned(LoRALinear(base.requires_grad_(False), rank=2, alpha=4))
+    frozen = layer.weight.clone()
+    with pytest.raises(ArgumentError, match="the LoRA layer is not merged"):
+        layer.unmerge()
+    layer.merge()
+    merged = layer.weight.clone()
+    with pytest.raises(ArgumentError, match="the LoRA layer is merged already"):
+        layer.merge()
+    assert torch.equal(layer.weight, merged)
+    layer.unmerge()
+    assert torch.equal(layer.weight, frozen)
+    x = tokens()
+    for merge in (True, False):
+        model = learned(apply_lora(build().eval(), seed=0))
+        want = logits(model, x) if merge else logits(build().eval(), x)
+        model.blocks[0].w_q.merge()  # the first layer
+        torch.testing.assert_close(logits(remove_lora(model, merge=merge), x), want)
+
+
 def test_a_merged_model_refuses_to_train_and_evaluates():
     model, x = merge_lora(learned(apply_lora(build(), seed=0))), tokens()
     with pytest.raises(ArgumentError, match="unmerge_lora"):
