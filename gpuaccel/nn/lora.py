@@ -106,6 +106,12 @@ class LoRALinear(nn.Module):
                 "is merged already; merging again would count its factors twice. Call unmerge_lora "
                 "first"
             )
+        base = type(self.base_layer)
+        if issubclass(base, nn.Linear) and base.forward is not nn.Linear.forward:
+            return (
+                f"is around a {base.__module__}.{base.__name__}, which has a forward of its own: "
+                "the product added to its weight might not be what the factors compute"
+            )
         return None
 
     @torch.no_grad()
@@ -115,7 +121,8 @@ class LoRALinear(nn.Module):
         Computed in fp32 (in fp64 for an fp64 base) and rounded once to the weight's dtype.
 
         Raises:
-            ArgumentError: and changes nothing, when merged already.
+            ArgumentError: and changes nothing, when merged already, and for a subclass of nn.Linear
+                with a forward of its own.
         """
         if problem := self.why_not_merge():
             raise ArgumentError(f"the LoRA layer {problem}")

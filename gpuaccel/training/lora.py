@@ -302,7 +302,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
         The model, changed in place.
 
     Raises:
-        ArgumentError: with nothing changed, without LoRA or when merged already.
+        ArgumentError: with nothing changed, without LoRA, when merged already, and for a subclass of
+            nn.Linear with a forward of its own.
 
     Example:
         >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4).eval()
@@ -366,7 +367,8 @@ def remove_lora(model: nn.Module, *, merge: "bool | None" = None) -> nn.Module:
         The model, changed in place.
 
     Raises:
-        ArgumentError: and changes nothing, without LoRA, or while parameters are in an Arena.
+        ArgumentError: and changes nothing, without LoRA, while parameters are in an Arena, or where
+            a layer that is not merged yet cannot be (merge_lora).
     """
     module = uncompiled(model)
     layers = require_lora_layers(module)
@@ -377,7 +379,7 @@ def remove_lora(model: nn.Module, *, merge: "bool | None" = None) -> nn.Module:
         )
     if merge:
         _merge({name: layer for name, layer in layers.items() if not layer.merged})
-    elif merge is False:
+    elif merge is not None:
         for layer in layers.values():
             if layer.merged:
                 layer.unmerge()

@@ -559,6 +559,27 @@ def test_a_layer_is_merged_once_and_removal_looks_at_each_layer():
         torch.testing.assert_close(logits(remove_lora(model, merge=merge), x), want)
 
 
+def test_a_linear_layer_with_a_forward_of_its_own_is_not_merged():
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Same(nn.Linear):
+        pass
+
+    model = nn.Sequential(Same(4, 4), Twice(4, 4))
+    model = learned(apply_lora(model, rank=2, targets=("0", "1"), seed=0)).eval()
+    before = snapshot(model)
+    for function in (merge_lora, lambda model: remove_lora(model, merge=True)):
+        with pytest.raises(ArgumentError, match="^1 is around a .*Twice, which has a forward of"):
+            function(model)
+        assert_unchanged(model, before)
+    y = model[0](torch.ones(2, 4))
+    model[0].merge()
+    torch.testing.assert_close(model[0](torch.ones(2, 4)), y)
+    remove_lora(model, merge=False)
+
+
 def test_a_merged_model_refuses_to_train_and_evaluates():
     model, x = merge_lora(learned(apply_lora(build(), seed=0))), tokens()
     with pytest.raises(ArgumentError, match="unmerge_lora"):
