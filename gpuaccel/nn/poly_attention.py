@@ -1004,16 +1004,17 @@ class PolyAttention(nn.Module):
                 (self.best,) = struct.unpack("d", struct.pack("q", bits))
         super()._load_from_state_dict(state, prefix, *args)
 
-    def adapt_degree(self, loss: float, patience: int = 100, gain: float = 0.01) -> int:
+    def adapt_degree(self, loss: "float | Tensor", patience: int = 100, gain: float = 0.01) -> int:
         """With adaptive_degree: raise the degree by 2 where the loss no longer falls.
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
         rests after a change. When to go up is this package's choice.
 
         Args:
-            loss: the loss after a step, a number; call this after each step, or every few steps.
+            loss: the loss after a step, a number or a tensor of one; call this after each step, or
+                every few steps.
             patience: calls within which the loss has to fall.
-            gain: the part of itself by which it has to fall; else the degree is raised, up to
+            gain: the part of its size by which it has to fall; else the degree is raised, up to
                 `degree`.
 
         Returns:
@@ -1026,9 +1027,10 @@ class PolyAttention(nn.Module):
             raise ArgumentError(
                 "this layer's degree is fixed; expected one made with adaptive_degree=True"
             )
+        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         self.waited += 1
         if math.isfinite(self.best):
-            fell = loss < self.best * (1.0 - gain)
+            fell = loss < self.best - gain * abs(self.best)
         else:
             fell = math.isfinite(loss)
         if fell:

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import math
+import warnings
 
 import ptx
 import pytest
@@ -711,6 +712,19 @@ def test_the_degree_changes_between_steps_by_hand_or_where_the_loss_stands_still
         for loss in (4.0, 3.0, 3.0, 3.0, 3.0, 2.0, 2.0, 2.0, math.nan, 2.0, 2.0, 2.0, 2.0)
     ]
     assert degrees == [1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 5], degrees
+
+
+def test_a_loss_may_be_negative_and_a_tensor_which_is_not_kept():
+    layer = layer_of("cpu", degree=5, adaptive_degree=True)
+    losses = (-4.0, -3.99, -3.98, -4.03, -5.0, -5.2, -5.2, -5.2, -5.2)
+    degrees = [layer.adapt_degree(loss, patience=3) for loss in losses]
+    assert degrees == [1, 1, 1, 3, 3, 3, 3, 3, 5], degrees
+    layer = layer_of("cpu", degree=5, adaptive_degree=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.adapt_degree(layer(torch.randn(1, 4, 32)).square().sum())
+    assert type(layer.best) is float
+    copy.deepcopy(layer)
 
 
 def test_an_adapted_degree_goes_on_from_a_state_dict():
