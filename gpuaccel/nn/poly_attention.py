@@ -979,8 +979,15 @@ class PolyAttention(nn.Module):
 
         Args:
             degree: odd, from 1 to the one that the layer was made with.
+
+        Raises:
+            ArgumentError: for any other, with nothing changed.
         """
         _check_numbers(degree, None)
+        if degree > self.highest:
+            raise ArgumentError(
+                f"degree is {degree}; expected at most {self.highest}, which the layer was made with"
+            )
         self.degree = degree
         if self.adapted is not None:
             self.adapted.copy_(self._adapted())

@@ -791,6 +791,10 @@ def core(**other):
         (lambda: PolyAttention(32, 2, a=math.inf), "a is inf; expected a finite number"),
         (lambda: PolyAttention(32, 2).set_degree(4), "degree is 4; expected an odd"),
         (
+            lambda: PolyAttention(32, 2, degree=5, adaptive_degree=True).set_degree(7),
+            "degree is 7; expected at most 5, which the layer was made with",
+        ),
+        (
             lambda: PolyAttention(32, 2, degree=43),
             "degree is 43; expected an odd number from 1 to 41",
         ),
