@@ -28,6 +28,7 @@ from ..ops import (
     check_tokens,
     launch_forward,
     launch_segments,
+    left_out_token,
     range_on_host,
     reference_encoder,
     reference_segments,
@@ -228,6 +229,8 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
         raise ArgumentError(
             f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device"
         )
+    check_options(wte)
+    left_out = left_out_token(wte.padding_idx, len(wte.weight))
     if differentiates_otherwise():
         out = F.embedding(
             tokens, wte.weight, wte.padding_idx, scale_grad_by_freq=wte.scale_grad_by_freq
@@ -244,7 +247,6 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
     # None: made on the meta device.
     if counter.invalid is None:
         counter.invalid = _none_seen(tokens.device)
-    left_out = -1 if wte.padding_idx is None else wte.padding_idx
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
         return torch.ops.gpuaccel.encoder_forward(
             tokens, *weights, counter.invalid, left_out, False
@@ -302,6 +304,12 @@ def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
     return FusedEmbedding(layer, grad)
 
 
+def check_options(layer: nn.Embedding):
+    """ArgumentError for the options of nn.Embedding that this module does not support."""
+    if what := refused_options(layer):
+        raise ArgumentError(f"{what}; keep torch.nn.Embedding for it")
+
+
 def refused_options(layer: nn.Embedding) -> "str | None":
     """The option of nn.Embedding that this module does not support, in words."""
     if layer.max_norm is not None:
@@ -344,9 +352,7 @@ class Embedding(nn.Embedding):
         self._start_counting()
 
     def _start_counting(self):
-        """ArgumentError for the options of nn.Embedding that are not supported."""
-        if what := refused_options(self):
-            raise ArgumentError(f"{what}; keep torch.nn.Embedding for it")
+        check_options(self)
         # No buffer: the ranks of a data-parallel module would all get the first one's.
         self.invalid = None if self.weight.is_meta else _none_seen(self.weight.device)
 
@@ -372,8 +378,8 @@ class Embedding(nn.Embedding):
             The shape of tokens with the embedding's dimension behind it, in the weight's dtype.
 
         Raises:
-            ArgumentError: on the CPU for a token outside of 0 .. num_embeddings - 1, and for
-                another dtype.
+            ArgumentError: on the CPU for a token outside of 0 .. num_embeddings - 1, for another
+                dtype, and for max_norm and sparse, where they were set since.
         """
         return encode(tokens, self)
 

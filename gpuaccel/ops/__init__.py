@@ -69,6 +69,7 @@ from .token_sort import (
     check_tokens,
     find_segments,
     launch_segments,
+    left_out_token,
     reference_segments,
     segments_on_host,
 )
@@ -132,6 +133,7 @@ __all__ = [
     "launch_squares",
     "launch_update",
     "launches_for",
+    "left_out_token",
     "list_launches",
     "new_state",
     "pack_rounding",

@@ -867,6 +867,24 @@ def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
             encoder_backward(sums, None, dout, tokens, padding_idx=wrong)
 
 
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_options_set_after_construction_are_honoured_or_refused(device):
+    plain, mine = twins(device)
+    tokens = torch.tensor([0, 12, 12, 3], device=device)
+    for module in (plain, mine):
+        module.padding_idx = -1
+        module(tokens).sum().backward()
+    same(mine.weight.grad, plain.weight.grad)
+    mine.padding_idx = 13
+    with pytest.raises(ArgumentError, match="padding_idx is 13; expected None, or a number"):
+        mine(tokens)
+    for name, value in (("max_norm", 0.5), ("sparse", True)):
+        _, mine = twins(device)
+        setattr(mine, name, value)
+        with pytest.raises(ArgumentError, match=f"{name}={value}: here"):
+            mine(tokens)
+
+
 def test_embeddings_are_replaced_before_an_accumulator_of_mode_fused_is_made():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
     with GradientAccumulator(Arena(model), "fused"):
