@@ -244,15 +244,17 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
     else:
         # An nn.Embedding gets here by its FusedEmbedding; no assertion in every forward.
         counter = fused_forward(wte)  # type: ignore[assignment]
+    invalid = counter.invalid
     # None: made on the meta device.
-    if counter.invalid is None:
-        counter.invalid = _none_seen(tokens.device)
+    if invalid is None:
+        invalid = _none_seen(tokens.device)
+        # A dry run counts nothing.
+        if not tokens.is_meta:
+            counter.invalid = invalid
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
-        return torch.ops.gpuaccel.encoder_forward(
-            tokens, *weights, counter.invalid, left_out, False
-        )[0]
+        return torch.ops.gpuaccel.encoder_forward(tokens, *weights, invalid, left_out, False)[0]
     sums = _slice_of(wte), None if wpe is None else _slice_of(wpe)
-    return _Encode.apply(tokens, *weights, sums, counter.invalid, left_out, wte.scale_grad_by_freq)
+    return _Encode.apply(tokens, *weights, sums, invalid, left_out, wte.scale_grad_by_freq)
 
 
 def _slice_of(layer: nn.Embedding) -> "Tensor | None":

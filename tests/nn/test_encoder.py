@@ -799,6 +799,9 @@ def test_shapes_and_dtypes_are_known_without_values():
     meta = ga.nn.Encoder(9, 4, 5, device="meta", dtype=BF16)
     out = meta(torch.zeros(2, 3, dtype=torch.int64, device="meta"))
     assert out.is_meta and out.shape == (2, 3, 4) and out.dtype == BF16
+    assert meta.wte.invalid_tokens() is None
+    here = meta.to_empty(device="cpu")
+    assert here(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 4)
     with FakeTensorMode():
         module = ga.nn.Encoder(9, 4, 5)
         out = module(torch.zeros(2, 3, dtype=torch.int32))
