@@ -26,6 +26,7 @@ from ..ops import (
     add_gradients,
     check_range,
     check_tokens,
+    is_batch,
     launch_forward,
     launch_segments,
     left_out_token,
@@ -179,10 +180,34 @@ class _Encode(torch.autograd.Function):
                         sums, dout.contiguous(), weight_segments, ctx.by_count, True
                     )
                 elif use is GradientUse.RETURNED:
-                    fresh[i] = _RowSums.apply(dout, weight_segments, *ctx.weights[i], ctx.by_count)
+                    row_sums = _reference_row_sums if is_batch(dout) else _RowSums.apply
+                    fresh[i] = row_sums(dout, weight_segments, *ctx.weights[i], ctx.by_count)
                 elif use is GradientUse.ADDED:
                     _backward(sums, dout.contiguous(), weight_segments, ctx.by_count, True, [True])
         return None, *fresh, None, None, None, None
+
+
+def _rows_and_tokens(segments: Tensor) -> "tuple[Tensor, Tensor]":
+    """The rows in the order in which they are added, negative where invalid, and their tokens."""
+    return segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)  # type: ignore
+
+
+def _reference_row_sums(dout, segments, shape, dtype, by_count):
+    """What _RowSums computes, of torch's operations, which can be batched."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if segments is None:
+        sums = dout.to(wide).reshape(-1, *dout.shape[-2:]).sum(0)
+        return F.pad(sums, (0, 0, 0, shape[0] - len(sums))).to(dtype)
+    row, token = _rows_and_tokens(segments)
+    rows = dout.to(wide).reshape(-1, dout.shape[-1])[row & MAX_TOKENS]
+    rows = torch.where((row < 0)[:, None], torch.nan, rows)
+    # One more than there are tokens: of the rows that are left out.
+    sums = rows.new_zeros(shape[0] + 1, shape[1]).index_add(0, token, rows)
+    if by_count:
+        count = torch.zeros(shape[0] + 1, dtype=wide, device=token.device)
+        count = count.index_add(0, token, torch.ones_like(token, dtype=wide))
+        sums = sums / count.clamp(min=1.0)[:, None]
+    return sums[:-1].to(dtype)
 
 
 class _RowSums(torch.autograd.Function):
@@ -203,7 +228,7 @@ class _RowSums(torch.autograd.Function):
         (segments,) = ctx.saved_tensors
         if segments is None:
             return grad[: ctx.shape[-2]].expand(ctx.shape).to(ctx.dtype), None, None, None, None
-        row, token = segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)
+        row, token = _rows_and_tokens(segments)
         kept = token < len(grad)
         rows = torch.where(kept[:, None], grad[torch.where(kept, token, 0)], 0.0)
         derivative = rows.new_zeros(rows.shape).index_copy(0, row & MAX_TOKENS, rows)

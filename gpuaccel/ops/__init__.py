@@ -51,7 +51,7 @@ from .embedding_backward import (
     reference_encoder,
     reference_encoder_backward,
 )
-from .rms_norm import add_rms_norm, reference_add_rms_norm, rms_norm_runs
+from .rms_norm import add_rms_norm, is_batch, reference_add_rms_norm, rms_norm_runs
 from .rotary import (
     reference_rotary,
     reference_rotary_backward,
@@ -123,6 +123,7 @@ __all__ = [
     "encoder_backward",
     "encoder_kernel",
     "find_segments",
+    "is_batch",
     "kernel_takes",
     "launch_begin",
     "launch_forward",

@@ -68,7 +68,7 @@ def reference_backward(
     dx = rstd * (g - h * (g * h).mean(-1, keepdim=True))
     if ds is not None:
         dx = dx + ds.to(wide)
-    dweight = (upper * h).flatten(0, -2).sum(0) if s.dim() > 1 else upper * h
+    dweight = (upper * h).reshape(-1, s.shape[-1]).sum(0)
     return dx.to(s.dtype), dweight.to(weight.dtype)
 
 
@@ -257,6 +257,21 @@ def _empty(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
+def is_batch(*gradients: "Tensor | None") -> bool:
+    """In a backward: is one of them a batch, as vmap has it, which is no tensor for a kernel?
+
+    That is so with is_grads_batched=True. torch.compile has none.
+
+    Args:
+        *gradients: what the backward gets.
+    """
+    functorch = torch._C._functorch
+    return not torch.compiler.is_compiling() and any(
+        g is not None and (functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g))
+        for g in gradients
+    )
+
+
 class _AddRMSNorm(torch.autograd.Function):
     """(y, s). The gradient of the residual stream s is added by the norm's backward."""
 
@@ -284,7 +299,7 @@ class _AddRMSNorm(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         if dy is None:
             dx, dweight = ds, None
-        elif torch.is_grad_enabled() and not compiled:
+        elif not compiled and (torch.is_grad_enabled() or is_batch(dy, ds)):
             # With create_graph=True: it may be differentiated again.
             dx, dweight = reference_backward(dy, ds, s, weight, ctx.eps)
         else:

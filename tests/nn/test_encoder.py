@@ -846,6 +846,22 @@ def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options)
         )
 
 
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_batch_of_gradients_is_that_of_each(device, options):
+    tokens = torch.tensor([[3, 1, 1, 4], [1, 0, 4, 3]], device=device)
+    encoder = ga.nn.Encoder(6, 5, 7, device=device)
+    embedding = ga.Embedding(6, 5, device=device, **options)
+    for module in (embedding, encoder):
+        y, weights = module(tokens), tuple(module.parameters())
+        douts = torch.randint(-2, 3, (3, *y.shape), generator=generator(1)).to(y)
+        ask = dict(inputs=weights, retain_graph=True)
+        batch = torch.autograd.grad(y, grad_outputs=douts, is_grads_batched=True, **ask)
+        for i, dout in enumerate(douts):
+            for got, want in zip(batch, torch.autograd.grad(y, grad_outputs=dout, **ask)):
+                torch.testing.assert_close(got[i], want)
+
+
 def test_finite_differences_of_the_gradient_agree():
     for module in (ga.Embedding(4, 3, padding_idx=2), ga.nn.Encoder(4, 3, 5)):
         module = module.double()

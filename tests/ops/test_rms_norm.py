@@ -292,6 +292,19 @@ def test_opcheck_passes(device):
 
 
 @on_kernels
+def test_a_batch_of_gradients_is_that_of_each(device):
+    x, residual, weight, dy, _ = tensors(5, 24, device=device)
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    y, _ = add_rms_norm(x, residual, weight, EPS)
+    ask = dict(inputs=inputs, retain_graph=True)
+    douts = torch.stack([dy, 2 * dy, x.detach()])
+    batch = torch.autograd.grad(y, grad_outputs=douts, is_grads_batched=True, **ask)
+    for i, dout in enumerate(douts):
+        for got, want in zip(batch, torch.autograd.grad(y, grad_outputs=dout, **ask)):
+            torch.testing.assert_close(got[i], want)
+
+
+@on_kernels
 def test_a_compiled_forward_in_torch_has_a_right_backward_on_the_kernels(device):
     x, residual, weight, dy, ds = tensors(20, 24, device=device)
     compiled = torch.compile(add_rms_norm, fullgraph=True, dynamic=False, backend="aot_eager")
