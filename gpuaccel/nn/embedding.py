@@ -71,9 +71,9 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
     if not (takes(wte.device) and wte.dtype in FLOAT_DTYPES and tokens.numel() and wte.shape[1]):
         return _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments)
     tokens = tokens.contiguous()
-    wte = wte.contiguous()
+    wte = wte.contiguous().resolve_neg()
     if wpe is not None:
-        wpe = wpe.contiguous()
+        wpe = wpe.contiguous().resolve_neg()
     if not segments:
         out = launch_forward(tokens, wte, wpe, invalid)
         return out, torch.empty(0, dtype=torch.int32, device=tokens.device)

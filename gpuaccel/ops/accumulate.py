@@ -86,7 +86,8 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
 
     Raises:
         ArgumentError: and changes nothing, for another dtype, shape or device, for a sparse or
-            complex gradient, and for a destination that is not contiguous or overlaps the gradient.
+            complex gradient, and for a destination that is not contiguous, overlaps the gradient, or
+            is a negated view (Tensor.is_neg).
     """
     if not isinstance(acc, Tensor) or acc.layout != torch.strided:
         got = acc.layout if isinstance(acc, Tensor) else type(acc).__name__
@@ -102,6 +103,8 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
             f"acc has shape {tuple(acc.shape)} with strides {acc.stride()};"
             " expected a contiguous destination"
         )
+    if acc.is_neg():
+        raise ArgumentError("acc is a view of numbers that torch negates; expected a plain buffer")
     if acc.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             "acc requires grad; accumulate into a plain buffer, or under torch.no_grad()"
@@ -111,7 +114,7 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
     if acc.numel() == 0:
         return acc
     if takes(acc.device):
-        launch_tensor(acc, grad.contiguous())
+        launch_tensor(acc, grad.contiguous().resolve_neg())
         torch.autograd.graph.increment_version(acc)
         return acc
     return reference_accumulate(acc, grad)

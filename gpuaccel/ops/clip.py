@@ -489,9 +489,13 @@ def unnamed(parameters) -> "list[str]":
 def dense(t: Tensor) -> bool:
     """Whether the tensor fills its memory without gaps or overlaps, in whatever order.
 
+    A negated view (Tensor.is_neg) does not: other numbers lie there.
+
     Args:
         t: any tensor.
     """
+    if t.is_neg():
+        return False
     if t.is_contiguous():
         return True
     step = 1

@@ -323,7 +323,7 @@ def encoder_backward(
 
     Raises:
         ArgumentError: with nothing changed, for a wrong dtype, shape or device, sums that are not
-            contiguous or require grad, segments of another number of tokens, vocabulary or
+            contiguous, require grad or are a negated view (Tensor.is_neg), segments of another number of tokens, vocabulary or
             padding_idx, and on the CPU for a token out of range; on a GPU such a token makes row 0
             of dwte NaN.
     """
@@ -384,6 +384,8 @@ def _problem(dwte, dwpe, dout, tokens) -> "str | None":
                 f"{name} has shape {tuple(t.shape)} with strides {t.stride()};"
                 " expected a contiguous tensor, which is added into"
             )
+        if t.is_neg():
+            return f"{name} is a view of numbers that torch negates; expected a plain buffer"
         if t.requires_grad and torch.is_grad_enabled():
             return f"{name} requires grad; add into a plain buffer, or under torch.no_grad()"
     if dwte is not None and dwpe is not None and overlap(dwte, dwpe):
@@ -460,7 +462,7 @@ def add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
     """
     tensors = (dwte, dwpe, dout)
     if takes(dout.device) and all(t is None or t.dtype in FLOAT_DTYPES for t in tensors):
-        launch_backward(dwte, dwpe, dout.contiguous(), segments, by_count, rounding)
+        launch_backward(dwte, dwpe, dout.contiguous().resolve_neg(), segments, by_count, rounding)
         torch.autograd.graph.increment_version([t for t in (dwte, dwpe) if t is not None])
     else:
         reference_encoder_backward(dwte, dwpe, dout, segments, by_count=by_count, rounding=rounding)

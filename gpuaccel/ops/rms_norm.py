@@ -221,7 +221,7 @@ def _kernels_run(x: Tensor, weight: Tensor) -> bool:
 
 
 def _contiguous(t: "Tensor | None") -> "Tensor | None":
-    return None if t is None else t.contiguous()
+    return None if t is None else t.contiguous().resolve_neg()
 
 
 def _forward(y, s, rstd, x, residual, weight, eps):

@@ -1,0 +1,66 @@
+"""Views that torch negates when it reads them (Tensor.is_neg), as x.conj().imag is one: kernels are
+given the numbers that the tensor has, not those that lie in memory."""
+
+import pytest
+import torch
+from helpers import KERNELS, same
+
+import gpuaccel as ga
+from gpuaccel.errors import ArgumentError
+
+on_kernels = pytest.mark.parametrize("device", KERNELS, indirect=True)
+
+
+def negated(*shape, device, seed=0):
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    view = torch._neg_view(t)
+    assert view.is_neg()
+    return view
+
+
+@on_kernels
+def test_they_are_read_as_what_they_are(device):
+    grad = negated(2, 3, 8, device=device)
+    plain = grad.resolve_neg()
+    tokens = torch.tensor([[1, 2, 1], [0, 3, 3]], device=device)
+    table = ga.ops.rotary_table(3, 4, 10.0).to(device)
+    weight = torch.ones(8, device=device)
+
+    def results(x):
+        sums = [torch.zeros(n, 8, device=device) for n in (4, 3)]
+        ga.ops.encoder_backward(*sums, x, tokens)
+        leaf = torch.ones(2, 3, 8, device=device).requires_grad_()
+        y, s = ga.ops.add_rms_norm(leaf, x, weight, 1e-5)
+        torch.autograd.backward([y, s], [x, x])
+        curve = ga.nn.RichardsCurve(device=device)
+        return [
+            ga.ops.accumulate_(torch.zeros(2, 3, 8, device=device), x),
+            *sums,
+            *(y, s, leaf.grad),
+            ga.ops.rotary_backward(x, x, x, table),
+            curve(x),
+        ]
+
+    for got, want in zip(results(grad), results(plain)):
+        same(got, want)
+    norm = ga.clip_grad_norm_
+    found = []
+    for g in (grad, plain):
+        p = torch.zeros(2, 3, 8, device=device).requires_grad_()
+        p.grad = g.clone() if g is plain else g
+        norm([p], 0.5)
+        found.append(p.grad.resolve_neg())
+    torch.testing.assert_close(*found)
+
+
+@on_kernels
+def test_they_are_refused_where_sums_would_be_added(device):
+    rows = torch.zeros(2, 8, device=device)
+    tokens = torch.tensor([0, 1], device=device)
+    for function in (
+        lambda t: ga.ops.accumulate_(t, rows),
+        lambda t: ga.ops.encoder_backward(t, None, rows, tokens),
+        lambda t: ga.ops.encoder_backward(None, t, rows, tokens[None][0]),
+    ):
+        with pytest.raises(ArgumentError, match="is a view of numbers that torch negates"):
+            function(negated(2, 8, device=device))
