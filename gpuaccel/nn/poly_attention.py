@@ -864,10 +864,7 @@ class PolyAttention(nn.Module):
         torch.Size([2, 16, 32])
     """
 
-    # Buffers. adapted: see _adapted(); None: the degree is fixed. chunks: chunks_of(dim / heads);
-    # None: no low-rank term.
-    adapted: "Tensor | None"
-    chunks: "Tensor | None"
+    adapted: "Tensor | None"  # a buffer, see _adapted(); None: the degree is fixed
 
     def __init__(
         self,
@@ -919,7 +916,6 @@ class PolyAttention(nn.Module):
         self.alpha = nn.Parameter(torch.ones(heads, device=device))
         self.beta = nn.Parameter(torch.zeros(heads, device=device))
         self.curve = RichardsCurve("sigmoid", device=device) if low_rank else None
-        self.register_buffer("chunks", chunks_of(d, device) if low_rank else None, persistent=False)
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
 
     def query(self, q: Tensor) -> Tensor:
@@ -928,7 +924,7 @@ class PolyAttention(nn.Module):
         Args:
             q: (..., d), d = dim / heads.
         """
-        return reference_query(q, self.chunks, self.curve)
+        return reference_query(q, chunks_of(q.shape[-1], q.device), self.curve)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend to the positions before each one, itself included.

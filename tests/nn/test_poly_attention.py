@@ -765,6 +765,15 @@ def test_an_adapted_degree_goes_on_from_a_state_dict():
     assert bare.degree == one.degree and torch.equal(bare.adapted, one.adapted)
 
 
+def test_a_query_of_a_layer_made_on_the_meta_device_is_that_of_any():
+    layer, q = layer_of("cpu"), torch.randn(3, 16)
+    for fill in ("to_empty", "assign"):
+        bare = PolyAttention(32, 2, max_positions=80, device="meta")
+        bare = bare.to_empty(device="cpu") if fill == "to_empty" else bare
+        bare.load_state_dict(layer.state_dict(), assign=fill == "assign")
+        assert torch.equal(bare.query(q), layer.query(q)), fill
+
+
 def core(**other):
     names = ("q_tilde", "q", "k", "v", "pe", "coefficients", "degree", "window")
     inputs = dict(zip(names, (*given("cpu", torch.float32, 1, 4, 1, 16)[0], 3, None))) | other
