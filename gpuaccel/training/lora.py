@@ -132,6 +132,16 @@ def _check_settings(rank, alpha, dropout, dtype):
         )
 
 
+def _check_rank(rank, targets):
+    for name, module in targets.items():
+        smaller_side = min(linear_features(module, f"target {name}"))
+        if rank > smaller_side:
+            raise ArgumentError(
+                f"rank is {rank}, more than {smaller_side}, the smaller side of target {name}: "
+                "the product could hold no more"
+            )
+
+
 def _parameter_names(model: nn.Module) -> "dict[int, list[tuple[int, str]]]":
     """id of a parameter -> (id of its module, its name), several of them for a tied weight."""
     names = defaultdict(list)
@@ -141,13 +151,8 @@ def _parameter_names(model: nn.Module) -> "dict[int, list[tuple[int, str]]]":
     return names
 
 
-def _check_target(name, module, rank, names):
-    smaller_side = min(linear_features(module, f"target {name}"))
-    if rank > smaller_side:
-        raise ArgumentError(
-            f"rank is {rank}, more than {smaller_side}, the smaller side of target {name}: "
-            "the product could hold no more"
-        )
+def _check_target(name, module, names):
+    linear_features(module, f"target {name}")
     weight_names = [weight_name for _, weight_name in names[id(module.weight)]]
     if len(weight_names) > 1:
         raise ArgumentError(
@@ -196,7 +201,7 @@ def make_layers(
     names = _parameter_names(model)
     ids_inside = {id(part) for module in trained_whole.values() for part in module.modules()}
     for name, module in targets.items():
-        _check_target(name, module, rank, names)
+        _check_target(name, module, names)
         if id(module) in ids_inside:
             raise ArgumentError(
                 f"{name} is named by both targets and also; expected one of the two"
@@ -280,6 +285,8 @@ def apply_lora(
     trained_whole = _select("also", modules, also, BLOCK_NORMS)
     if not target_modules:
         raise ArgumentError("targets is empty; expected at least one name of a linear layer")
+    _check_settings(rank, alpha, dropout, dtype)
+    _check_rank(rank, target_modules)
     layers = make_layers(
         module, target_modules, trained_whole, rank, alpha, dropout, dtype, generator
     )

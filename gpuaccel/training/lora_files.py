@@ -383,6 +383,13 @@ def load_lora(model: nn.Module, folder: "str | pathlib.Path") -> nn.Module:
     config, tensors = _read_adapter(folder)
     install = not layers
     if install:
+        # PEFT allows ranks above a layer's smaller side; but none that the file does not have.
+        for name, tensor in tensors.items():
+            if name.endswith(".lora_A.weight") and tensor.shape[:1] != (config["r"],):
+                raise CheckpointError(
+                    f"{path} does not fit {folder / CONFIG}: {name} has shape "
+                    f"{tuple(tensor.shape)}, expected {config['r']} rows, as r is"
+                )
         targets, trained_whole = _modules_of_adapter(path, config, tensors, module)
         dtype = next((t.dtype for name, t in tensors.items() if ".lora_" in name), None)
         # A generator of its own: torch's random numbers stay as they are.

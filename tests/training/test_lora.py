@@ -1116,6 +1116,20 @@ DAMAGE = {
 }
 
 
+def test_a_rank_above_a_layers_smaller_side_is_loaded_as_peft_has_it(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 4))
+    base = copy.deepcopy(model[0]).requires_grad_(False)
+    layer = learned(LoRALinear(base, rank=9, alpha=3))
+    save_lora(nn.Sequential(layer), tmp_path)
+    x = torch.ones(2, 6)
+    assert torch.equal(load_lora(model, tmp_path)(x), layer(x))
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file(tensors, tmp_path / WEIGHTS)  # without the marks of save_lora
+    reconfigure(r=10**12)(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has shape \(9, 6\), expected 1000000000000 rows"):
+        load_lora(nn.Sequential(nn.Linear(6, 4)), tmp_path)
+
+
 @pytest.mark.parametrize("fresh", [True, False], ids=["without LoRA", "with LoRA"])
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_file_that_does_not_fit_is_named_and_changes_nothing(case, fresh, tmp_path):
