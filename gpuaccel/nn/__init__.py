@@ -20,7 +20,7 @@ from .fused_linear import (
     register_slice,
     unregister_slice,
 )
-from .lora import FLOATS, LoRALinear, frozen_state_dict, linear_features
+from .lora import LoRALinear, check_settings, frozen_state_dict, linear_features
 from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, RichardsGLU, reference_richards
 from .rms_norm import fused_add_norm
@@ -29,7 +29,6 @@ __all__ = [
     "DEFAULTS",
     "Embedding",
     "Encoder",
-    "FLOATS",
     "FrozenLinear",
     "FusedForward",
     "FusedLinear",
@@ -42,6 +41,7 @@ __all__ = [
     "RichardsCurve",
     "RichardsGLU",
     "Rows",
+    "check_settings",
     "deterministic_embeddings",
     "frozen_state_dict",
     "fuse_embedding",

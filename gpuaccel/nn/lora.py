@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
         generator: random numbers for A; default torch's.
 
     Raises:
-        ArgumentError: for any other base layer.
+        ArgumentError: for any other base layer, and a rank, alpha, dropout or dtype out of range.
     """
 
     frozen_weight: "Tensor | None"  # the base weight as it was before merge()
@@ -54,6 +54,7 @@ class LoRALinear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features = linear_features(base)
+        check_settings(rank, alpha, dropout, dtype)
         self.rank = rank
         self.alpha = alpha
         self.scaling = alpha / rank
@@ -208,6 +209,30 @@ def frozen_state_dict(module: nn.Module) -> "dict[str, Tensor]":
             state.pop(prefix + "weight")
             state.pop(prefix + "bias", None)
     return state
+
+
+def check_settings(rank, alpha, dropout, dtype):
+    """Refuse what a LoRALinear cannot be made with.
+
+    Args:
+        rank, alpha, dropout, dtype: as LoRALinear's.
+
+    Raises:
+        ArgumentError: for the first that is out of range.
+    """
+    if type(rank) is not int or rank < 1:
+        raise ArgumentError(f"rank is {rank!r}; expected a whole number of 1 or more")
+    if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        raise ArgumentError(f"alpha is {alpha!r}; expected a positive number")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ArgumentError(
+            f"dropout is {dropout!r}; expected a probability from 0 up to, but not including, 1"
+        )
+    if dtype is not None and dtype not in FLOATS:
+        raise ArgumentError(
+            f"dtype is {dtype}; expected one of {', '.join(map(str, FLOATS))}, or None for that of "
+            "each base weight"
+        )
 
 
 def linear_features(base: nn.Module, name: str = "base") -> "tuple[int, int]":

@@ -161,7 +161,8 @@ def span(t: Tensor) -> "tuple[int, int]":
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Do the memory spans of two tensors overlap? Interleaved views count as overlapping."""
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+    # What lies on the meta device has no memory.
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.is_meta:
         return False
     (a_start, a_end), (b_start, b_end) = span(a), span(b)
     return a_start < b_end and b_start < a_end

@@ -237,6 +237,8 @@ def rotary_(vkq: Tensor, table: Tensor, kv_heads: int) -> Tensor:
     """
     _check("vkq", vkq, table)
     head_dim = table.shape[-1]
+    if type(kv_heads) is not int:
+        raise ArgumentError(f"kv_heads is {kv_heads!r}; expected a whole number")
     if vkq.shape[-1] % head_dim or kv_heads < 1 or vkq.shape[-1] <= 2 * kv_heads * head_dim:
         raise ArgumentError(
             f"vkq has shape {tuple(vkq.shape)}; expected (B, T, (2 * {kv_heads} + heads) *"

@@ -207,10 +207,12 @@ def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) 
             nn.Embedding.
 
     Raises:
-        ArgumentError: for another dtype, size or padding_idx.
+        ArgumentError: for another dtype, size or padding_idx, and on the meta device.
     """
     check_tokens(tokens, vocab)
     left_out = left_out_token(padding_idx, vocab)
+    if tokens.is_meta:
+        raise ArgumentError("tokens are on meta, where they have no values to sort")
     if takes(tokens.device) and tokens.numel():
         return launch_segments(tokens.contiguous().view(-1), vocab, left_out)[0]
     return reference_segments(tokens, vocab, left_out)

@@ -13,7 +13,7 @@ norms, which are clipped together. Here `apply_lora(model, also=BLOCK_NORMS)` do
 the arena holds just those six, and an optimizer that clips block by block does the rest.
 """
 
-import math
+import numbers
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentError, check_module
-from ..nn import FLOATS, LoRALinear, linear_features
+from ..nn import LoRALinear, check_settings, linear_features
 from ..optim import Arena
 from .models import uncompiled
 
@@ -116,22 +116,6 @@ def _check_not_in_arena(model: nn.Module):
             )
 
 
-def _check_settings(rank, alpha, dropout, dtype):
-    if not isinstance(rank, int) or rank < 1:
-        raise ArgumentError(f"rank is {rank!r}; expected a whole number of 1 or more")
-    if not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-        raise ArgumentError(f"alpha is {alpha!r}; expected a positive number")
-    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ArgumentError(
-            f"dropout is {dropout!r}; expected a probability from 0 up to, but not including, 1"
-        )
-    if dtype is not None and dtype not in FLOATS:
-        raise ArgumentError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, FLOATS))}, or None for that of "
-            "each base weight"
-        )
-
-
 def _check_rank(rank, targets):
     for name, module in targets.items():
         smaller_side = min(linear_features(module, f"target {name}"))
@@ -197,7 +181,7 @@ def make_layers(
         ArgumentError: where the arguments do not fit the model, which stays as it is.
     """
     _check_not_in_arena(model)
-    _check_settings(rank, alpha, dropout, dtype)
+    check_settings(rank, alpha, dropout, dtype)
     names = _parameter_names(model)
     ids_inside = {id(part) for module in trained_whole.values() for part in module.modules()}
     for name, module in targets.items():
@@ -261,8 +245,8 @@ def apply_lora(
     Raises:
         ArgumentError: with nothing changed, for a name that matches nothing (of the default targets
             and of BLOCK_NORMS one match is enough), a target that is no linear layer or has a tied
-            weight, a rank, alpha or dropout out of range, a model that has LoRA, or parameters in
-            an Arena.
+            weight, a rank, alpha, dropout or seed out of range, a model that has LoRA, or
+            parameters in an Arena.
 
     Source:
         Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021); PEFT's LoRA.
@@ -272,7 +256,9 @@ def apply_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad][:2]
         ['...w_q.lora_A.weight', '...w_q.lora_B.weight']
     """
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    if seed is not None and not (isinstance(seed, numbers.Integral) and -(2**63) <= seed < 2**64):
+        raise ArgumentError(f"seed is {seed!r}; expected a whole number of 64 bits, or None")
+    generator = None if seed is None else torch.Generator().manual_seed(int(seed))
     check_module("model", model)
     module = uncompiled(model)
     if layers := lora_layers(module):
@@ -285,7 +271,7 @@ def apply_lora(
     trained_whole = _select("also", modules, also, BLOCK_NORMS)
     if not target_modules:
         raise ArgumentError("targets is empty; expected at least one name of a linear layer")
-    _check_settings(rank, alpha, dropout, dtype)
+    check_settings(rank, alpha, dropout, dtype)
     _check_rank(rank, target_modules)
     layers = make_layers(
         module, target_modules, trained_whole, rank, alpha, dropout, dtype, generator

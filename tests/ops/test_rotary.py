@@ -187,6 +187,7 @@ def test_what_does_not_fit_is_refused_in_words():
         ((x, table[:1], 1), "expected (2, positions, head_dim)"),
         ((x, table[:, :3], 1), "vkq has 4 positions; expected up to 3, as in the table"),
         ((x, table, 2), "expected (B, T, (2 * 2 + heads) * 8)"),
+        ((x, table, 1.0), "kv_heads is 1.0; expected a whole number"),
         ((x, table, 0), "expected (B, T, (2 * 0 + heads) * 8)"),
         ((torch.randn(2, 4, 30), table, 1), "vkq has shape (2, 4, 30)"),
         ((x.transpose(0, 1).contiguous().transpose(0, 1), table, 1), "expected a contiguous"),

@@ -237,6 +237,7 @@ def test_the_sort_stays_within_its_buffers(device):
         (torch.ones(3, dtype=torch.bool), 5, "tokens are torch.bool"),
         (torch.ones(3, dtype=torch.int64), 0, "the vocabulary has 0 tokens; expected 1 to"),
         (torch.ones(3, dtype=torch.int64), 2**31 - 1, "has 2,147,483,647 tokens"),
+        (torch.ones(3, dtype=torch.int64, device="meta"), 5, "tokens are on meta, where they have"),
         (
             torch.empty(2**31, dtype=torch.int32, device="meta"),
             5,

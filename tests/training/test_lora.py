@@ -719,6 +719,8 @@ ERRORS = {
     "dropout -0.1": (dict(dropout=-0.1), "dropout is -0.1; expected"),
     "dropout nan": (dict(dropout=float("nan")), "dropout is nan"),
     "alpha 0": (dict(alpha=0), "alpha is 0; expected"),
+    "rank true": (dict(rank=True), "rank is True; expected a whole number"),
+    "seed": (dict(seed=1.5), "seed is 1.5; expected a whole number"),
     "alpha inf": (dict(alpha=float("inf")), "alpha is inf"),
     "dtype": (dict(dtype=torch.int8), "dtype is torch.int8"),
     "no match": (
@@ -760,6 +762,16 @@ def test_a_wrong_argument_is_named_and_changes_nothing(case):
         apply_lora(model, **{"targets": ("w_q", "w_v"), **arguments})
     assert message in str(error.value)
     assert_unchanged(model, before)
+
+
+def test_a_layer_checks_its_settings():
+    for arguments, message in (
+        ((0, 1), "rank is 0"),
+        ((2, -1), "alpha is -1"),
+        ((2, 1, 1.0), "dro"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            LoRALinear(nn.Linear(4, 4), *arguments)
 
 
 def test_default_targets_need_a_match_too():

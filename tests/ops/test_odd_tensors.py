@@ -64,3 +64,11 @@ def test_they_are_refused_where_sums_would_be_added(device):
     ):
         with pytest.raises(ArgumentError, match="is a view of numbers that torch negates"):
             function(negated(2, 8, device=device))
+
+
+def test_on_the_meta_device_nothing_overlaps_and_there_are_no_values():
+    acc, grad = torch.zeros(2, 3, device="meta"), torch.ones(2, 3, device="meta")
+    assert ga.ops.accumulate_(acc, grad) is acc
+    tokens = torch.zeros(2, dtype=torch.int64, device="meta")
+    with pytest.raises(ArgumentError, match="tokens are on meta, where they have no values"):
+        ga.ops.encoder_backward(acc, None, grad, tokens)
