@@ -143,7 +143,7 @@ _COMPARISONS = {
 }
 _BITWISE = {"&": operator.and_, "|": operator.or_, "^": operator.xor}
 # A number of a condition, and whether it is unsigned; None: it depends on the compiler.
-_Number = "tuple[int, bool] | None"
+_Number = tuple[int, bool] | None
 
 
 def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
@@ -189,8 +189,10 @@ def _choice(tokens: "list[str]") -> _Number:
     if tokens.pop() != ":":
         raise ValueError
     second = _choice(tokens)
-    chosen = value and (first if value[0] else second)
-    if value is None or chosen is None:
+    if value is None:
+        return None
+    chosen = first if value[0] else second
+    if chosen is None:
         return None
     is_unsigned = any(part is not None and part[1] for part in (first, second))
     return _wrapped(chosen[0], is_unsigned)

@@ -87,7 +87,12 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 
 
-def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = None) -> str:
+def whole_program(
+    text: str,
+    filename: str,
+    defines: "dict[str, str] | None" = None,
+    folders: "tuple[str, ...]" = (),
+) -> str:
     """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
 
     A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
@@ -102,6 +107,7 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
     Args:
         filename: what messages call the text; where it is a path, headers are looked for beside it
         defines: macros
+        folders: where headers are looked for last
 
     Raises:
         CompileError: for an #include of a macro.
@@ -170,8 +176,10 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
         beside = folder and pathlib.Path(folder, header)
         if beside and beside.is_file() and beside.resolve().parent != root.resolve():
             return beside.resolve()
-        here = pathlib.Path(header)
-        return here.resolve() if not is_ours(header) and here.is_file() else None
+        if is_ours(header):
+            return None
+        places = (pathlib.Path(place, header) for place in ("", *folders))
+        return next((place.resolve() for place in places if place.is_file()), None)
 
     common = without_comments((root / "common.cuh").read_text())
     tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(common))))
@@ -748,10 +756,14 @@ class _OnCpu(_Packed):
     def __init__(self, kernel, mode):
         from ..simt import build
 
+        source = kernel.source
+        if folders := nvrtc.chosen_folders(kernel.options):
+            # NVRTC opens these headers itself.
+            source = whole_program(kernel.text, kernel.filename, kernel.defines, folders)
         self.program = build.program(
-            kernel.source,
+            source,
             kernel.filename,
-            kernel_names(kernel.source),
+            kernel_names(source),
             mode == "checked",
         )
         compiled = self.program.parameters(kernel.name)

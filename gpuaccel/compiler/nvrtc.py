@@ -248,18 +248,24 @@ def compile_cubin(
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
 
 
+def chosen_folders(options: "tuple[str, ...]") -> "tuple[str, ...]":
+    """The folders that -I names in the options."""
+    folders = []
+    words = iter(options)
+    for word in words:
+        if path := re.fullmatch(r"(?:-I|--include-path(?:=|$))\s*(.*)", word):
+            folders.append(path[1] or next(words, ""))
+    return tuple(folders)
+
+
 def _headers(source: str, options: "tuple[str, ...]") -> "dict[str, str] | None":
     """Path -> text of the headers of the folders of -I that a source, or one of them, names.
 
     None: the options or a macro bring in headers whose names are not known here.
     """
-    folders = []
-    words = iter(options)
-    for word in words:
-        if re.match(r"--?(?:pre-)?include(?:$|[= ])", word):
-            return None
-        if path := re.fullmatch(r"(?:-I|--include-path(?:=|$))\s*(.*)", word):
-            folders.append(path[1] or next(words, ""))
+    if any(re.match(r"--?(?:pre-)?include(?:$|[= ])", word) for word in options):
+        return None
+    folders = chosen_folders(options)
     texts: "dict[str, str]" = {}
     waiting = [(source, folders)] if folders else []
     while waiting:
@@ -271,7 +277,7 @@ def _headers(source: str, options: "tuple[str, ...]") -> "dict[str, str] | None"
                 if path not in texts and os.path.isfile(path):
                     with open(path, encoding="utf-8", errors="replace") as file:
                         texts[path] = file.read()
-                    waiting.append((texts[path], [os.path.dirname(path), *folders]))
+                    waiting.append((texts[path], (os.path.dirname(path), *folders)))
     return texts
 
 

@@ -982,7 +982,8 @@ class PolyAttention(nn.Module):
         _check_numbers(degree, None)
         if degree > self.highest:
             raise ArgumentError(
-                f"degree is {degree}; expected at most {self.highest}, which the layer was made with"
+                f"degree is {degree}; expected at most {self.highest}, which the layer was made "
+                "with"
             )
         self.degree = degree
         if self.adapted is not None:

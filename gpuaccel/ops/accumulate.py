@@ -86,8 +86,8 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
 
     Raises:
         ArgumentError: and changes nothing, for another dtype, shape or device, for a sparse or
-            complex gradient, and for a destination that is not contiguous, overlaps the gradient, or
-            is a negated view (Tensor.is_neg).
+            complex gradient, and for a destination that is not contiguous, overlaps the gradient,
+            or is a negated view (Tensor.is_neg).
     """
     if not isinstance(acc, Tensor) or acc.layout != torch.strided:
         got = acc.layout if isinstance(acc, Tensor) else type(acc).__name__

@@ -323,9 +323,9 @@ def encoder_backward(
 
     Raises:
         ArgumentError: with nothing changed, for a wrong dtype, shape or device, sums that are not
-            contiguous, require grad or are a negated view (Tensor.is_neg), segments of another number of tokens, vocabulary or
-            padding_idx, and on the CPU for a token out of range; on a GPU such a token makes row 0
-            of dwte NaN.
+            contiguous, require grad or are a negated view (Tensor.is_neg), segments of another
+            number of tokens, vocabulary or padding_idx, and on the CPU for a token out of range;
+            on a GPU such a token makes row 0 of dwte NaN.
     """
     problem = _problem(dwte, dwpe, dout, tokens) or _rounding_problem(
         seed, step, micro_batch, tokens

@@ -258,7 +258,7 @@ def _empty(t: Tensor) -> Tensor:
 
 
 def is_batch(*gradients: "Tensor | None") -> bool:
-    """In a backward: is one of them a batch, as vmap has it, which is no tensor for a kernel?
+    """Whether one of a backward's gradients is a batch of vmap's, which no kernel takes.
 
     That is so with is_grads_batched=True. torch.compile has none.
 

@@ -219,7 +219,15 @@ def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) 
 
 
 def left_out_token(padding_idx: "int | None", vocab: int) -> int:
-    """padding_idx as the kernels know it: 0 .. vocab - 1, or -1 for none."""
+    """padding_idx as the kernels know it: 0 .. vocab - 1, or -1 for none.
+
+    Args:
+        padding_idx: as nn.Embedding's; negative ones count from the end.
+        vocab: number of tokens.
+
+    Raises:
+        ArgumentError: for one that is no token's number.
+    """
     if padding_idx is None:
         return -1
     if not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab:

@@ -26,6 +26,7 @@ Micikevicius et al., 2018.
 import contextlib
 import functools
 import gc
+import warnings
 import weakref
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
@@ -156,6 +157,8 @@ class GradientAccumulator:
         # autograd drops when the backward raises.
         self._running: "dict[int, weakref.ref]" = {}
         self._frozen = arena.frozen()
+        # Whether a weight that was unfrozen since was warned of.
+        self._warned = False
         # Whether a process group was there when DistributedDataParallel was looked for.
         self._looked_for_ddp = False
         # A backward has raised: the sums are partial, and hidden.
@@ -194,6 +197,15 @@ class GradientAccumulator:
             weakref.finalize(self, abandon, [handle])
         arena.before_release.append(self.close)
         _accumulators.add(self)
+
+    def check_frozen(self):
+        """Find a weight that was unfrozen since, which this accumulator knows nothing of.
+
+        Raises:
+            ArgumentError: for the first one that is in no arena.
+        """
+        if any(p.requires_grad for _, p in self._frozen):
+            self.arena.check_frozen(self._frozen)
 
     # ---- hooks, run by autograd's threads ----
 
@@ -250,8 +262,13 @@ class GradientAccumulator:
         task = torch._C._current_graph_task_id()
         if task == self._backward:
             return
-        if any(p.requires_grad for _, p in self._frozen):
-            self.arena.check_frozen(self._frozen)
+        if not self._warned:
+            try:
+                self.check_frozen()
+            except ArgumentError as error:
+                # Somebody else may train it, by its `.grad`.
+                warnings.warn(str(error), stacklevel=2)
+                self._warned = True
         if not self._looked_for_ddp and self.mode != "autograd" and dist.is_initialized():
             check_no_ddp(self.arena.module)
             self._looked_for_ddp = True

@@ -626,11 +626,7 @@ class Arena:
 
     def frozen(self) -> "list[tuple[str, Tensor]]":
         """(name, parameter) of those of the module that are in no arena."""
-        return [
-            (name, p)
-            for name, p in self.module.named_parameters()
-            if not any(id(p) in arena._index for arena in _arenas)
-        ]
+        return [(name, p) for name, p in self.module.named_parameters() if not _in_an_arena(p)]
 
     @staticmethod
     def check_frozen(parameters: "list[tuple[str, Tensor]]"):
@@ -643,7 +639,7 @@ class Arena:
             ArgumentError: for the first one that is in no arena now either.
         """
         for name, p in parameters:
-            if p.requires_grad and not any(id(p) in arena._index for arena in _arenas):
+            if p.requires_grad and not _in_an_arena(p):
                 raise _not_trained(name)
 
     @torch.no_grad()
@@ -754,6 +750,10 @@ class Arena:
             state["masters"],
         )
         self.grads.copy_(state["grads"])
+
+
+def _in_an_arena(p: Tensor) -> bool:
+    return any(id(p) in arena._index for arena in _arenas)
 
 
 def _not_trained(name: str) -> ArgumentError:

@@ -295,8 +295,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
         The model, changed in place.
 
     Raises:
-        ArgumentError: with nothing changed, without LoRA, when merged already, and for a subclass of
-            nn.Linear with a forward of its own.
+        ArgumentError: with nothing changed, without LoRA, when merged already, and for a subclass
+            of nn.Linear with a forward of its own.
 
     Example:
         >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4).eval()

@@ -319,13 +319,14 @@ class TrainStep:
 
         Raises:
             ArgumentError: for a batch that does not divide into micro-batches, for a loss that is
-                not one element, and after close().
+                not one element, for a weight that was unfrozen since, and after close().
             CaptureError: for a replayed step that cannot be captured, or does not match its graph
                 any more.
             RankError: where another rank is lost, or its weights differ.
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
+        self.accumulator.check_frozen()
         batch = with_dicts(batch)
         timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:

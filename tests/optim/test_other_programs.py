@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_making_an_accumulator_computes_no_parametrization(mode):
 
 
 @pytest.mark.parametrize("mode", ["arena", "fused"])
-def test_a_weight_that_is_unfrozen_later_is_named_in_the_next_backward(mode):
+def test_a_weight_that_is_unfrozen_later_is_named(mode):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].requires_grad_(False)
     with ga.GradientAccumulator(ga.Arena(model), mode):
@@ -78,8 +79,22 @@ def test_a_weight_that_is_unfrozen_later_is_named_in_the_next_backward(mode):
         model[1].bias.requires_grad_(False)
         model(torch.ones(4, 8)).sum().backward()
         model.requires_grad_(True)
-        with pytest.raises(ArgumentError, match="parameter 0.weight is not in the arena"):
+        named = "parameter 0.weight is not in the arena"
+        with pytest.warns(UserWarning, match=named):
             model(torch.ones(4, 8)).sum().backward()
+        # As in torch: somebody else may train it.
+        assert (model[0].weight.grad != 0).any()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.ones(4, 8)).sum().backward()
+    model[0].requires_grad_(False)
+    step = ga.TrainStep(model, loss_fn=lambda m, x: m(x).sum(), accumulate=mode)
+    step(torch.ones(4, 8))
+    model.requires_grad_(True)
+    before = model[1].weight.detach().clone()
+    with pytest.raises(ArgumentError, match=named):
+        step(torch.ones(4, 8))
+    assert torch.equal(model[1].weight, before)
 
 
 def test_a_weight_in_an_arena_of_its_own_may_be_unfrozen():

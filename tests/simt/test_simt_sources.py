@@ -260,6 +260,17 @@ def test_headers_beside_the_source_and_in_the_working_folder(mode, folder):
     assert torch.equal(out, NUMBERS + 1)
 
 
+def test_headers_in_a_folder_of_the_options(mode, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    for options in (
+        (f"-I{folder}/part",),
+        ("-I", f"{folder}/part"),
+        (f"--include-path={folder}/part",),
+    ):
+        (out,) = run(INCLUDES.replace("FOLDER", ""), NUMBERS, options=options)
+        assert torch.equal(out, NUMBERS + 1)
+
+
 def test_a_source_may_ask_whether_a_header_is_there(mode, folder):
     source = """#if __has_include("FOUND")
 #include "FOUND"
