@@ -19,6 +19,8 @@ from .participant import HasHostState, buffers_of, participants_of
 
 # What torch.optim.Adam and AdamW keep for each parameter. All of it begins at zero.
 ADAM_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+# Times the bytes of the trained weights.
+MOST_FROZEN = 4
 
 
 @dataclass(frozen=True)
@@ -178,23 +180,33 @@ def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
 
 
 def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
-    """Save what a forward may change: which tensors there are, and values of all but trained
-    weights."""
+    """Save what a forward may change: which tensors there are, and values of buffers.
+
+    Values of frozen weights, too, where these are as few as those of a momentum encoder. LoRA's
+    would take too much memory."""
     restore_registered = _snapshot_registered(module)
-    parameters = list(module.named_parameters())
-    trained = [(name, p, p._version) for name, p in parameters if p.requires_grad]
-    copies.add([*buffers_of(module), *(p for _, p in parameters if not p.requires_grad)])
+    trained, frozen = [], []
+    for name, p in module.named_parameters():
+        (trained if p.requires_grad else frozen).append((name, p, p._version))
+    copies.add(buffers_of(module))
+    if _bytes(frozen) <= MOST_FROZEN * _bytes(trained):
+        copies.add(p for _, p, _ in frozen)
+        frozen = []
 
     def restore():
         restore_registered()
-        for name, p, version in trained:
+        for name, p, version in [*trained, *frozen]:
             if p._version != version:
                 raise CaptureError(
-                    f"forward writes into the trained weight {name}: a warm-up and each capture "
-                    "would do so, too. Instead: write into it between the steps"
+                    f"forward writes into the weight {name}, and so would each warm-up. Instead: "
+                    "write into it between the steps"
                 )
 
     return restore
+
+
+def _bytes(named: "list[tuple[str, Tensor, int]]") -> int:
+    return sum(p.nbytes for _, p, _ in named)
 
 
 def _snapshot_optimizer(opt: torch.optim.Optimizer, copies: TensorCopies) -> "Callable[[], None]":

@@ -142,14 +142,18 @@ def test_a_capture_that_fails_leaves_the_graphs_that_there_are():
     assert len(model.mask) == 4
 
 
-def test_a_forward_that_writes_into_a_trained_weight_is_refused():
+@pytest.mark.parametrize("name", ["weight", "base"])
+def test_a_forward_that_writes_into_a_trained_weight_or_one_of_many_frozen_ones_is_refused(name):
+    model = nn.Linear(8, 8)
+    model.base = nn.Parameter(torch.ones(1000), requires_grad=False)
+
     def loss_fn(model, x):
         with torch.no_grad():
-            model.weight.mul_(0.9)
+            getattr(model, name).mul_(0.9)
         return model(x).square().mean()
 
-    step = ga.TrainStep(nn.Linear(8, 8), loss_fn=loss_fn, replay=ga.training.Replay("require"))
-    with pytest.raises(CaptureError, match="forward writes into the trained weight weight"):
+    step = ga.TrainStep(model, loss_fn=loss_fn, replay=ga.training.Replay("require"))
+    with pytest.raises(CaptureError, match=f"forward writes into the weight {name}"):
         step(torch.rand(4, 8))
 
 
