@@ -1562,7 +1562,7 @@ def plan_spread() -> str:
         "**This is the weakest part of the model.** `spread` is a standard deviation: with",
         f"{known.machine.spread:.1%} two ranks wait {expected:.1%} of a step. Two GPUs that train",
         f"independently, side by side, take {behind:.1%} longer than one that trains alone. So",
-        f"only {behind:.1%} can be put down to ranks that differ.",
+        f"only {behind:.1%} is seen to be waiting.",
         explained,
     )
 

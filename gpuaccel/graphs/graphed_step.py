@@ -38,7 +38,7 @@ from .capture import recorder_for
 from .captured_graph import CapturedGraph, GraphGradient
 from .participant import OtherSums, Refreshable, participants_of
 from .results import ResultBuffer
-from .snapshot import MemorySpans, preserved
+from .snapshot import ForwardState, MemorySpans, preserved
 from .torch_optimizers import check_capturable, optimizer_key
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class GraphedStep(Generic[P, R]):
         state: "StateMember | Iterable[StateMember]" = (),
         *,
         warm_up: "Callable[..., object] | None" = None,
-        saved: "Callable[[], Iterable[StateMember]] | None" = None,
+        saved: "Callable[[], Iterable[StateMember | ForwardState]] | None" = None,
         modes: "Callable[[], Hashable] | None" = None,
         policy: str = "auto",
         new_shapes: str = "capture",
@@ -492,8 +492,10 @@ class GraphedStep(Generic[P, R]):
 def fp32_precisions() -> tuple:
     """How products of fp32 are computed. Older names of these settings raise where newer ones have
     been used."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return tuple(each.fp32_precision for each in (cuda.matmul, cudnn.conv, cudnn.rnn))
+    # torch's annotations have no conv and rnn.
+    cudnn: Any = torch.backends.cudnn
+    kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    return tuple(kind.fp32_precision for kind in kinds)
 
 
 def _closed(*_, **__) -> Any:

@@ -185,7 +185,8 @@ def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> "Callable[[], 
     Values of frozen weights, too, where these are as few as those of a momentum encoder. LoRA's
     would take too much memory."""
     restore_registered = _snapshot_registered(module)
-    trained, frozen = [], []
+    trained: "list[tuple[str, Tensor, int]]" = []
+    frozen: "list[tuple[str, Tensor, int]]" = []
     for name, p in module.named_parameters():
         (trained if p.requires_grad else frozen).append((name, p, p._version))
     copies.add(buffers_of(module))

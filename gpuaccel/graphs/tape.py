@@ -174,9 +174,8 @@ class Tape(TorchDispatchMode):
                 tapes.append(self)
             else:
                 tapes.remove(self)
-            torch.random.default_generator = (
-                _RecordedGenerator() if tapes else torch.default_generator
-            )
+            generator: Any = _RecordedGenerator() if tapes else torch.default_generator
+            torch.random.default_generator = generator
 
     def _launched(self, launch, args, tensors):
         if threading.get_ident() == self._thread:
