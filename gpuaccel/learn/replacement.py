@@ -36,6 +36,8 @@ GPU_SIZES = (5, 4099, 1_000_003)
 MOST_TIMES_SLOWER = 20.0
 # Shorter differences, in seconds, are the machine's.
 LEAST_DIFFERENCE = 0.5
+# Runs of a kernel that was far slower, before it is refused for that.
+RUNS_AGAIN = 2
 # Seconds that one launch on the CPU may take during the check.
 LAUNCH_LIMIT = 10.0
 SEED = 20
@@ -260,6 +262,10 @@ def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, in
                 with _poisoned():
                     first = _run(case, n, device)[0]
                 yours, your_seconds = _run(case, n, device)
+                # Whatever else the machine does may have held one run up.
+                for _ in range(RUNS_AGAIN):
+                    if _far_slower(your_seconds, our_seconds):
+                        your_seconds = min(your_seconds, _run(case, n, device)[1])
     except RuntimeError as error:
         if device.type != "cuda":
             raise
@@ -271,15 +277,20 @@ def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, in
     for results in (first, yours):
         for label, want in expected.items():
             _check_result(name, label, results[label], want, ours[label], case)
-    slower = your_seconds / our_seconds
-    if slower > MOST_TIMES_SLOWER and your_seconds - our_seconds > LEAST_DIFFERENCE:
+    if _far_slower(your_seconds, our_seconds):
         raise ReplacementError(
-            f"{name} is refused: it is right, but with it the operation takes {slower:.0f} times "
-            f"as long as with ours; expected at most {MOST_TIMES_SLOWER:.0f} times"
+            f"{name} is refused: it is right, but with it the operation takes "
+            f"{your_seconds / our_seconds:.0f} times as long as with ours; expected at most "
+            f"{MOST_TIMES_SLOWER:.0f} times"
         )
     identical = all(_bits_equal(yours[label], ours[label]) for label in ours)
     largest = max(_relative(yours[label], ours[label]) for label in ours)
     return identical, largest, len(ours)
+
+
+def _far_slower(your_seconds: float, our_seconds: float) -> bool:
+    more = your_seconds - our_seconds
+    return your_seconds > MOST_TIMES_SLOWER * our_seconds and more > LEAST_DIFFERENCE
 
 
 def _run(case: Case, n: int, device: torch.device) -> "tuple[Results, float]":
