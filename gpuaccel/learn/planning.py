@@ -116,7 +116,7 @@ class Calibration:
         gpu: name of it.
         workload: llama-350m with four micro-batches.
         machine: with links and fitted parameters.
-        pair: between two GPUs that exchange by NCCL's all-to-all, as two machines do.
+        between: the link of two GPUs that exchange by NCCL's all-to-all, as two machines do.
         link_run: number of GPUs of the run that the link is from.
         rows: all recorded rows that the model describes.
     """
@@ -125,7 +125,7 @@ class Calibration:
     gpu: str
     workload: Workload
     machine: Machine
-    pair: Link
+    between: Link
     link_run: int
     rows: "tuple[Row, ...]"
 
@@ -179,7 +179,7 @@ def predicted_rows(known: Calibration, gpus: int) -> "dict[str, dict[str, float]
     Returns:
         Variant -> micro-batches -> ms of a step.
     """
-    machine = dataclasses.replace(known.machine, gpus=gpus, network=known.pair)
+    machine = dataclasses.replace(known.machine, gpus=gpus, network=known.between)
     return {
         variant: {
             str(count): _step_ms(known.workload, machine, gpus, variant, count) for count in (4, 1)

@@ -5,6 +5,7 @@ ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 """
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -84,10 +85,10 @@ class StepGraphs:
         return {"modes": self._mode, **asdict(self._options)}
 
     def _make_batch_graphs(self, step: "TrainStep") -> GraphedStep:
-        self.loss_module = loss_module_of(step)
+        self.loss_module = _loss_module_of(step)
         return GraphedStep(
             self._eager_step,
-            [*modules_of(step), step.opt],
+            [*_modules_of(step), step.opt],
             warm_up=self._warm_up_batch if self.ours else None,
             saved=self.forward_state if self.ours else None,
             **self.options,
@@ -95,12 +96,10 @@ class StepGraphs:
 
     def forward_state(self) -> "list[ForwardState]":
         """All that a warm-up without an update changes: its gradients are dropped."""
-        return [ForwardState(module) for module in modules_of(self.step)]
+        return [ForwardState(module) for module in _modules_of(self.step)]
 
     def __call__(self, batch) -> StepOutput:
-        if self.batch_graphs.closed:
-            raise CaptureError("the step was closed: make a new one")
-        self._check_gradients()
+        self._check()
         if is_split(batch):
             return self._replay_list(batch)
         self._before_batch(batch)
@@ -110,17 +109,17 @@ class StepGraphs:
 
     def capture(self, batch):
         """Capture for this kind of batch, and take no step."""
-        self._check_gradients()
+        self._check()
         self._before_batch(batch)
         self.batch_graphs.capture(batch)
 
     def _before_batch(self, batch):
         # An ArgumentError before anything is captured.
         self.step.split(batch)
-        if self.loss_module is not loss_module_of(self.step):
+        if self.loss_module is not _loss_module_of(self.step):
             self.batch_graphs.close()
             self.batch_graphs = self._make_batch_graphs(self.step)
-        self._agree(lambda: self._warm_up_batch(copied(batch)))
+        self._agree(lambda: self._warm_up_batch(_copied(batch)))
 
     def split(self):
         """What follows in a captured step has parallel branches: see GraphedStep.split."""
@@ -130,8 +129,12 @@ class StepGraphs:
         """Captured: the whole step."""
         return vars(self.step.eager_step(batch))
 
-    def _check_gradients(self):
-        """Gradients of a backward outside of the step: eager adds to them, a replay may not."""
+    def _check(self):
+        """CaptureError for a closed step, and for gradients of a backward outside of the step.
+
+        Eager adds to them, a replay may not."""
+        if self.batch_graphs.closed:
+            raise CaptureError("the step was closed: make a new one")
         accumulator = self.step.accumulator
         if any(accumulator.received):
             # Those that were taken away since count no longer.
@@ -172,7 +175,9 @@ class StepGraphs:
         """What a graph keeps by value, beside shapes and the optimizer's settings."""
         step = self.step
         max_norm = None if step.clip == "fused" else step.max_norm
-        loss_fn = Identity(step.loss_fn)
+        loss_fn = step.loss_fn
+        if not isinstance(loss_fn, Hashable):
+            loss_fn = _Identity(loss_fn)
         return step.micro_batches, step.divide, step.autocast, step.clip, loss_fn, max_norm
 
     def _agree(self, warm_up):
@@ -199,7 +204,7 @@ class StepGraphs:
                 self.list_graphs.close()
             self.list_graphs = ListGraphs(self, micros)
         graphs = self.list_graphs
-        self._agree(lambda: graphs.warm_up_micro(copied(micros[0]), len(micros)))
+        self._agree(lambda: graphs.warm_up_micro(_copied(micros[0]), len(micros)))
         return graphs(micros)
 
     def _check_list(self):
@@ -232,7 +237,7 @@ class ListGraphs:
         # Of loss_fn's count of tokens; None: it returns means.
         self._token_dtype: "torch.dtype | None" = None
         with preserved(graphs.forward_state(), device):
-            self.warm_up_micro(copied(micros[0]), len(micros))
+            self.warm_up_micro(_copied(micros[0]), len(micros))
         self.loss = torch.zeros((), dtype=torch.float32, device=device)
         self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.float32, device=device)
@@ -240,7 +245,7 @@ class ListGraphs:
         self._totals: "list[Tensor]" = [self.loss, self.tokens, self.rows, self.micro_batches]
         self.micro_graphs = GraphedStep(
             self._add_micro,
-            [*modules_of(step), *self._totals],
+            [*_modules_of(step), *self._totals],
             warm_up=self.warm_up_micro,
             saved=graphs.forward_state,
             **graphs.options,
@@ -327,8 +332,8 @@ class ListGraphs:
             total.zero_()
 
 
-class Identity:
-    """A part of a graph's key that need not be hashable: equal to that of the same object only.
+class _Identity:
+    """In a graph's key, for an object that cannot be hashed: equal to that of the same object only.
 
     It keeps the object alive, whose id is nobody else's therefore."""
 
@@ -336,24 +341,24 @@ class Identity:
         self.value = value
 
     def __eq__(self, other):
-        return isinstance(other, Identity) and self.value is other.value
+        return isinstance(other, _Identity) and self.value is other.value
 
     def __hash__(self):
         return id(self.value)
 
 
-def loss_module_of(step: "TrainStep") -> "nn.Module | None":
+def _loss_module_of(step: "TrainStep") -> "nn.Module | None":
     """step.loss_fn where it is a module, whose buffers a step may change."""
     return step.loss_fn if isinstance(step.loss_fn, nn.Module) else None
 
 
-def modules_of(step: "TrainStep") -> "list[nn.Module]":
+def _modules_of(step: "TrainStep") -> "list[nn.Module]":
     """The modules that run in a step."""
-    loss = loss_module_of(step)
+    loss = _loss_module_of(step)
     return [step.model] if loss is None else [step.model, loss]
 
 
-def copied(batch):
+def _copied(batch):
     """A batch in memory of its own: a warm-up may write into it."""
     return tree_map_only(Tensor, torch.clone, batch)
 

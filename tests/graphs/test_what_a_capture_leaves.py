@@ -342,6 +342,26 @@ def test_a_loss_that_cannot_be_hashed_is_replayed():
     assert step.replays == "graph" and len(step.graphs) == 1
 
 
+def test_a_method_is_the_same_loss_each_time_it_is_set():
+    class Trainer:
+        def loss(self, model, x):
+            return model(x).square().mean()
+
+    trainer = Trainer()
+    step = ga.TrainStep(nn.Linear(8, 8), loss_fn=trainer.loss, replay="graph")
+    for _ in range(3):
+        step(torch.rand(4, 8))
+        step.loss_fn = trainer.loss
+    assert len(step.graphs) == 1
+
+
+def test_a_closed_step_captures_nothing():
+    step = ga.TrainStep(nn.Linear(8, 8), loss_fn=lambda m, x: m(x).sum(), replay="graph")
+    step.close()
+    with pytest.raises(CaptureError, match="the step was closed"):
+        step.capture(torch.rand(4, 8))
+
+
 @pytest.mark.parametrize("replay", ["eager", "graph"])
 def test_tokens_are_one_number_of_any_shape(replay):
     def loss_fn(model, batch):

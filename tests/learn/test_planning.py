@@ -105,8 +105,8 @@ def test_parameters_are_recovered_from_steps_that_the_model_made(known, nothing_
     found = planning.calibrated()
     assert found.machine.link.GBs == pytest.approx(200, rel=0.01)
     assert found.machine.start_us == pytest.approx(20, rel=0.01)
-    assert found.pair.GBs == pytest.approx(150, rel=0.01)
-    assert found.pair.latency_us == pytest.approx(9, rel=0.05)
+    assert found.between.GBs == pytest.approx(150, rel=0.01)
+    assert found.between.latency_us == pytest.approx(9, rel=0.05)
     assert found.machine.network == planning.NETWORK
     assert found.machine.nccl_slow == pytest.approx(0.5, rel=0.02)
     assert found.machine.spread == pytest.approx(0.03, rel=0.02)
