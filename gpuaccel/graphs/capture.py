@@ -25,6 +25,7 @@ import torch
 from ..errors import CaptureError
 from .failure import explained, is_users_file, line_of_error, line_of_frame, only_noticed_later
 from .graph_dump import parse_dot
+from .memsets import memsets_to_kernels
 from .tape import Tape
 
 
@@ -102,6 +103,7 @@ class CudaRecorder:
                 if not ended:
                     self._repair(graphs[-1])
             for graph in graphs:
+                memsets_to_kernels(graph.raw_cuda_graph(), self.device.index)
                 graph.instantiate()
         self.open_recordings += 1
         return CudaRecording(graphs, self), result

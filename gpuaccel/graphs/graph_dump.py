@@ -1,22 +1,49 @@
 """The nodes and edges of a CUDA graph, from CUDA's own debug dump."""
 
 import ctypes
+import heapq
 import re
 
 
 def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
     """(names, edges) of a graph as cudaGraphDebugDotPrint writes it.
 
-    Nodes stand in the order in which they were captured. An edge (i, j): node j waits for i."""
+    Nodes stand in an order in which they could run one after another; of several that could be
+    next, the one captured first. An edge (i, j): node j waits for i."""
     labels = re.findall(
         r'"(graph_\d+_node_\d+)"\s*\[[^\]]*?label="\{?(.*?)"\s*\]', text, flags=re.S
     )
     names = {node: _node_name(label) for node, label in labels}
-    in_order = sorted(names, key=lambda node: int(node.rsplit("_", 1)[1]))
-    index = {node: i for i, node in enumerate(in_order)}
+    captured = sorted(names, key=lambda node: int(node.rsplit("_", 1)[1]))
+    index = {node: i for i, node in enumerate(captured)}
     arrows = re.findall(r'"(graph_\d+_node_\d+)"\s*->\s*"(graph_\d+_node_\d+)"', text)
     edges = [(index[a], index[b]) for a, b in arrows if a in index and b in index]
-    return [names[node] for node in in_order], sorted(edges)
+    order = _in_order(len(captured), edges)
+    position = {i: place for place, i in enumerate(order)}
+    return (
+        [names[captured[i]] for i in order],
+        sorted((position[i], position[j]) for i, j in edges),
+    )
+
+
+def _in_order(count: int, edges: "list[tuple[int, int]]") -> "list[int]":
+    """0 .. count - 1, each behind those that it waits for; the smallest first where there is a
+    choice. A node that has replaced another one (memsets.py) has the highest number."""
+    behind: "list[list[int]]" = [[] for _ in range(count)]
+    waits = [0] * count
+    for i, j in edges:
+        behind[i].append(j)
+        waits[j] += 1
+    ready = [i for i in range(count) if not waits[i]]
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in behind[i]:
+            waits[j] -= 1
+            if not waits[j]:
+                heapq.heappush(ready, j)
+    return order
 
 
 def _node_name(label: str) -> str:

@@ -1739,6 +1739,17 @@ def _pair_of(random, n, dtype, device, skip):
     )
 
 
+@ours("fill", "fill")
+def run(kernel, seed, device):
+    for n in (1, 256, 1000):
+        words = torch.from_numpy(rng(seed).integers(0, 100, n + 40).astype(np.int32))
+        want = words.clone()
+        want[:n] = seed
+        words = on(device, words)
+        kernel[-(-n // 256), 256](words, seed, n)
+        yield Outcome(f"n = {n}", words.cpu(), want)
+
+
 @ours("accumulate", "accumulate_v1")
 def run(kernel, seed, device):
     for n, skip in ((1, 0), (255, 0), (257, 1), (1000, 3)):
