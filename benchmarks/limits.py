@@ -5,7 +5,8 @@ the step is measured in:
 
 products    every matrix product of forward and backward, alone, in bf16, at its best rate. Products
             of one input are one joint product or several, whichever is faster. A weight's gradient
-            is added into an fp32 sum by the product that computes it.
+            is added into an fp32 sum by the product that computes it. Weights and sums are those of
+            another layer each time, as in a model, so they come from memory and not from the cache.
 attention   torch's flash or cuDNN kernels alone, forward and backward, whichever are faster.
 bytes       what other kernels must read and write, in bf16, at the rate of a plain copy. Whatever
             stands between two products or attention is one kernel: it reads its inputs once and
@@ -14,11 +15,12 @@ tail        the bytes of norm, AdamW and bf16 weights, at the same rate.
 
 A step reaches it where nothing else takes time: no gaps, no second read, no slower kernel. Two
 things could make a step faster than it, and are not counted: a product that hides the bytes of a
-neighbour, and what stays in the L2 cache, in short sequences, between two kernels.
+neighbour, and what stays in the L2 cache, in short sequences, between two other kernels.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import torch
@@ -141,18 +143,25 @@ def parameters_of(c: Config) -> int:
 def product_runs(layers: Products, tokens: int) -> "dict[tuple, object]":
     """(widths, what) -> the function that computes it; widths: of the joint or of one layer."""
     runs = {}
-    for widths in {(sum(layers.outs),), *((width,) for width in layers.outs)}:
-        (out,) = widths
+    for out in {sum(layers.outs), *layers.outs}:
         x = random(tokens, layers.ins, seed=1)
         dy = random(tokens, out, seed=2)
-        weight = random(out, layers.ins, seed=3)
-        runs[out, "forward"] = functools.partial(F.linear, x, weight)
-        runs[out, "input"] = functools.partial(torch.mm, dy, weight)
+        shape = layers.count, out, layers.ins
+        weights = random(*shape, seed=3)
+        runs[out, "forward"] = in_turn(functools.partial(F.linear, x), weights)
+        runs[out, "input"] = in_turn(functools.partial(torch.mm, dy), weights)
         if layers.trained:
-            total = torch.zeros(out, layers.ins, device=DEVICE)
-            runs[out, "first"] = functools.partial(add_product, total, dy, x, 0)
-            runs[out, "added"] = functools.partial(add_product, total, dy, x, 1)
+            sums = torch.zeros(shape, device=DEVICE)
+            for what, beta in (("first", 0), ("added", 1)):
+                run = functools.partial(add_product, dy=dy, x=x, beta=beta)
+                runs[out, what] = in_turn(run, sums)
     return runs
+
+
+def in_turn(run, tensors):
+    """A function without arguments: run() of the first tensor, then of the next one, and so on."""
+    of_layers = itertools.cycle(tensors.unbind())
+    return lambda: run(next(of_layers))
 
 
 def add_product(total, dy, x, beta: int):

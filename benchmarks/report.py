@@ -230,6 +230,13 @@ def longest_first(lengths) -> "list[str]":
     return sorted(lengths, key=int, reverse=True)
 
 
+def by_length(results: dict) -> "tuple[dict, dict]":
+    """(T = ... -> variant -> measurement, T = ... -> limit) of results of several lengths."""
+    limits = results.get("limits", {})
+    lengths = longest_first(limits)
+    return {f"T = {T}": results[T] for T in lengths}, {f"T = {T}": limits[T] for T in lengths}
+
+
 def at_the_limit(results: dict) -> str:
     """How much faster than the fastest torch a step at the limit would be, in words."""
     ratios = []
@@ -240,35 +247,67 @@ def at_the_limit(results: dict) -> str:
     return f"A step at the limit would be {' and '.join(ratios)} as fast as the fastest torch."
 
 
-def step_limit(limits: dict) -> str:
-    """What a step takes at least, one kernel after another. limits: T -> its limit."""
-    if not limits:
-        return ""
-    rows = []
-    for T in longest_first(limits):
-        limit = limits[T]
-        parts = limit["parts"]
-        rows.append(
-            (
-                f"T = {T}",
-                f"{parts['products']:.1f} ms ({limit['TFLOP_per_s']:.0f} TFLOP/s)",
-                f"{parts['attention']:.1f} ms ({limit['attention']})",
-                f"{parts['bytes']:.1f} ms ({sum(limit['bytes'].values()) / 1e9:.1f} GB)",
-                f"{parts['tail']:.1f} ms ({limit['tail_bytes'] / 1e9:.1f} GB)",
-                f"{limit['ms']:.1f} ms",
-            )
-        )
-    rate = min(limit["copy_GB_per_s"] for limit in limits.values())
-    return section(
-        paragraph(
-            "The limit of a step is what its kernels take one after another: each matrix product",
-            "alone in bf16 (joint where that is faster), the attention kernels alone, and what",
-            "other kernels and the tail must read and write, at the rate of a plain copy",
-            f"({rate / 1e3:.2f} TB/s), each measured in the same run. What is counted:",
-            "`benchmarks/limits.py`.",
-        ),
-        markdown(("limit", "products", "attention", "other bytes", "tail", "sum"), rows),
+LIMIT_WORDS = (
+    "The limit of a step is what its kernels take one after another: each matrix product alone in",
+    "bf16 (joint where that is faster), the attention kernels alone, and what other kernels and the",
+    "tail must read and write, at the rate of a plain copy, each measured in the same run. What is",
+    "counted: `benchmarks/limits.py`.",
+)
+GROUPS_WORDS = (
+    "Beside it what a variant's kernels take in a step, by the profiler's records",
+    "(`benchmarks/traces.py`). *Between them* is what a step takes longer without the profiler: the",
+    "gaps between kernels, and clocks that are lower in a long run than in a short trace. The tail",
+    "holds every addition of gradients that is not part of a product.",
+)
+GROUPS_HEAD = (
+    "where the time goes",
+    "products",
+    "attention",
+    "other kernels",
+    "tail",
+    "between them",
+    "sum",
+)
+
+
+def limit_cells(label: str, limit: dict) -> "tuple[str, ...]":
+    """The row of a step's limit."""
+    parts = limit["parts"]
+    return (
+        f"{label}: limit",
+        f"{parts['products']:.1f} ms ({limit['TFLOP_per_s']:.0f} TFLOP/s)",
+        f"{parts['attention']:.1f} ms ({limit['attention']})",
+        f"{parts['bytes']:.1f} ms ({sum(limit['bytes'].values()) / 1e9:.1f} GB)",
+        f"{parts['tail']:.1f} ms ({limit['tail_bytes'] / 1e9:.1f} GB)",
+        "none",
+        f"{limit['ms']:.1f} ms",
     )
+
+
+def groups_cells(label: str, rows: dict, names) -> "list[tuple[str, ...]]":
+    """A row for each of these variants that was traced."""
+    cells = []
+    for name in names:
+        groups, ms = rows[name].get("groups"), rows[name]["ms"]
+        if groups:
+            times = *groups.values(), ms - sum(groups.values()), ms
+            cells.append((f"{label}: {name}", *(f"{time:.1f} ms" for time in times)))
+    return cells
+
+
+def where_the_time_goes(steps: "dict[str, dict]", limits: "dict[str, dict]") -> str:
+    """The limit, the fastest torch and ours, in groups of kernels.
+
+    steps: label -> variant -> measurement. limits: label -> its limit, where there is one."""
+    cells = []
+    for label, rows in steps.items():
+        if label in limits:
+            cells.append(limit_cells(label, limits[label]))
+        ours = [name for name in rows if not name.startswith("torch")]
+        cells += groups_cells(label, rows, (*ours, fastest_torch(rows)))
+    traced = any("groups" in row for rows in steps.values() for row in rows.values())
+    words = LIMIT_WORDS + (GROUPS_WORDS if traced else ())
+    return section(paragraph(*words), markdown(GROUPS_HEAD, cells)) if limits else ""
 
 
 def left_out(reasons: dict) -> str:
@@ -302,7 +341,7 @@ def step_table() -> str:
         ),
         given(dict.fromkeys(name for T in goals for name in r[T])),
         step_markdown(rows),
-        step_limit(r.get("limits", {})),
+        where_the_time_goes(*by_length(r)),
         paragraph(at_the_limit(r)) if "limits" in r else "",
         left_out(r.get("left_out", {})),
         conditions(result),
@@ -311,11 +350,13 @@ def step_table() -> str:
 
 def transformers_step_table() -> str:
     result = load("transformers_step")
-    rows, limits = [], []
+    cells, steps, limits = [], {}, {}
     for name, r in result["results"].items():
-        rows += step_cells(r["rows"], {"ours": 1.12}, f"{name}, {r['batch']} x {r['T']}")
+        label = f"{name}, {r['batch']} x {r['T']}"
+        cells += step_cells(r["rows"], {"ours": 1.12}, label)
+        steps[label] = r["rows"]
         if "limit" in r:
-            limits.append(f"{name}'s is {r['limit']['ms']:.1f} ms")
+            limits[label] = r["limit"]
     return section(
         paragraph(
             "One optimizer step of models of transformers, made from configs: `LlamaForCausalLM`",
@@ -324,13 +365,9 @@ def transformers_step_table() -> str:
             "(`benchmarks/transformers_step.py`). What each was given:",
         ),
         given(("torch", "torch, bf16 weights", "ours")),
-        step_markdown(rows),
-        paragraph(
-            "[One training step](#one-training-step) says what the limit of a step is.",
-            f"{', '.join(limits)}. It is counted for this kind of model only.",
-        )
-        if limits
-        else "",
+        step_markdown(cells),
+        where_the_time_goes(steps, limits),
+        paragraph("The limit is counted for Llama only.") if limits else "",
         conditions(result),
     )
 
@@ -348,7 +385,7 @@ def lora_table() -> str:
         ),
         given(("torch, peft", "ours, LoRA")).replace("*ours, LoRA*", "*ours*"),
         step_markdown(rows),
-        step_limit(r["limits"]),
+        where_the_time_goes(*by_length(r)),
         paragraph("The factors' own products are not in the limit.", at_the_limit(r)),
         conditions(result),
     )

@@ -1,7 +1,7 @@
 """One optimizer step in torch and in gpuaccel, for the benchmarks of whole steps.
 
 A Task says what a step is of. Each variant of it is an object of a process of its own
-(workers.Workers): it compiles when it is made, `alone()` captures it, `times()` measures it.
+(workers.Workers): it compiles when it is made, `alone()` captures it, `times()` measures it, `groups()` traces it (traces.py).
 
 torch: fp32 weights, bf16 autocast, model and loss compiled, foreach clip, AdamW (fused and
 capturable, its learning rate on the device), all of it in one CUDA graph; gradients zeroed in place
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from common import DEVICE
 from timing import captured, in_turns, queued, release, reset_peaks
 from torch import nn
+from traces import kernel_groups
 from training import SETTINGS, captured_adamw, token_batch
 from workers import Workers
 
@@ -180,6 +181,9 @@ class Peer:
     def times(self, calls: int) -> "list[float]":
         return queued(self.run, calls)
 
+    def groups(self) -> "dict[str, float]":
+        return kernel_groups(self.run)
+
     def end(self) -> dict:
         return {"last_loss": float(self.out)}
 
@@ -332,6 +336,9 @@ class Attempt:
     def times(self, calls: int) -> "list[float]":
         return self.variant.times(calls)
 
+    def groups(self) -> "dict[str, float]":
+        return self.variant.groups()
+
     def end(self) -> dict:
         return self.variant.end()
 
@@ -388,6 +395,9 @@ class Ours:
     def times(self, calls: int) -> "list[float]":
         return queued(self.run, calls)
 
+    def groups(self) -> "dict[str, float]":
+        return kernel_groups(self.run)
+
     def end(self) -> dict:
         steps = float(self.optimizer.state[self.step.arena.masters[0]]["step"])
         skipped = int(self.optimizer.skipped)
@@ -427,6 +437,7 @@ def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dic
             "ms": ms,
             "tokens_per_s": tokens / ms * 1e3,
             **alone[key],
+            "groups": workers[key].ask(key, "groups"),
             **workers[key].ask(key, "end"),
         }
     for row in rows.values():
