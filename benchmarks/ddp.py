@@ -22,6 +22,8 @@ clocks have settled, and a step's time is that of its slowest rank. Variants tha
 workers of their own, which compile side by side. A rank that does not answer for 60 s ends its
 workers; what fails is named in the results, and the rest goes on.
 
+Each step that is replayed is traced once, on the first GPU: what its time goes to (traces.py).
+
 Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks,
 replayed and launched, and (ordered) on N GPUs and one. Each number of GPUs has a result file of its
 own, which also holds NCCL's settings in the environment (NCCL_*).
@@ -262,6 +264,7 @@ class Run:
                 if name != ONE:
                     timers[name] = (workers, (group, name), count, False)
             times = self.turns(timers, replays)
+            traces = self.traced({name: timers[name] for name in times}) if replays else {}
             tokens = self.bench.rows * count * self.bench.config.T
             rows = {
                 name: {
@@ -270,6 +273,7 @@ class Run:
                     "of_one_gpu": times[ONE] / ms,
                     "exposed_ms": ms - times[EACH],
                     **self.clock_and_power(group, name, count),
+                    **({"groups": traces[name]} if name in traces else {}),
                 }
                 for name, ms in times.items()
             }
@@ -311,6 +315,16 @@ class Run:
                 times[name] += slowest(answers)[calls // 4 if settle else 0 :]
         assert timers.keys() & {ONE, EACH} <= times.keys(), "the base has failed"
         return {name: statistics.median(values) for name, values in times.items()}
+
+    def traced(self, timers: dict) -> dict:
+        """name -> what the first GPU's time goes to in a step. timers: as for turns()."""
+        traces = {}
+        for name, (workers, key, count, alone) in timers.items():
+            try:
+                traces[name] = self.workers.ask(workers, "groups", key, count, alone)[0]
+            except WorkerError as error:
+                self.failed(f"trace of {', '.join(key)}, {count}", error)
+        return traces
 
     def end(self, group, name):
         """After all steps of a variant: finite losses, and the same bits on all ranks."""

@@ -259,6 +259,8 @@ GROUPS_WORDS = (
     "gaps between kernels, and clocks that are lower in a long run than in a short trace. The tail",
     "holds every addition of gradients that is not part of a product.",
 )
+# Of traces.kernel_groups, without communication.
+COMPUTING = "products", "attention", "rest", "tail"
 GROUPS_HEAD = (
     "where the time goes",
     "products",
@@ -290,7 +292,8 @@ def groups_cells(label: str, rows: dict, names) -> "list[tuple[str, ...]]":
     for name in names:
         groups, ms = rows[name].get("groups"), rows[name]["ms"]
         if groups:
-            times = *groups.values(), ms - sum(groups.values()), ms
+            parts = [groups[part] for part in COMPUTING]
+            times = *parts, ms - sum(parts), ms
             cells.append((f"{label}: {name}", *(f"{time:.1f} ms" for time in times)))
     return cells
 
@@ -880,6 +883,7 @@ def ddp_table() -> str:
             f"**{n} GPUs**",
             ddp_rows(r, int(n)),
             ddp_peer(r, int(n)),
+            ddp_traces(r),
             ddp_bits(r),
             ddp_facts(r),
             conditions(result),
@@ -971,6 +975,40 @@ def captured_measured(r, count: str) -> bool:
     """Whether a torch step on several GPUs was measured in a CUDA graph."""
     groups = (m[count] for group, m in r["groups"].items() if "captured" in group and count in m)
     return any(names.keys() & {"DDP", "FSDP2"} for names in groups)
+
+
+def ddp_traces(r) -> str:
+    """Where the time of replayed steps goes on the first GPU: ours, and torch's DDP and FSDP2."""
+    rows = []
+    for group, measured in r["groups"].items():
+        for count, variants in measured.items():
+            for name, m in variants.items():
+                if "groups" not in m or name.endswith(", again"):
+                    continue
+                groups = m["groups"]
+                parts = [groups[part] for part in (*COMPUTING, "exposed")]
+                communication = f"{groups['communication']:.1f} ms, {groups['exposed']:.1f} exposed"
+                rows.append(
+                    (
+                        f"{group}: {name}; {count}",
+                        *(f"{ms:.1f}" for ms in parts[:-1]),
+                        communication if groups["communication"] else "none",
+                        f"{m['ms'] - sum(parts):.1f}",
+                        f"{m['ms']:.1f} ms",
+                    )
+                )
+    if not rows:
+        return ""
+    head = "step; micro-batches", *GROUPS_HEAD[1:5], "communication", *GROUPS_HEAD[5:]
+    return section(
+        paragraph(
+            "Where the time of a replayed step goes on the first GPU, in ms, as in",
+            "[One training step](#one-training-step). Communication runs beside other kernels;",
+            "*exposed* is what nothing runs beside. A step waits for the slowest GPU between its",
+            "kernels, and NCCL's kernels wait within themselves.",
+        ),
+        markdown(head, rows),
+    )
 
 
 def ddp_bits(r) -> str:

@@ -1,21 +1,24 @@
 """What the GPU does in a step: its kernels in groups, from the profiler's records.
 
 >>> kernel_groups(step.run)
-{'products': 55.1, 'attention': 14.3, 'rest': 12.9, 'tail': 4.1}
+{'products': 55.1, 'attention': 14.3, 'rest': 12.9, 'tail': 4.1, 'communication': 0.0, 'exposed': 0.0}
 
 Milliseconds of one step. The groups are those of a step's limit (limits.py): products, attention,
 the tail (sums of gradients, norm, clipping, optimizer, bf16 copies of weights), and all other
-kernels and copies. What a step takes longer without the profiler is between its kernels.
+kernels and copies. Communication between GPUs runs beside them; `exposed` is the part of it beside
+which nothing else runs. What a step takes longer, without the profiler, than the groups and what is
+exposed is between its kernels.
 """
 
 import re
 
-import torch
-
 from gpuaccel.measure.profiler import profiled
 
+REST, COMMUNICATION = "rest", "communication"
 # What a name holds. The first group that matches has the kernel.
 GROUPS = {
+    # NCCL's kernels, copies to another GPU, and our sums of what other GPUs have copied here.
+    COMMUNICATION: r"nccl|PtoP|peers_",
     # cuDNN's and flash attention's; before products, because some are made of CUTLASS.
     "attention": r"cudnn|flash|fmha|attention",
     # cuBLAS's, and Triton's where torch.compile has taken them.
@@ -23,7 +26,6 @@ GROUPS = {
     # Ours, torch's foreach and fused kernels, and those that torch.compile makes of foreach calls.
     "tail": r"accumulate_|adamw_|squares_|reduce_v\d|scale_v\d|multi_tensor_apply|triton_for_",
 }
-REST = "rest"
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 # Steps in a trace.
 STEPS = 3
@@ -47,7 +49,26 @@ def kernels_of(run, steps: int = 1) -> "list[dict]":
 
 def kernel_groups(run) -> "dict[str, float]":
     """Group -> milliseconds of one run."""
-    groups = dict.fromkeys(("products", "attention", REST, "tail"), 0.0)
-    for event in kernels_of(run, STEPS):
-        groups[group_of(event["name"])] += event["dur"] / 1e3 / STEPS
-    return groups
+    return in_groups(kernels_of(run, STEPS), STEPS)
+
+
+def in_groups(events: "list[dict]", steps: int) -> "dict[str, float]":
+    """Group -> milliseconds of one of so many steps. events: with name, and ts and dur in us."""
+    us = dict.fromkeys(("products", "attention", REST, "tail", COMMUNICATION, "exposed"), 0.0)
+    beside: "list[tuple[float, float]]" = []
+    communicates: "list[tuple[float, float]]" = []
+    for event in events:
+        group, span = group_of(event["name"]), (event["ts"], event["ts"] + event["dur"])
+        us[group] += event["dur"]
+        (communicates if group == COMMUNICATION else beside).append(span)
+    us["exposed"] = covered(communicates + beside) - covered(beside)
+    return {group: value / 1e3 / steps for group, value in us.items()}
+
+
+def covered(spans: "list[tuple[float, float]]") -> float:
+    """How long at least one of these spans (start, stop) lasts."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total

@@ -503,6 +503,61 @@ def test_clip_and_tail_run(on_simt):
 # ---- whole steps --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "name, group",
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "products"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "products"),
+        ("triton_tem_fused_mm_3", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>", "attention"),
+        (
+            "void pytorch_flash::flash_bwd_kernel<Flash_bwd_kernel_traits, cutlass::half>",
+            "attention",
+        ),
+        ("adamw_v3", "tail"),
+        ("accumulate_v4", "tail"),
+        ("reduce_v2", "tail"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMeta",
+            "tail",
+        ),
+        ("triton_for_fused__foreach_add_0", "tail"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>", "rest"),
+        ("triton_poi_fused__unsafe_view_mul_silu_6", "rest"),
+        ("rms_norm_backward_v3", "rest"),
+        ("Memcpy DtoD (Device -> Device)", "rest"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
+        (
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "communication",
+        ),
+        ("peers_sum", "communication"),
+    ],
+)
+def test_a_kernel_is_in_the_group_of_its_work(scripts, name, group):
+    assert scripts("traces").group_of(name) == group
+
+
+def test_communication_is_exposed_where_nothing_runs_beside_it(scripts):
+    events = [
+        {"name": "nvjet_a", "ts": 0.0, "dur": 1000.0},
+        {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
+        {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
+        {"name": "rms_norm_backward_v3", "ts": 1600.0, "dur": 100.0},
+    ]
+    assert scripts("traces").in_groups(events, 2) == {
+        "products": 0.5,
+        "attention": 0.0,
+        "rest": 0.05,
+        "tail": 0.0,
+        "communication": 0.95,
+        # From 1,000 to 2,200 us, without the 100 of the norm.
+        "exposed": 0.55,
+    }
+
+
 @needs_simt
 def test_step_runs_and_has_a_table(on_simt, monkeypatch):
     on_simt("step_variants", CALLS=1)
@@ -1512,8 +1567,8 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     assert "equal to one GPU" in checks["ordered"]
     equal = [m for variants in r["equal_on_all_ranks"].values() for m in variants.values()]
     assert all(m["equal"] for m in equal)
-    # Turns of replayed steps are longer.
-    assert sorted(m["steps"] for m in equal) == [4] * 3 + [7] * 7
+    # Turns of replayed steps are longer, and these are traced.
+    assert sorted(m["steps"] for m in equal) == [4] * 3 + [7 + 2 * scripts("traces").STEPS] * 7
     for answer in r["made"][ddp.CAPTURED]["DDP"]:
         assert answer["replay_apart"] < ranks.REPLAY_ERROR
         assert answer["gradients"] in ("set to None", "zeroed in place")
@@ -1562,7 +1617,9 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     table = report.ddp_table()
     # Bits: three checks of deterministic steps, and each number of steps.
     bits = 3 + len({m["steps"] for m in equal})
-    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 22 + bits + 1 + 3
+    # What is replayed, with both numbers of micro-batches.
+    traces = 2 * (3 * 3 + 7)
+    assert table.count("\n|---") == 5 and table.count("\n| ") == 5 + 22 + traces + bits + 1 + 3
     assert table.count("(goal ") == 2 * 2 + 2 + 1 + bits and CONDITIONS in table
     assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
     words = " ".join(table.split())
@@ -1647,7 +1704,10 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
         other = "other" if key == (ddp.REPLAYED, "ordered") else "one"
         return [["one", 2.0, 8], [other, 2.0, 8]]
 
-    workers = ScriptedWorkers(make=making, times=times, last=last)
+    def traced(key, count, alone):
+        return [{"products": count / 8}, None if alone else {"products": 9.0}]
+
+    workers = ScriptedWorkers(make=making, times=times, last=last, groups=traced)
     run = ddp.Run(workers, bench, groups, "all")
     run.all((), ddp.PARTS[:-2])
     run.memory()
@@ -1656,13 +1716,15 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
     captured, replayed = r["groups"][ddp.CAPTURED], r["groups"][ddp.REPLAYED]
     assert r["fastest_torch"] == {"4": ddp.CAPTURED, "1": ddp.CAPTURED}
     keys = {"ms", "tokens_per_s_per_gpu", "of_one_gpu", "exposed_ms"}
-    assert captured["4"]["DDP"].keys() == replayed["4"][ddp.ONE].keys() == keys
+    assert captured["4"]["DDP"].keys() == replayed["4"][ddp.ONE].keys() == {*keys, "groups"}
+    assert r["groups"][ddp.OURS_EAGER]["4"]["all-reduce"].keys() == {*keys, "times_torch"}
     assert r["groups"][ddp.OURS_EAGER]["1"]["all-reduce"]["times_torch"] == 1.25
     assert replayed["4"]["all-reduce"] == {
         "ms": 60.0,
         "tokens_per_s_per_gpu": 2000.0,
         "of_one_gpu": pytest.approx(2 / 3),
         "exposed_ms": 12.0,
+        "groups": {"products": 0.5},
         "times_torch": 1.25,
     }
     assert timed == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}

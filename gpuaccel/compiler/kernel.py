@@ -29,7 +29,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -508,6 +508,12 @@ class Kernel:
         if len(self._launches) < 1000 and all(isinstance(part, (int, tuple)) for part in shape):
             self._launches[shape] = launch
         return launch
+
+    @overload
+    def load(self, where: int) -> "_Loaded": ...
+
+    @overload
+    def load(self, where: str) -> "_OnCpu": ...
 
     def load(self, where: "int | str") -> "_Loaded | _OnCpu":
         """Compile and load the kernel, once. A launch does this by itself.
