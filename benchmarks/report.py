@@ -247,18 +247,6 @@ def at_the_limit(results: dict) -> str:
     return f"A step at the limit would be {' and '.join(ratios)} as fast as the fastest torch."
 
 
-LIMIT_WORDS = (
-    "The limit of a step is what its kernels take one after another: each matrix product alone in",
-    "bf16 (joint where that is faster), the attention kernels alone, and what other kernels and the",
-    "tail must read and write, at the rate of a plain copy, each measured in the same run. What is",
-    "counted: `benchmarks/limits.py`.",
-)
-GROUPS_WORDS = (
-    "Beside it what a variant's kernels take in a step, by the profiler's records",
-    "(`benchmarks/traces.py`). *Between them* is what a step takes longer without the profiler: the",
-    "gaps between kernels, and clocks that are lower in a long run than in a short trace. The tail",
-    "holds every addition of gradients that is not part of a product.",
-)
 # Of traces.kernel_groups, without communication.
 COMPUTING = "products", "attention", "rest", "tail"
 GROUPS_HEAD = (
@@ -308,9 +296,7 @@ def where_the_time_goes(steps: "dict[str, dict]", limits: "dict[str, dict]") -> 
             cells.append(limit_cells(label, limits[label]))
         ours = [name for name in rows if not name.startswith("torch")]
         cells += groups_cells(label, rows, (*ours, fastest_torch(rows)))
-    traced = any("groups" in row for rows in steps.values() for row in rows.values())
-    words = LIMIT_WORDS + (GROUPS_WORDS if traced else ())
-    return section(paragraph(*words), markdown(GROUPS_HEAD, cells)) if limits else ""
+    return markdown(GROUPS_HEAD, cells) if limits else ""
 
 
 def left_out(reasons: dict) -> str:
@@ -370,7 +356,6 @@ def transformers_step_table() -> str:
         given(("torch", "torch, bf16 weights", "ours")),
         step_markdown(cells),
         where_the_time_goes(steps, limits),
-        paragraph("The limit is counted for Llama only.") if limits else "",
         conditions(result),
     )
 
@@ -1002,10 +987,7 @@ def ddp_traces(r) -> str:
     head = "step; micro-batches", *GROUPS_HEAD[1:5], "communication", *GROUPS_HEAD[5:]
     return section(
         paragraph(
-            "Where the time of a replayed step goes on the first GPU, in ms, as in",
-            "[One training step](#one-training-step). Communication runs beside other kernels;",
-            "*exposed* is what nothing runs beside. A step waits for the slowest GPU between its",
-            "kernels, and NCCL's kernels wait within themselves.",
+            "Where the time of a replayed step goes on the first GPU, in ms:",
         ),
         markdown(head, rows),
     )

@@ -1,7 +1,8 @@
 """One optimizer step in torch and in gpuaccel, for the benchmarks of whole steps.
 
 A Task says what a step is of. Each variant of it is an object of a process of its own
-(workers.Workers): it compiles when it is made, `alone()` captures it, `times()` measures it, `groups()` traces it (traces.py).
+(workers.Workers): it compiles when it is made, `alone()` captures it, `times()` measures it,
+`groups()` traces it (traces.py).
 
 torch: fp32 weights, bf16 autocast, model and loss compiled, foreach clip, AdamW (fused and
 capturable, its learning rate on the device), all of it in one CUDA graph; gradients zeroed in place

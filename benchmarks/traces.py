@@ -1,7 +1,8 @@
 """What the GPU does in a step: its kernels in groups, from the profiler's records.
 
 >>> kernel_groups(step.run)
-{'products': 55.1, 'attention': 14.3, 'rest': 12.9, 'tail': 4.1, 'communication': 0.0, 'exposed': 0.0}
+{'products': 55.1, 'attention': 14.3, 'rest': 12.9, 'tail': 4.1, 'communication': 0.0,
+ 'exposed': 0.0}
 
 Milliseconds of one step. The groups are those of a step's limit (limits.py): products, attention,
 the tail (sums of gradients, norm, clipping, optimizer, bf16 copies of weights), and all other

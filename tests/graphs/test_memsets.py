@@ -1,4 +1,4 @@
-"""Memsets of a captured graph that become kernels (graphs/memsets.py), and the order of its nodes."""
+"""Memsets of a captured graph become kernels (graphs/memsets.py); the order of a graph's nodes."""
 
 import types
 
