@@ -16,7 +16,7 @@ help:
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
 	@echo "make docs    build the documentation as a site: build/site/index.html"
-	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: 20 to 25 minutes"
+	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: 25 to 30 minutes"
 	@echo "make sanitize  the GPU tests under NVIDIA's compute-sanitizer; hours, on a machine with a GPU"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo

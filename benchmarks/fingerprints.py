@@ -45,6 +45,8 @@ UNMEASURED = (
 )
 # Modules that hand on names of others, beside each __init__.py.
 FACADES = ("gpuaccel/public.py",)
+# That staleness() lists.
+MOST_NAMES = 6
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -96,6 +98,8 @@ def staleness(result: dict, root: pathlib.Path = ROOT) -> str:
     ]
     if not parts:
         return ""
+    if len(parts) > MOST_NAMES:
+        parts[MOST_NAMES - 1 :] = [f"{len(parts) - MOST_NAMES + 1} others"]
     return (
         f"measured on {result['date']}, before changes to {', '.join(parts)}: "
         f"run make bench ONLY={result['benchmark']}"

@@ -196,7 +196,7 @@ def test_a_changed_line_ages_a_result(probe, path, old, new):
     assert probe.edit(path, old, new) == [path]
 
 
-def test_a_stale_result_says_which_parts_changed(probe, fingerprints):
+def test_a_stale_result_says_which_parts_changed(probe, fingerprints, monkeypatch):
     assert fingerprints.staleness(probe.result, probe.root) == ""
     probe.edit("gpuaccel/ops/scale.py", "256", "128")
     probe.edit("gpuaccel/optim/clip.py", "from ..ops import scale", "from .. import other as scale")
@@ -204,6 +204,10 @@ def test_a_stale_result_says_which_parts_changed(probe, fingerprints):
     assert fingerprints.staleness(probe.result, probe.root) == (
         "measured on 2026-11-23, before changes to ops/scale.py, optim/clip.py, other.py, "
         "scale.cu: run make bench ONLY=probe"
+    )
+    monkeypatch.setattr(fingerprints, "MOST_NAMES", 3)
+    assert "changes to ops/scale.py, optim/clip.py, 2 others: run" in fingerprints.staleness(
+        probe.result, probe.root
     )
 
 
