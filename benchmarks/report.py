@@ -163,7 +163,6 @@ GIVEN = {
     "and `capturable` with its learning rate on the device, one CUDA graph, not deterministic.",
     "torch, bf16 weights": "the same with bf16 weights, fp32 masters and fp32 sums of gradients, "
     "as FSDP2's mixed precision has them.",
-    "torch, max-autotune": 'the same with `mode="max-autotune-no-cudagraphs"`.',
     "torch, Liger-Kernel": "*torch, bf16 weights* with Liger-Kernel's fused linear cross-entropy.",
     "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '
     '`replay="graph"`.',

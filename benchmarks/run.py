@@ -44,7 +44,7 @@ class Benchmark(NamedTuple):
 
 # In this order.
 ALL = {
-    "step": Benchmark(275),
+    "step": Benchmark(230),
     "transformers_step": Benchmark(120, 1, ("transformers",)),
     "lora": Benchmark(90, 1, ("peft",)),
     "graphs": Benchmark(160),
@@ -53,7 +53,7 @@ ALL = {
     "clip": Benchmark(20),
     "tail": Benchmark(40),
     "encoder": Benchmark(110),
-    "dispatch": Benchmark(280),
+    "dispatch": Benchmark(240),
     "timeline": Benchmark(80),
     "rungs": Benchmark(90),
     "models": Benchmark(240, 0, ("transformers",)),

@@ -7,11 +7,12 @@ llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of 
 
 torch: fp32 weights under bf16 autocast, torch.compile as it is.
 torch, bf16 weights: bf16 weights with fp32 masters and fp32 sums, as FSDP2's mixed precision.
-torch, max-autotune: torch.compile(mode="max-autotune-no-cudagraphs"), which tries Triton's products
-beside cuBLAS's. Where it has not compiled in AUTOTUNE_LIMIT seconds, there is no row.
 torch, Liger-Kernel: bf16 weights as above, and Liger-Kernel's fused linear cross-entropy, where
 liger_kernel is installed. Its RMSNorm is not used: torch 2.11 cannot tell what a compiled call of
 it (0.8.5) writes, so it copies all inputs of each; torch.compile fuses torch's own norms.
+
+mode="max-autotune-no-cudagraphs" of torch.compile, which tries Triton's products beside cuBLAS's,
+is not here: it compiled for 295 s, and its step was no faster (docs/benchmarks.md).
 
 Ours: bf16 weights with fp32 masters, mode `fused`; the same with deterministic=True. Ratios are
 against the fastest peer of the same T.
@@ -38,13 +39,11 @@ from gpuaccel.training.models import flops_per_token
 B = 4
 LENGTHS = (1024, 256)
 PEER, BF16 = "torch", "torch, bf16 weights"
-AUTOTUNED, LIGER = "torch, max-autotune", "torch, Liger-Kernel"
+LIGER = "torch, Liger-Kernel"
 OURS, EXACT = "ours", "ours, deterministic"
 LIMIT = "limit"
-VARIANTS = (PEER, BF16, AUTOTUNED, LIGER, OURS, EXACT)
-AUTOTUNE = "max-autotune-no-cudagraphs"
-# Seconds to compile in, of AUTOTUNED and of LIGER.
-AUTOTUNE_LIMIT = 110.0
+VARIANTS = (PEER, BF16, LIGER, OURS, EXACT)
+# Seconds for LIGER to compile in.
 LIGER_LIMIT = 80.0
 
 
@@ -55,35 +54,26 @@ def task(config, T: int) -> Task:
 def measure(config, lengths=LENGTHS, here=False) -> dict:
     """T -> variant -> measurement; beside them "limits": T -> the limit of a step, and "left_out":
     T -> variant -> why it has no row."""
-    attempts = {
-        (AUTOTUNED, T): (Attempt, AUTOTUNE_LIMIT, Peer, task(config, T), AUTOTUNE) for T in lengths
-    }
     clock = Clock()
     results, limits, left_out = {}, {}, {}
-    # Of their own, so that they have the cores for their many kernels.
-    with Workers(attempts, here) as autotuned:
-        for T in sorted(lengths):
-            with Workers(variants(config, T), here) as others:
-                others.ready()
-                clock.say(f"T = {T}: compiled all but max-autotune")
-                autotuned.ready()
-                clock.say("compiled max-autotune, or given up")
-                made = dict.fromkeys(others.names, others)
-                made |= dict.fromkeys(autotuned.names, autotuned)
-                workers = {(name, T): made[name, T] for name in VARIANTS if (name, T) in made}
-                rows, left_out[str(T)] = measured(workers, task(config, T).tokens, clock)
-                for name in rows:
-                    made[name, T].close((name, T))
-                limits[str(T)] = others.ask((LIMIT, T), "measure")
-                clock.say(f"T = {T}: the limit is {limits[str(T)]['ms']:.2f} ms")
-            results[str(T)] = with_shares(rows, config, T, limits[str(T)])
+    for T in sorted(lengths):
+        with Workers(variants(config, T), here) as made:
+            made.ready()
+            clock.say(f"T = {T}: compiled")
+            workers = {(name, T): made for name in VARIANTS if (name, T) in made.names}
+            rows, left_out[str(T)] = measured(workers, task(config, T).tokens, clock)
+            for name in rows:
+                made.close((name, T))
+            limits[str(T)] = made.ask((LIMIT, T), "measure")
+            clock.say(f"T = {T}: the limit is {limits[str(T)]['ms']:.2f} ms")
+        results[str(T)] = with_shares(rows, config, T, limits[str(T)])
     # As they were asked for.
     rows = {str(T): results[str(T)] for T in lengths}
     return {**rows, "limits": limits, "left_out": left_out}
 
 
 def variants(config, T: int) -> dict:
-    """(variant, T) -> how it is made, and its limit, for Workers; without max-autotune."""
+    """(variant, T) -> how it is made, and its limit, for Workers."""
     what = task(config, T)
     made = {
         PEER: (Peer, what),

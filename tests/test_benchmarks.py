@@ -567,32 +567,36 @@ def test_step_runs_and_has_a_table(on_simt, monkeypatch):
     on_simt("step_variants", CALLS=1)
     on_simt("limits", COPIED=2**10)
     step = on_simt("step", B=1)
-    # As where it is not installed, and with a peer that does not compile.
-    monkeypatch.setattr(step.LigerPeer, "available", lambda: False)
-    peer = step.Peer.__init__
 
-    def made(self, task, mode=None):
-        if mode and task.T == 16:
-            raise RuntimeError("no kernel\nof many")
-        peer(self, task, mode)
+    class Liger(step.Bf16Peer):
+        """In the place of LigerPeer, which needs a GPU; it does not compile for one length."""
 
-    monkeypatch.setattr(step.Peer, "__init__", made)
+        def __init__(self, task):
+            if task.T == 16:
+                raise RuntimeError("no kernel\nof many")
+            super().__init__(task)
+
+        @staticmethod
+        def available():
+            return True
+
+    monkeypatch.setattr(step, "LigerPeer", Liger)
     results = step.measure(SMALL, (16, 8), here=True)
-    assert results["left_out"] == {"8": {}, "16": {step.AUTOTUNED: "RuntimeError: no kernel"}}
+    assert results["left_out"] == {"8": {}, "16": {step.LIGER: "RuntimeError: no kernel"}}
     step.show(results)
     for T, limit in results["limits"].items():
         assert limit["ms"] == pytest.approx(sum(limit["parts"].values()))
         assert all(ms > 0 for ms in limit["parts"].values())
         for row in results[T].values():
             assert row["of_limit"] * row["ms"] == pytest.approx(limit["ms"])
-    expected = [step.PEER, step.BF16, step.AUTOTUNED, step.OURS, step.EXACT]
+    expected = [step.PEER, step.BF16, step.LIGER, step.OURS, step.EXACT]
     results = {
         "limits": dict(zip(("256", "1024"), results["limits"].values())),
         **dict(zip(("1024", "256"), step.lengths_of(results).values())),
-        "left_out": {"1024": {step.AUTOTUNED: "did not compile in 9 s"}, "256": {}},
+        "left_out": {"1024": {step.LIGER: "did not compile in 9 s"}, "256": {}},
     }
     assert list(results["256"]) == expected
-    assert list(results["1024"]) == [name for name in expected if name != step.AUTOTUNED]
+    assert list(results["1024"]) == [name for name in expected if name != step.LIGER]
     for rows in step.lengths_of(results).values():
         assert max(r["times_torch"] for name, r in rows.items() if name[:5] == "torch") == 1.0
         fastest = min(r["ms"] for name, r in rows.items() if name[:5] == "torch")
@@ -604,7 +608,7 @@ def test_step_runs_and_has_a_table(on_simt, monkeypatch):
     # Of each length: the limit, two of ours, and the fastest torch.
     assert table.count("\n| T = ") == 9 + 2 * 4 and table.count("(goal ") == 8
     assert "| of the limit |" in table and "| between them |" in table
-    assert "T = 1024: no row for *torch, max-autotune*, which did not compile in 9 s." in table
+    assert "T = 1024: no row for *torch, Liger-Kernel*, which did not compile in 9 s." in table
     # What each was given, once.
     assert table.count("\n* *") == 5
 
