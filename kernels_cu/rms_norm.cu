@@ -49,8 +49,11 @@
 #define TEAMS (THREADS / TEAM)     // rows that a block has in work
 // Rows that share one row of partial sums: 16, which with a warp per row are two for each warp.
 // More rows would leave SMs without work (4,096 rows are 256 blocks, two for each of 128 SMs),
-// fewer would write more sums.
+// fewer would write more sums. Up to 2,048 rows take 8: with 16, 1,024 rows would be 64 blocks, and
+// half of an H100's SMs would have none.
+#ifndef ROWS
 #define ROWS 16
+#endif
 
 // ---- one thread per row ----
 

@@ -25,8 +25,10 @@ from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 
-# Rows that share one row of partial sums (rms_norm.cu).
-ROWS = 16
+# Rows that share one row of partial sums (ROWS of rms_norm.cu): FEW_ROWS where MOST_ROWS would make
+# at most FEW_BLOCKS thread blocks.
+FEW_ROWS, MOST_ROWS = 8, 16
+FEW_BLOCKS = 128
 # A thread holds 4 groups of 16 bytes of a row, and a row has 512 threads at most.
 MAX_ROW_BYTES = 512 * 4 * 16
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
@@ -76,7 +78,9 @@ def reference_backward(
 
 
 @functools.cache
-def rms_norm_kernel(name: str, dtype: torch.dtype, team: int, groups: int, whole: int) -> Kernel:
+def rms_norm_kernel(
+    name: str, dtype: torch.dtype, team: int, groups: int, whole: int, rows: int = MOST_ROWS
+) -> Kernel:
     """A kernel of rms_norm.cu.
 
     Args:
@@ -85,8 +89,17 @@ def rms_norm_kernel(name: str, dtype: torch.dtype, team: int, groups: int, whole
         team: threads of a row.
         groups: groups of 16 bytes that a thread takes of a row.
         whole: 1 if rows are made of aligned groups of 16 bytes.
+        rows: of a block, in the backward.
     """
-    return Kernel("rms_norm", name, DATA_T=C_TYPES[dtype], TEAM=team, GROUPS=groups, WHOLE=whole)
+    return Kernel(
+        "rms_norm",
+        name,
+        DATA_T=C_TYPES[dtype],
+        TEAM=team,
+        GROUPS=groups,
+        WHOLE=whole,
+        ROWS=rows,
+    )
 
 
 @functools.cache
@@ -99,12 +112,16 @@ def _team_and_groups(width: int, dtype: torch.dtype) -> "tuple[int, int]":
     return team, -(-groups // team)
 
 
-def _kernel_for(name: str, width: int, *tensors: "Tensor | None") -> Kernel:
+def _rows_of_block(rows: int) -> int:
+    return FEW_ROWS if rows <= FEW_BLOCKS * MOST_ROWS else MOST_ROWS
+
+
+def _kernel_for(name: str, width: int, *tensors: "Tensor | None", rows: int = MOST_ROWS) -> Kernel:
     there = [t for t in tensors if t is not None]
     dtype = there[0].dtype
     aligned = all(t.data_ptr() % 16 == 0 for t in there)
     whole = int(aligned and width * dtype.itemsize % 16 == 0)
-    return rms_norm_kernel(name, dtype, *_team_and_groups(width, dtype), whole)
+    return rms_norm_kernel(name, dtype, *_team_and_groups(width, dtype), whole, rows)
 
 
 def launch_forward(
@@ -155,11 +172,12 @@ def launch_backward(
     """
     width = s.shape[-1]
     rows = s.numel() // width
-    blocks = -(-rows // ROWS)
+    of_block = _rows_of_block(rows)
+    blocks = -(-rows // of_block)
     partials = None
     if dweight is not None:
         partials = torch.empty(blocks, width, dtype=torch.float32, device=s.device)
-    kernel = _kernel_for("rms_norm_backward_v3", width, dy, ds, s, weight, dx)
+    kernel = _kernel_for("rms_norm_backward_v3", width, dy, ds, s, weight, dx, rows=of_block)
     kernel[blocks, kernel.bound](dx, partials, dy, ds, s, rstd, weight, rows, width)
     if dweight is not None:
         rms_norm_kernel("rms_norm_weight_v3", weight.dtype, 32, 4, 0)[-(-width // 32), 1024](
@@ -191,8 +209,12 @@ def _kernels_of(dtype: torch.dtype, width: int) -> "list[Kernel]":
     return [
         rms_norm_kernel("rms_norm_weight_v3", dtype, 32, 4, 0),
         *(
-            rms_norm_kernel(name, dtype, *_team_and_groups(width, dtype), whole)
-            for name in ("rms_norm_forward_v3", "rms_norm_backward_v3")
+            rms_norm_kernel(name, dtype, *_team_and_groups(width, dtype), whole, rows)
+            for name, rows in (
+                ("rms_norm_forward_v3", MOST_ROWS),
+                ("rms_norm_backward_v3", MOST_ROWS),
+                ("rms_norm_backward_v3", FEW_ROWS),
+            )
         ),
     ]
 

@@ -88,9 +88,9 @@ def launched(work):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [True, False])
 @pytest.mark.parametrize(
-    # One to 16 warps per row; widths with and without a rest.
+    # One to 16 warps per row; widths with and without a rest; more rows for each thread block.
     "rows, width",
-    [(1, 1), (17, 259), (35, 1024), (3, 8192)],
+    [(1, 1), (17, 259), (35, 1024), (3, 8192), (2051, 24)],
 )
 @everywhere
 def test_values_and_gradients_are_those_of_float64(device, rows, width, with_residual, dtype):
