@@ -43,11 +43,20 @@ from torch.autograd import forward_ad
 
 from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError
-from ..ops import reference_rotary_backward, rotate
+from ..ops import (
+    WeightGradient,
+    add_lora_gradients_,
+    reference_rotary_backward,
+    reference_weight_gradient,
+    rotate,
+)
 from .lora import LoRALinear
 
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x, float alpha=1.0) -> ()")
+_library.define(
+    "add_weight_gradients_(Tensor(a!)[] accs, Tensor[] dys, Tensor[] xs, float[] alphas) -> ()"
+)
 _library.define(
     "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
 )
@@ -179,29 +188,51 @@ def _add_weight_gradient(
         added: as for GradientSlice.before_product.
     """
     target = _slice_of(acc)
-    # Before the product: the first gradient of an accumulation window may have to clear the slice.
-    rows = [Rows(0, len(acc), False)] if target is None else target.before_product(added)
-    dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
-    x = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    for start, stop, overwrite in rows:
-        beta = 0 if overwrite else 1
-        if stop - start == len(acc):
-            _add_product(acc, dy, x, beta, alpha)
-        else:
-            _add_product(acc[start:stop], dy[:, start:stop], x, beta, alpha)
+    for gradient in _gradients(target, acc, dy, x, alpha, added):
+        reference_weight_gradient(gradient)
     if target is not None:
         target.after_product()
 
 
-def _add_product(acc: Tensor, dy: Tensor, x: Tensor, beta: int, alpha: float):
-    """acc = beta * acc + alpha * dy^T @ x. With beta 0 nothing reads acc: a NaN in it is gone."""
-    factors = {"beta": beta, "alpha": alpha}
-    if dy.dtype == torch.float32:
-        acc.addmm_(dy.t(), x, **factors)
-    elif dy.is_cuda:
-        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, out=acc, **factors)
-    else:
-        acc.addmm_(dy.t().float(), x.float(), **factors)
+def _gradients(
+    target: "GradientSlice | None",
+    acc: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    alpha: float,
+    added: "list[bool] | None",
+) -> "list[WeightGradient]":
+    """The products of _add_weight_gradient(), which are announced to `target`.
+
+    They are announced before they are added: the first gradient of an accumulation window may have
+    to clear the slice."""
+    rows = [Rows(0, len(acc), False)] if target is None else target.before_product(added)
+    dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
+    x = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    return [
+        WeightGradient(acc, dy, x, alpha, overwrite)
+        if stop - start == len(acc)
+        else WeightGradient(acc[start:stop], dy[:, start:stop], x, alpha, overwrite)
+        for start, stop, overwrite in rows
+    ]
+
+
+def _add_weight_gradients(
+    accs: "list[Tensor]",
+    dys: "list[Tensor]",
+    xs: "list[Tensor]",
+    alphas: "list[float]",
+    added: "list[bool] | None" = None,
+) -> None:
+    """_add_weight_gradient() of each, those of LoRA's factors in one launch."""
+    targets = [_slice_of(acc) for acc in accs]
+    gradients = []
+    for target, acc, dy, x, alpha in zip(targets, accs, dys, xs, alphas):
+        gradients += _gradients(target, acc, dy, x, alpha, added)
+    add_lora_gradients_(gradients)
+    for target in targets:
+        if target is not None:
+            target.after_product()
 
 
 def _fused_linears_backward(
@@ -278,6 +309,7 @@ def _lora_linears_backward(
 
 for _name, _function in (
     ("add_weight_gradient_", _add_weight_gradient),
+    ("add_weight_gradients_", _add_weight_gradients),
     ("fused_linears_backward_", _fused_linears_backward),
     ("lora_linears", _lora_linears),
     ("lora_linears_backward", _lora_linears_backward),
@@ -286,6 +318,9 @@ for _name, _function in (
     _library.impl(_name, _function, "CUDA")
 torch.library.register_fake(
     "gpuaccel::add_weight_gradient_", lambda acc, dy, x, alpha=1.0: None, lib=_library
+)
+torch.library.register_fake(
+    "gpuaccel::add_weight_gradients_", lambda accs, dys, xs, alphas: None, lib=_library
 )
 torch.library.register_fake(
     "gpuaccel::fused_linears_backward_",
@@ -320,19 +355,45 @@ def _has_second_derivative() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor, alpha: float = 1.0):
-    """Add alpha * dy^T @ x into `acc`, or return it, as the running backward wants it.
+def _add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor):
+    """Add dy^T @ x into `acc`, or return it, as the running backward wants it.
 
     i: the weight's index among the inputs of ctx's function, from the side where only tensors
         stand."""
     if torch.compiler.is_compiling():
         if ctx.needs_input_grad[i]:
-            torch.ops.gpuaccel.add_weight_gradient_(acc, dy, x, alpha)
+            torch.ops.gpuaccel.add_weight_gradient_(acc, dy, x)
         return None
     (use,) = gradient_uses(acc, [ctx.next_functions[i]])
     if use is ADDED:
-        _add_weight_gradient(acc, dy, x, alpha, [True])
-    return alpha * _weight_gradient(dy, x) if use is RETURNED else None
+        _add_weight_gradient(acc, dy, x, added=[True])
+    return _weight_gradient(dy, x) if use is RETURNED else None
+
+
+def _add_or_return_each(
+    ctx, products: "list[tuple[Tensor, Tensor, float]]"
+) -> "list[Tensor | None]":
+    """Add alpha * dy^T @ x into ctx.accs for each weight, by one call, or return it.
+
+    products: (dy, x, alpha) of each weight. The weights are the last inputs of ctx's function."""
+    compiled = torch.compiler.is_compiling()
+    grads: "list[Tensor | None]" = []
+    added = []
+    for i, (acc, (dy, x, alpha)) in enumerate(zip(ctx.accs, products), -len(products)):
+        if compiled:
+            use = ADDED if ctx.needs_input_grad[i] else UNUSED
+        else:
+            (use,) = gradient_uses(acc, [ctx.next_functions[i]])
+        if use is ADDED:
+            added.append((acc, dy, x, alpha))
+        grads.append(alpha * _weight_gradient(dy, x) if use is RETURNED else None)
+    if added:
+        accs, dys, xs, alphas = map(list, zip(*added))
+        if compiled:
+            torch.ops.gpuaccel.add_weight_gradients_(accs, dys, xs, alphas)
+        else:
+            _add_weight_gradients(accs, dys, xs, alphas, [True])
+    return grads
 
 
 class _LinearIntoArena(torch.autograd.Function):
@@ -482,13 +543,12 @@ class _FrozenLinears(torch.autograd.Function):
                 dy, joint, a, bs, ctx.starts, ctx.scalings
             )
         ranks = [b.shape[1] for b in bs]
-        grads: "list[Tensor | None]" = []
+        products = []
         for k, (du_k, u_k) in enumerate(zip(du.split(ranks, -1), u.split(ranks, -1))):
-            i = 2 * k - len(factors)
             start = ctx.starts[k]
             dy_k = dy[..., start : start + len(bs[k])]
-            grads.append(_add_or_return(ctx, i, ctx.accs[i], du_k, x))
-            grads.append(_add_or_return(ctx, i + 1, ctx.accs[i + 1], dy_k, u_k, ctx.scalings[k]))
+            products += [(du_k, x, 1.0), (dy_k, u_k, ctx.scalings[k])]
+        grads = _add_or_return_each(ctx, products)
         return dx, *[None] * (5 + len(factors)), *grads
 
 

@@ -1,0 +1,236 @@
+"""Gradients of LoRA's factors: several products dy^T @ x with a thin result, in one launch.
+
+    ga.ops.add_lora_gradients_(
+        [
+            ga.ops.WeightGradient(dA, du, x),                # dA (rank, in)  += du^T @ x
+            ga.ops.WeightGradient(dB, dy, u, alpha=scaling)  # dB (out, rank) += scaling * dy^T @ u
+        ]
+    )
+
+The layer is y = x @ W^T + scaling * u @ B^T with u = x @ A^T, and du = scaling * dy @ B is the
+gradient of u. One launch adds up to 8 of these products, with fp32 sums in a fixed order. cuBLAS
+needs a launch for each, and with many tokens a second one that adds the parts of a split sum.
+
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021).
+"""
+
+import collections
+import functools
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends import takes
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
+from ..errors import ArgumentError
+
+# Products of a launch.
+MAX_PRODUCTS = 8
+# The kernel keeps the sums of all ranks in registers. From rank 32 on tensor cores win.
+MAX_RANK = 16
+# Columns of a thread block (TILE of lora.cu).
+TILE = 32
+# The kernel counts tokens, and those that it loads ahead, in an int.
+MAX_TOKENS = 2**30
+# struct Product of lora.cu
+_PRODUCT = struct.Struct("<3Q2q5if")
+
+
+class WeightGradient(NamedTuple):
+    """acc += alpha * dy^T @ x, the gradient of the weight of y = x @ weight^T.
+
+    Attributes:
+        acc: (out, in) fp32, contiguous.
+        dy: (N, out).
+        x: (N, in), of dy's dtype.
+        alpha: a number.
+        overwrite: acc = alpha * dy^T @ x. Nothing reads acc: a NaN in it is gone.
+    """
+
+    acc: Tensor
+    dy: Tensor
+    x: Tensor
+    alpha: float = 1.0
+    overwrite: bool = False
+
+
+# ---- reference -----------------------------------------------------------------------------------
+
+
+def reference_weight_gradient(gradient: WeightGradient):
+    """Add one product, of any shape, by torch.addmm, summed in fp32: the definition.
+
+    Args:
+        gradient: with an acc that torch can write.
+    """
+    acc, dy, x, alpha, overwrite = gradient
+    factors = {"beta": 0 if overwrite else 1, "alpha": alpha}
+    if dy.dtype == torch.float32:
+        acc.addmm_(dy.t(), x, **factors)
+    elif dy.is_cuda:
+        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, out=acc, **factors)
+    else:
+        acc.addmm_(dy.t().float(), x.float(), **factors)
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def lora_kernel(name: str, dtype: torch.dtype, ranks: int) -> Kernel:
+    """A kernel of lora.cu.
+
+    Args:
+        name: of the kernel.
+        dtype: of dy and x: fp32, bf16 or fp16.
+        ranks: that it has registers for, 8 or 16.
+    """
+    return Kernel("lora", name, DATA_T=C_TYPES[dtype], RANKS=ranks, MAX_PRODUCTS=MAX_PRODUCTS)
+
+
+def _wide_and_thin(dy: Tensor, x: Tensor) -> "tuple[Tensor, Tensor]":
+    return (dy, x) if x.shape[1] <= dy.shape[1] else (x, dy)
+
+
+def lora_kernel_takes(gradient: WeightGradient) -> bool:
+    """Whether lora_gradients_v2 adds this product. Else torch does.
+
+    One of the two matrices has at most 16 columns. The rows of the other one are made of aligned
+    groups of 16 bytes.
+
+    Args:
+        gradient: whose tensors fit each other.
+    """
+    acc, dy, x, _, _ = gradient
+    rank = min(acc.shape)
+    # What is most often false comes first: each call counts on a slow host.
+    if not (takes(acc.device) and 0 < rank <= MAX_RANK and 0 < len(x) <= MAX_TOKENS):
+        return False
+    dtype = dy.dtype
+    if dtype not in FLOAT_DTYPES or x.dtype != dtype or acc.dtype != torch.float32:
+        return False
+    wide, thin = _wide_and_thin(dy, x)
+    group = 16 // dtype.itemsize
+    return (
+        wide.shape[1] % group == 0
+        and wide.stride(0) % group == 0
+        and wide.stride(1) == 1
+        and wide.data_ptr() % 16 == 0
+        and (thin.stride(1) == 1 or rank == 1)
+        and not (dy.is_neg() or x.is_neg() or acc.is_neg())
+        and acc.is_contiguous()
+        and usable(acc.device, lora_kernel("lora_gradients_v2", dtype, 8 if rank <= 8 else 16))
+    )
+
+
+def launch_lora_gradients(gradients: "list[WeightGradient]"):
+    """Launch lora_gradients_v2, once for up to 8 products of one dtype.
+
+    Args:
+        gradients: that lora_kernel_takes, on one device. No two have the same acc.
+    """
+    by_dtype: "dict[torch.dtype, list[WeightGradient]]" = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.x.dtype, []).append(gradient)
+    for dtype, some in by_dtype.items():
+        for start in range(0, len(some), MAX_PRODUCTS):
+            _launch(dtype, some[start : start + MAX_PRODUCTS])
+    torch.autograd.graph.increment_version([gradient.acc for gradient in gradients])
+
+
+def _launch(dtype: torch.dtype, gradients: "list[WeightGradient]"):
+    packed = b""
+    tiles = 0
+    ranks = 8
+    for acc, dy, x, alpha, overwrite in gradients:
+        wide, thin = _wide_and_thin(dy, x)
+        width, rank = wide.shape[1], thin.shape[1]
+        packed += _PRODUCT.pack(
+            wide.data_ptr(),
+            thin.data_ptr(),
+            acc.data_ptr(),
+            wide.stride(0),
+            thin.stride(0),
+            width,
+            rank,
+            tiles,
+            thin is dy,
+            overwrite,
+            alpha,
+        )
+        tiles += -(-width // TILE)
+        if rank > 8:
+            ranks = 16
+    kernel = lora_kernel("lora_gradients_v2", dtype, ranks)
+    launch = kernel[tiles, kernel.bound]
+    packed = packed.ljust(MAX_PRODUCTS * _PRODUCT.size, b"\0")
+    first = gradients[0].x
+    arguments = packed, len(gradients), len(first)
+    if not first.is_cuda:
+        launch(*arguments, tensors=[_memory(t) for g in gradients for t in g[:3]])
+    elif first.get_device() == torch.cuda.current_device():
+        launch(*arguments)
+    else:
+        # No argument is a tensor, so the launch goes to the current GPU.
+        with torch.cuda.device(first.device):
+            launch(*arguments)
+
+
+def _memory(t: Tensor) -> Tensor:
+    """The elements from a matrix's first one to its last one, those between its rows included."""
+    rows, columns = t.shape
+    span = (rows - 1) * t.stride(0) + (columns - 1) * t.stride(1) + 1
+    return t.as_strided((span,), (1,))
+
+
+# ---- public --------------------------------------------------------------------------------------
+
+
+def add_lora_gradients_(gradients: "list[WeightGradient]"):
+    """Add products dy^T @ x to fp32 sums, all those with a thin result in one launch.
+
+    The kernel takes products of ranks up to 16 (the smaller side of acc), in fp32, bf16 or fp16,
+    whose wide matrix has rows of aligned groups of 16 bytes; a column slice of a matrix is not
+    copied. torch.addmm adds the others. Sums are fp32; those of the kernel are deterministic. An
+    acc that several products have gets them one after the other, by torch.addmm.
+
+    Args:
+        gradients: on one device, of the same N.
+
+    Raises:
+        ArgumentError: with nothing changed, for shapes or devices that do not fit each other, and
+            for an acc that is not fp32.
+
+    Source:
+        kernels_cu/lora.cu; Hu et al., LoRA (2021).
+
+    Example:
+        >>> x, dy, u = torch.randn(5, 8), torch.randn(5, 12), torch.randn(5, 2)
+        >>> dB = torch.ones(12, 2)
+        >>> ga.ops.add_lora_gradients_([ga.ops.WeightGradient(dB, dy, u, alpha=0.5)])
+        >>> torch.allclose(dB, 1 + 0.5 * dy.T @ u, atol=1e-6)
+        True
+    """
+    for acc, dy, x, _, _ in gradients:
+        same_rows = len(dy) == len(x) == len(gradients[0].x)
+        if acc.shape != (*dy.shape[1:], *x.shape[1:]) or not same_rows:
+            raise ArgumentError(
+                f"acc has shape {tuple(acc.shape)}, dy {tuple(dy.shape)} and x {tuple(x.shape)}; "
+                "expected (out, in), (N, out) and (N, in), with the same N for all products"
+            )
+        if acc.dtype != torch.float32 or not acc.device == dy.device == x.device:
+            raise ArgumentError(
+                f"acc is {acc.dtype} on {acc.device}, dy on {dy.device} and x on {x.device}; "
+                "expected a torch.float32 acc, and one device"
+            )
+    counts = collections.Counter(gradient.acc.data_ptr() for gradient in gradients)
+    launched = []
+    for gradient in gradients:
+        if counts[gradient.acc.data_ptr()] == 1 and lora_kernel_takes(gradient):
+            launched.append(gradient)
+        else:
+            reference_weight_gradient(gradient)
+    if launched:
+        launch_lora_gradients(launched)
