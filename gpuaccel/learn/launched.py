@@ -41,6 +41,7 @@ WHAT_IT_DOES = {
     "rotary_v2": "rotates queries and keys by their positions, 16 bytes at a time",
     "rotary_backward_v1": "rotates their gradients back, beside those of the values",
     "rotary_backward_v2": "the same, 16 bytes at a time",
+    "lora_gradients_v2": "adds the gradients of LoRA's factors to the sums in the arena",
     "rms_norm_forward_v3": "adds to the residual stream and normalises each row (RMSNorm)",
     "rms_norm_backward_v3": "the gradient of both, and of the norm's weight from 16 rows each",
     "rms_norm_weight_v3": "adds up these parts of the weight's gradient",

@@ -55,7 +55,7 @@ from .lora import LoRALinear
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x, float alpha=1.0) -> ()")
 _library.define(
-    "add_weight_gradients_(Tensor(a!)[] accs, Tensor[] dys, Tensor[] xs, float[] alphas) -> ()"
+    "add_lora_gradients_(Tensor(a!)[] accs, Tensor[] dys, Tensor[] xs, float[] alphas) -> ()"
 )
 _library.define(
     "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
@@ -309,7 +309,7 @@ def _lora_linears_backward(
 
 for _name, _function in (
     ("add_weight_gradient_", _add_weight_gradient),
-    ("add_weight_gradients_", _add_weight_gradients),
+    ("add_lora_gradients_", _add_weight_gradients),
     ("fused_linears_backward_", _fused_linears_backward),
     ("lora_linears", _lora_linears),
     ("lora_linears_backward", _lora_linears_backward),
@@ -320,7 +320,7 @@ torch.library.register_fake(
     "gpuaccel::add_weight_gradient_", lambda acc, dy, x, alpha=1.0: None, lib=_library
 )
 torch.library.register_fake(
-    "gpuaccel::add_weight_gradients_", lambda accs, dys, xs, alphas: None, lib=_library
+    "gpuaccel::add_lora_gradients_", lambda accs, dys, xs, alphas: None, lib=_library
 )
 torch.library.register_fake(
     "gpuaccel::fused_linears_backward_",
@@ -390,7 +390,7 @@ def _add_or_return_each(
     if added:
         accs, dys, xs, alphas = map(list, zip(*added))
         if compiled:
-            torch.ops.gpuaccel.add_weight_gradients_(accs, dys, xs, alphas)
+            torch.ops.gpuaccel.add_lora_gradients_(accs, dys, xs, alphas)
         else:
             _add_weight_gradients(accs, dys, xs, alphas, [True])
     return grads

@@ -34,8 +34,9 @@ MAX_RANK = 16
 TILE = 32
 # The kernel counts tokens, and those that it loads ahead, in an int.
 MAX_TOKENS = 2**30
-# struct Product of lora.cu
-_PRODUCT = struct.Struct("<3Q2q5if")
+# struct Products of lora.cu, and the values of one product in it
+_PRODUCTS = struct.Struct("<" + MAX_PRODUCTS * "3Q2q5if")
+_VALUES = 11
 
 
 class WeightGradient(NamedTuple):
@@ -90,8 +91,38 @@ def lora_kernel(name: str, dtype: torch.dtype, ranks: int) -> Kernel:
     return Kernel("lora", name, DATA_T=C_TYPES[dtype], RANKS=ranks, MAX_PRODUCTS=MAX_PRODUCTS)
 
 
+def _kernel_of(gradients: "list[WeightGradient]") -> Kernel:
+    """That of a launch of these products, which are of one dtype."""
+    few = all(min(gradient.acc.shape) <= 8 for gradient in gradients)
+    return lora_kernel("lora_gradients_v2", gradients[0].x.dtype, 8 if few else 16)
+
+
 def _wide_and_thin(dy: Tensor, x: Tensor) -> "tuple[Tensor, Tensor]":
     return (dy, x) if x.shape[1] <= dy.shape[1] else (x, dy)
+
+
+def _fits(gradient: WeightGradient) -> bool:
+    """Whether the kernel reads and writes these tensors as they lie in memory."""
+    acc, dy, x, _, _ = gradient
+    dtype = x.dtype
+    wide, thin = _wide_and_thin(dy, x)
+    tokens, width = wide.shape
+    rank = thin.shape[1]
+    if not (0 < rank <= MAX_RANK and 0 < tokens <= MAX_TOKENS):
+        return False
+    if dtype not in FLOAT_DTYPES or dy.dtype != dtype:
+        return False
+    step, column_step = wide.stride()
+    group = 16 // dtype.itemsize
+    return (
+        column_step == 1
+        and width % group == 0
+        and step % group == 0
+        and wide.data_ptr() % 16 == 0
+        and (rank == 1 or thin.stride(1) == 1)
+        and acc.is_contiguous()
+        and not (dy.is_neg() or x.is_neg() or acc.is_neg())
+    )
 
 
 def lora_kernel_takes(gradient: WeightGradient) -> bool:
@@ -103,71 +134,46 @@ def lora_kernel_takes(gradient: WeightGradient) -> bool:
     Args:
         gradient: whose tensors fit each other.
     """
-    acc, dy, x, _, _ = gradient
-    rank = min(acc.shape)
-    # What is most often false comes first: each call counts on a slow host.
-    if not (takes(acc.device) and 0 < rank <= MAX_RANK and 0 < len(x) <= MAX_TOKENS):
-        return False
-    dtype = dy.dtype
-    if dtype not in FLOAT_DTYPES or x.dtype != dtype or acc.dtype != torch.float32:
-        return False
-    wide, thin = _wide_and_thin(dy, x)
-    group = 16 // dtype.itemsize
-    return (
-        wide.shape[1] % group == 0
-        and wide.stride(0) % group == 0
-        and wide.stride(1) == 1
-        and wide.data_ptr() % 16 == 0
-        and (thin.stride(1) == 1 or rank == 1)
-        and not (dy.is_neg() or x.is_neg() or acc.is_neg())
-        and acc.is_contiguous()
-        and usable(acc.device, lora_kernel("lora_gradients_v2", dtype, 8 if rank <= 8 else 16))
-    )
+    device = gradient.acc.device
+    return takes(device) and _fits(gradient) and usable(device, _kernel_of([gradient]))
 
 
 def launch_lora_gradients(gradients: "list[WeightGradient]"):
-    """Launch lora_gradients_v2, once for up to 8 products of one dtype.
+    """Launch lora_gradients_v2, once for up to 8 products.
 
     Args:
-        gradients: that lora_kernel_takes, on one device. No two have the same acc.
+        gradients: that lora_kernel_takes, of one dtype, on one device. No two have the same acc.
     """
-    by_dtype: "dict[torch.dtype, list[WeightGradient]]" = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.x.dtype, []).append(gradient)
-    for dtype, some in by_dtype.items():
-        for start in range(0, len(some), MAX_PRODUCTS):
-            _launch(dtype, some[start : start + MAX_PRODUCTS])
+    kernel = _kernel_of(gradients)
+    for start in range(0, len(gradients), MAX_PRODUCTS):
+        _launch(kernel, gradients[start : start + MAX_PRODUCTS])
     torch.autograd.graph.increment_version([gradient.acc for gradient in gradients])
 
 
-def _launch(dtype: torch.dtype, gradients: "list[WeightGradient]"):
-    packed = b""
+def _launch(kernel: Kernel, gradients: "list[WeightGradient]"):
+    values: "list[float]" = []
     tiles = 0
-    ranks = 8
     for acc, dy, x, alpha, overwrite in gradients:
         wide, thin = _wide_and_thin(dy, x)
-        width, rank = wide.shape[1], thin.shape[1]
-        packed += _PRODUCT.pack(
+        width = wide.shape[1]
+        values += [
             wide.data_ptr(),
             thin.data_ptr(),
             acc.data_ptr(),
             wide.stride(0),
             thin.stride(0),
             width,
-            rank,
+            thin.shape[1],
             tiles,
             thin is dy,
             overwrite,
             alpha,
-        )
+        ]
         tiles += -(-width // TILE)
-        if rank > 8:
-            ranks = 16
-    kernel = lora_kernel("lora_gradients_v2", dtype, ranks)
-    launch = kernel[tiles, kernel.bound]
-    packed = packed.ljust(MAX_PRODUCTS * _PRODUCT.size, b"\0")
+    values += [0] * (MAX_PRODUCTS * _VALUES - len(values))
     first = gradients[0].x
-    arguments = packed, len(gradients), len(first)
+    arguments = _PRODUCTS.pack(*values), len(gradients), len(first)
+    launch = kernel[tiles, kernel.bound]
     if not first.is_cuda:
         launch(*arguments, tensors=[_memory(t) for g in gradients for t in g[:3]])
     elif first.get_device() == torch.cuda.current_device():
@@ -197,7 +203,7 @@ def add_lora_gradients_(gradients: "list[WeightGradient]"):
     acc that several products have gets them one after the other, by torch.addmm.
 
     Args:
-        gradients: on one device, of the same N.
+        gradients: on one device, of the same N; none: nothing happens.
 
     Raises:
         ArgumentError: with nothing changed, for shapes or devices that do not fit each other, and
@@ -213,24 +219,33 @@ def add_lora_gradients_(gradients: "list[WeightGradient]"):
         >>> torch.allclose(dB, 1 + 0.5 * dy.T @ u, atol=1e-6)
         True
     """
+    if not gradients:
+        return
+    rows = gradients[0].x.shape[:1]
+    device = gradients[0].acc.device
     for acc, dy, x, _, _ in gradients:
-        same_rows = len(dy) == len(x) == len(gradients[0].x)
-        if acc.shape != (*dy.shape[1:], *x.shape[1:]) or not same_rows:
+        same_rows = dy.shape[:-1] == rows == x.shape[:-1]
+        if not same_rows or acc.shape != (dy.shape[-1], x.shape[-1]):
             raise ArgumentError(
                 f"acc has shape {tuple(acc.shape)}, dy {tuple(dy.shape)} and x {tuple(x.shape)}; "
                 "expected (out, in), (N, out) and (N, in), with the same N for all products"
             )
-        if acc.dtype != torch.float32 or not acc.device == dy.device == x.device:
+        if acc.dtype != torch.float32 or not device == acc.device == dy.device == x.device:
             raise ArgumentError(
                 f"acc is {acc.dtype} on {acc.device}, dy on {dy.device} and x on {x.device}; "
-                "expected a torch.float32 acc, and one device"
+                f"expected a torch.float32 acc, and all on {device}"
             )
-    counts = collections.Counter(gradient.acc.data_ptr() for gradient in gradients)
-    launched = []
+    counts = collections.Counter([gradient.acc.data_ptr() for gradient in gradients])
+    by_dtype: "dict[torch.dtype, list[WeightGradient]]" = {}
+    on_kernels = takes(device)
     for gradient in gradients:
-        if counts[gradient.acc.data_ptr()] == 1 and lora_kernel_takes(gradient):
-            launched.append(gradient)
+        if on_kernels and counts[gradient.acc.data_ptr()] == 1 and _fits(gradient):
+            by_dtype.setdefault(gradient.x.dtype, []).append(gradient)
         else:
             reference_weight_gradient(gradient)
-    if launched:
-        launch_lora_gradients(launched)
+    for some in by_dtype.values():
+        if usable(device, _kernel_of(some)):
+            launch_lora_gradients(some)
+        else:
+            for gradient in some:
+                reference_weight_gradient(gradient)

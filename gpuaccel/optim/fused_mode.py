@@ -173,6 +173,8 @@ class FusedMode(ArenaMode):
         self._slices: "list[_ProductSlice]" = []
         # Frozen weights that lie side by side -> their addresses.
         self._frozen: "dict[Tensor, int]" = {}
+        # Address of a LoRA factor's slice of arena.grads -> the slice, in a storage of its own.
+        self._factor_grads: "dict[int, Tensor]" = {}
         index = {id(p): i for i, p in enumerate(arena.params)}
         least = _least_elements(arena)
         for layer in arena.module.modules():
@@ -253,8 +255,20 @@ class FusedMode(ArenaMode):
             weight.data = own_storage(piece)
             self._frozen[weight] = weight.data_ptr()
             self._fused[layer] = first = FrozenLinear(layer, None)
+            if isinstance(layer, LoRALinear):
+                for factor in (layer.lora_A, layer.lora_B):
+                    self._give_own_storage(self._fused[factor])
         # As in _add_joint().
         first.joint = Joint(joint, None, takes(joint.device))
+
+    def _give_own_storage(self, fused: FusedForward):
+        """Let torch.compile see the gradient's slice as a tensor of its own.
+
+        One operation writes several of them. Inductor would copy all that share a storage."""
+        grad = fused.grad
+        assert grad is not None
+        # Factors with one weight have one slice.
+        fused.grad = self._factor_grads.setdefault(grad.data_ptr(), own_storage(grad))
 
     # ---- while backward runs ----
 

@@ -14,6 +14,7 @@ from torch.func import functional_call
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn import fused_forward, fused_linear, fused_linears
+from gpuaccel.ops import lora_gradients
 from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.lora import BLOCK_NORMS
@@ -88,6 +89,19 @@ def joined(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """Grows by the number of products of each launch that adds gradients of factors."""
+    sizes, launch = [], lora_gradients._launch
+
+    def note(kernel, gradients):
+        sizes.append(len(gradients))
+        launch(kernel, gradients)
+
+    monkeypatch.setattr(lora_gradients, "_launch", note)
+    return sizes
+
+
 # ---- values and gradients ----
 
 
@@ -141,6 +155,16 @@ class Heads(nn.Module):
 
     def forward(self, x):
         return torch.cat(fused_linears(x, self.w_q, self.w_k, self.w_v), -1)
+
+
+class Wide(Heads):
+    """The same, of widths that are whole groups of 16 bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_q = nn.Linear(24, 40, bias=False)
+        self.w_k = nn.Linear(24, 16, bias=False)
+        self.w_v = nn.Linear(24, 24, bias=False)
 
 
 def heads(device="cpu", dtype=torch.float32, bias=False, **options):
@@ -228,9 +252,10 @@ def test_second_derivatives_are_those_of_torch(device, autocast, joined):
         close(got, want, f"second derivative by {name}", bound)
 
 
-def test_a_hook_on_a_factor_sees_its_gradient_and_a_frozen_factor_gets_none(joined):
-    model, plain = heads()
-    x = rows()
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_hook_on_a_factor_sees_its_gradient_and_a_frozen_factor_gets_none(device, joined):
+    model, plain = heads(device)
+    x = rows(device)
     plain(x).sin().sum().backward()
     arena, seen = Arena(model), []
     with GradientAccumulator(arena, "fused") as accumulator:
@@ -245,6 +270,72 @@ def test_a_hook_on_a_factor_sees_its_gradient_and_a_frozen_factor_gets_none(join
         close(totals["w_v.lora_B.weight"], plain.w_v.lora_B.weight.grad, "B beside a frozen A")
         assert not totals["w_v.lora_A.weight"].any()
     assert joined == [2]
+
+
+# ---- one launch for the factors' gradients ----
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_one_launch_adds_what_a_product_each_added(device, dtype, targets, launches, monkeypatch):
+    """Both sum in fp32; a second run is bit-identical. Layers without a joint product have none."""
+    model, _ = adapted(device, dtype, targets)
+
+    def sums_of(module):
+        arena = Arena(module)
+        with GradientAccumulator(arena, "fused") as accumulator:
+            for seed in (1, 2):
+                objective(module(tokens(device, seed))).backward()
+            accumulator.finish()
+            return {name: t.clone() for name, t in sums(arena).items()}
+
+    got, again, other = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
+    got = sums_of(got)
+    # A dA and a dB of each layer, in each of two blocks.
+    count = 2 * len(set(targets).intersection(NAMES))
+    assert launches == [count] * 4 if count else not launches
+    for name, t in sums_of(again).items():
+        same(t, got[name], name)
+    launches.clear()
+    monkeypatch.setattr(lora_gradients, "_fits", lambda gradient: False)
+    for name, t in sums_of(other).items():
+        close(got[name], t, name)
+    assert not launches
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_products_that_the_kernel_does_not_take_are_added_one_by_one(device, launches):
+    """Outputs of 15 and 20 columns; backend torch; ranks above 16."""
+    on_kernels = ga.backend().name != "torch"
+    for cls, rank, taken in ((Heads, 4, [2]), (Wide, 16, [4]), (Wide, 17, [])):
+        model = ga.apply_lora(cls().to(device), rank=rank, alpha=6, seed=0)
+        nn.init.normal_(model.w_q.lora_B.weight)
+        plain = copy.deepcopy(model)
+        arena = Arena(model)
+        with GradientAccumulator(arena, "fused"):
+            model(rows(device)).sin().sum().backward()
+            plain(rows(device)).sin().sum().backward()
+            sums_agree(arena, plain)
+        assert launches == (taken if on_kernels else [])
+        launches.clear()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_factor_that_two_layers_share_gets_the_gradients_of_both(device, launches):
+    """One launch must not write a sum twice."""
+    torch.manual_seed(0)
+    model = ga.apply_lora(Wide().to(device), rank=4, alpha=6, seed=0)
+    model.w_v.lora_A = model.w_q.lora_A
+    for layer in (model.w_q, model.w_v):
+        nn.init.normal_(layer.lora_B.weight)
+    plain = copy.deepcopy(model)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        model(rows(device)).sin().sum().backward()
+        plain(rows(device)).sin().sum().backward()
+        sums_agree(arena, plain)
+    assert launches == ([2] if ga.backend().name != "torch" else [])
 
 
 # ---- where each layer is called ----
@@ -463,6 +554,38 @@ def test_compiled_whole_it_has_the_sums_of_eager_and_copies_nothing(device, targ
         close(got, want, what)
 
 
+@needs_a_cpp_compiler
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_compiled_the_sums_of_the_factors_are_bit_identical_to_those_of_eager(device, launches):
+    """And some factors alone, as in a backward for some inputs."""
+    torch.manual_seed(0)
+    model = ga.apply_lora(Wide().to(device), rank=4, alpha=6, seed=0)
+    for layer in (model.w_q, model.w_v):
+        nn.init.normal_(layer.lora_B.weight)
+    x, dy = rows(device), rows(device, (3, 5, 80)).detach()
+    results = []
+    torch._dynamo.reset()
+    try:
+        for compiled in (False, True):
+            module = copy.deepcopy(model)
+            arena = Arena(module)
+            with GradientAccumulator(arena, "fused") as accumulator:
+                if compiled:
+                    module.compile(dynamic=False, fullgraph=True)
+                for some in (None, [module.w_q.lora_B.weight, module.w_v.lora_A.weight]):
+                    module(x).backward(dy, inputs=some)
+                    accumulator.finish()
+                    results.append({name: t.clone() for name, t in sums(arena).items()})
+    finally:
+        torch._dynamo.reset()
+    both, more = results[:2], results[2:]
+    for eager, compiled in zip(both, more, strict=True):
+        for name, t in eager.items():
+            same(compiled[name], t, name)
+    assert all(t.any() for t in both[0].values())
+    assert launches == ([4, 2] * 2 if ga.backend().name != "torch" else [])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_the_operations(dtype):
     def random(*shape):
@@ -477,4 +600,9 @@ def test_opcheck_of_the_operations(dtype):
     torch.library.opcheck(
         torch.ops.gpuaccel.lora_linears_backward.default,
         (random(2, 5, 9), weight, random(3, 6), bs, starts, scalings),
+    )
+    accs = [random(2, 6).float(), random(4, 2).float()]
+    torch.library.opcheck(
+        torch.ops.gpuaccel.add_lora_gradients_.default,
+        (accs, [random(2, 5, 2), random(2, 5, 4)], [random(2, 5, 6), random(2, 5, 2)], [1.0, 0.5]),
     )

@@ -467,7 +467,7 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
     models = [Block(config).to(device) for _ in range(2)]
     x = torch.randn(2, 8, 64, device=device)
     models[1].load_state_dict(models[0].state_dict())
-    add = fused_linear._add_product
+    add = fused_linear.reference_weight_gradient
     rope, weight = rotary_table(8, 16, 10_000.0).to(device), torch.randn(2, 8, 64, device=device)
     found, joined = [], []
     try:
@@ -478,12 +478,13 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
                     model.compile(dynamic=False)
                 joint = fused_forward(model.gate).joint.grad
 
-                def add_and_note(acc, *rest, joint=joint, compiled=compiled):
+                def add_and_note(gradient, joint=joint, compiled=compiled):
+                    acc = gradient.acc
                     if acc.data_ptr() == joint.data_ptr() and acc.shape == joint.shape:
                         joined.append(compiled)
-                    add(acc, *rest)
+                    add(gradient)
 
-                monkeypatch.setattr(fused_linear, "_add_product", add_and_note)
+                monkeypatch.setattr(fused_linear, "reference_weight_gradient", add_and_note)
                 y = model(given, rope)
                 (y * weight).sum().backward()
                 found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))
@@ -590,13 +591,13 @@ def test_conv1d_has_the_values_and_gradients_of_transformers(
     conv1d, device, dtype, tied, monkeypatch
 ):
     """Over two backwards; the weight is (in, out), as its slice of the arena."""
-    add, products = fused_linear._add_product, []
+    add, products = fused_linear.reference_weight_gradient, []
 
-    def add_and_note(acc, *rest):
-        products.append(tuple(acc.shape))
-        add(acc, *rest)
+    def add_and_note(gradient):
+        products.append(tuple(gradient.acc.shape))
+        add(gradient)
 
-    monkeypatch.setattr(fused_linear, "_add_product", add_and_note)
+    monkeypatch.setattr(fused_linear, "reference_weight_gradient", add_and_note)
     model, plain = mlps(conv1d, device, dtype, tied=tied)
     arena = Arena(model)
     with GradientAccumulator(arena, "fused") as accumulator:

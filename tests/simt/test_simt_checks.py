@@ -459,6 +459,10 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
         "< -> <= in `for (int k = 0; k < HEADS; k++) {` (2)",
     ): "one round more, for a head that no row has",
     (
+        "lora_gradients_v2",
+        "< -> <= in `for (int start = 0; start < tokens; start += PIECE) {`",
+    ): "one round more, of zeros",
+    (
         "rms_norm_forward_v3",
         "< -> <= in `for (int k = 0; k < GROUPS; k++) {`",
     ): "one round more, whose groups lie behind the row's end",
