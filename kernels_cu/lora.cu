@@ -31,7 +31,7 @@
 #define MAX_PRODUCTS 8
 #endif
 #ifndef RANKS
-#define RANKS 16              // ranks that registers have room for, 8 or 16; a product may have less
+#define RANKS 16              // ranks there are registers for, 8 or 16; a product may have fewer
 #endif
 #define THREADS 256
 #define TILE 32               // columns of a thread block
