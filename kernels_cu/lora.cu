@@ -125,13 +125,40 @@ __device__ __forceinline__ void load_thin(Quad (&to)[QUADS], const DATA_T* from,
 __device__ __forceinline__ void load_wide(Group (&to)[STEPS][GROUPS], const DATA_T* from,
                                           long long step, int tokens, int groups) {
     #pragma unroll
-    for (int s = 0; s < STEPS; s++)
+    for (int s = 0; s < STEPS; s++, from += step)
         #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             to[s][g].all = make_uint4(0, 0, 0, 0);
             if (s * STEP < tokens && g < groups)
-                to[s][g].all = reinterpret_cast<const uint4*>(from + s * step)[g];
+                to[s][g].all = reinterpret_cast<const uint4*>(from)[g];
         }
+}
+
+// sum += x r^T over the tokens of a piece.
+__device__ __forceinline__ void multiply(float (&sum)[RANKS * COLUMNS],
+                                         const Group (&wide)[STEPS][GROUPS], const float4* row) {
+    #pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        float4 x[COLUMNS / 4];
+        #pragma unroll
+        for (int h = 0; h < COLUMNS / 4; h++)
+            x[h] = load4(wide[s][4 * h / WIDE].at, 4 * h % WIDE / 4);
+        #pragma unroll
+        for (int q = 0; q < RANKS / 4; q++) {
+            float4 four = row[s * STEP * (RANKS / 4) + q];
+            const float r[4] = {four.x, four.y, four.z, four.w};
+            #pragma unroll
+            for (int i = 0; i < 4; i++)
+                #pragma unroll
+                for (int h = 0; h < COLUMNS / 4; h++) {
+                    float* to = sum + (4 * q + i) * COLUMNS + 4 * h;
+                    to[0] = fmaf(x[h].x, r[i], to[0]);
+                    to[1] = fmaf(x[h].y, r[i], to[1]);
+                    to[2] = fmaf(x[h].z, r[i], to[2]);
+                    to[3] = fmaf(x[h].w, r[i], to[3]);
+                }
+        }
+    }
 }
 
 // Of the lanes that have the same columns, each keeps half of the sums and gives the other half.
@@ -146,7 +173,7 @@ __device__ __forceinline__ void exchange(float (&sum)[RANKS * COLUMNS], int othe
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) lora_gradients_v2(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) lora_gradients_v2(
     Products products,        // wide rows are made of aligned groups of 16 bytes
     int count, int tokens)
 {
@@ -176,48 +203,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) lora_gradients_v2(
     Group wide[STEPS][GROUPS];
     load_thin(thin, thin_from, thin_step, thin_tokens, p.rank - rank, whole);
     load_wide(wide, wide_from, wide_step, wide_tokens, groups);
-    #pragma unroll 1
-    for (int start = 0; start < tokens; start += PIECE) {
-        // Threads that are still in the piece before read the other half.
-        float4* rows = shared + start / PIECE % 2 * (PIECE * RANKS / 4);
-        const float4* own_row = rows + own * (RANKS / 4);
+    // Multiplies the piece that is loaded, and loads the next one. The pieces take turns in
+    // registers, and in shared memory, where other threads may still read the piece before.
+    auto piece = [&](Group (&now)[STEPS][GROUPS], Group (&next)[STEPS][GROUPS], float4* rows) {
         #pragma unroll
         for (int q = 0; q < QUADS; q++) rows[q * THREADS + threadIdx.x] = load4(thin[q].at, 0);
-        // The next piece. Loads stay in front of the barrier, and so ahead of all that follows it.
+        // Loads stay in front of the barrier, and so ahead of all that follows it.
         thin_from += QUADS * thin_step;
         thin_tokens -= PIECE;
         load_thin(thin, thin_from, thin_step, thin_tokens, p.rank - rank, whole);
         wide_from += STEPS * wide_step;
         wide_tokens -= PIECE;
-        Group next[STEPS][GROUPS];
         load_wide(next, wide_from, wide_step, wide_tokens, groups);
         __syncthreads();
-        #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            float4 x[COLUMNS / 4];
-            #pragma unroll
-            for (int h = 0; h < COLUMNS / 4; h++)
-                x[h] = load4(wide[s][4 * h / WIDE].at, 4 * h % WIDE / 4);
-            #pragma unroll
-            for (int q = 0; q < RANKS / 4; q++) {
-                float4 four = own_row[s * STEP * (RANKS / 4) + q];
-                const float r[4] = {four.x, four.y, four.z, four.w};
-                #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    #pragma unroll
-                    for (int h = 0; h < COLUMNS / 4; h++) {
-                        float* to = sum + (4 * q + i) * COLUMNS + 4 * h;
-                        to[0] = fmaf(x[h].x, r[i], to[0]);
-                        to[1] = fmaf(x[h].y, r[i], to[1]);
-                        to[2] = fmaf(x[h].z, r[i], to[2]);
-                        to[3] = fmaf(x[h].w, r[i], to[3]);
-                    }
-            }
-        }
-        #pragma unroll
-        for (int s = 0; s < STEPS; s++)
-            #pragma unroll
-            for (int g = 0; g < GROUPS; g++) wide[s][g] = next[s][g];
+        multiply(sum, now, rows + own * (RANKS / 4));
+    };
+    Group next[STEPS][GROUPS];
+    #pragma unroll 1
+    for (int start = 0; start < tokens; start += 2 * PIECE) {
+        piece(wide, next, shared);
+        if (start + PIECE >= tokens) break;
+        piece(next, wide, shared + PIECE * RANKS / 4);
     }
 
     // Of RANKS * COLUMNS sums a lane keeps RANKS: those from lane / LANES * RANKS on.

@@ -460,7 +460,7 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     ): "one round more, for a head that no row has",
     (
         "lora_gradients_v2",
-        "< -> <= in `for (int start = 0; start < tokens; start += PIECE) {`",
+        "< -> <= in `for (int start = 0; start < tokens; start += 2 * PIECE) {`",
     ): "one round more, of zeros",
     (
         "rms_norm_forward_v3",
