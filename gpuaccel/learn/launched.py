@@ -43,7 +43,7 @@ WHAT_IT_DOES = {
     "rotary_backward_v2": "the same, 16 bytes at a time",
     "lora_gradients_v2": "adds the gradients of LoRA's factors to the sums in the arena",
     "rms_norm_forward_v3": "adds to the residual stream and normalises each row (RMSNorm)",
-    "rms_norm_backward_v3": "the gradient of both, and of the norm's weight from 16 rows each",
+    "rms_norm_backward_v3": "the gradient of both, and of the norm's weight from 8 or 16 rows",
     "rms_norm_weight_v3": "adds up these parts of the weight's gradient",
     "richards_forward": "a learned activation: the curve, for each element",
     "richards_backward": "the gradients of that curve",

@@ -30,6 +30,9 @@ from ..errors import ArgumentError
 MAX_PRODUCTS = 8
 # The kernel keeps the sums of all ranks in registers. From rank 32 on tensor cores win.
 MAX_RANK = 16
+# Multiply-adds of a call. With more of them tensor cores win, though they take several launches:
+# bf16, rank 16, H100: 8192 wide columns and 4096 tokens are 2^29.
+MAX_MULTIPLY_ADDS = 2**29
 # Columns of a thread block (TILE of lora.cu).
 TILE = 32
 # The kernel counts tokens, and those that it loads ahead, in an int.
@@ -199,8 +202,9 @@ def add_lora_gradients_(gradients: "list[WeightGradient]"):
 
     The kernel takes products of ranks up to 16 (the smaller side of acc), in fp32, bf16 or fp16,
     whose wide matrix has rows of aligned groups of 16 bytes; a column slice of a matrix is not
-    copied. torch.addmm adds the others. Sums are fp32; those of the kernel are deterministic. An
-    acc that several products have gets them one after the other, by torch.addmm.
+    copied. torch.addmm adds the others, and all of them where they are many multiply-adds. Sums are
+    fp32; those of the kernel are deterministic. An acc that several products have gets them one
+    after the other, by torch.addmm.
 
     Args:
         gradients: on one device, of the same N; none: nothing happens.
@@ -237,7 +241,8 @@ def add_lora_gradients_(gradients: "list[WeightGradient]"):
             )
     counts = collections.Counter([gradient.acc.data_ptr() for gradient in gradients])
     by_dtype: "dict[torch.dtype, list[WeightGradient]]" = {}
-    on_kernels = takes(device)
+    multiply_adds = sum(gradient.acc.numel() * len(gradient.x) for gradient in gradients)
+    on_kernels = takes(device) and multiply_adds <= MAX_MULTIPLY_ADDS
     for gradient in gradients:
         if on_kernels and counts[gradient.acc.data_ptr()] == 1 and _fits(gradient):
             by_dtype.setdefault(gradient.x.dtype, []).append(gradient)

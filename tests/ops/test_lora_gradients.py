@@ -197,6 +197,20 @@ def test_what_the_kernel_does_not_take_is_added_by_torch(device, case, launches)
 
 
 @on_simt
+def test_many_multiply_adds_are_torchs(device, launches, monkeypatch):
+    some = gradients(30, [32, 40], [4, 16], torch.float32)
+    monkeypatch.setattr(module, "MAX_MULTIPLY_ADDS", 30 * (32 * 4 + 40 * 16))
+    add_lora_gradients_(copies(some))
+    assert launches == [2]
+    monkeypatch.setattr(module, "MAX_MULTIPLY_ADDS", 30 * (32 * 4 + 40 * 16) - 1)
+    wanted = [exact(gradient) for gradient in some]
+    add_lora_gradients_(some)
+    assert launches == [2]
+    for gradient, want in zip(some, wanted):
+        close(gradient, want, str(tuple(gradient.acc.shape)))
+
+
+@on_simt
 def test_a_sum_with_gaps_and_the_backend_torch_are_torchs(device, launches):
     some = gradients(9, [32, 32], [4, 4], torch.float32)
     some[0] = some[0]._replace(acc=strided(some[0].acc))
