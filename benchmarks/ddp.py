@@ -22,8 +22,6 @@ clocks have settled, and a step's time is that of its slowest rank. Variants tha
 workers of their own, which compile side by side. A rank that does not answer for 60 s ends its
 workers; what fails is named in the results, and the rest goes on.
 
-Each step that is replayed is traced once, on the first GPU: what its time goes to (traces.py).
-
 Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks,
 replayed and launched, and (ordered) on N GPUs and one. Each number of GPUs has a result file of its
 own, which also holds NCCL's settings in the environment (NCCL_*).
@@ -152,6 +150,9 @@ class Run:
     limit: seconds after which no further part begins
     """
 
+    # Of each group.
+    later: "dict[str, tuple[str, ...]]" = LATER
+
     def __init__(
         self,
         workers: RankWorkers,
@@ -264,7 +265,6 @@ class Run:
                 if name != ONE:
                     timers[name] = (workers, (group, name), count, False)
             times = self.turns(timers, replays)
-            traces = self.traced({name: timers[name] for name in times}) if replays else {}
             tokens = self.bench.rows * count * self.bench.config.T
             rows = {
                 name: {
@@ -273,7 +273,6 @@ class Run:
                     "of_one_gpu": times[ONE] / ms,
                     "exposed_ms": ms - times[EACH],
                     **self.clock_and_power(group, name, count),
-                    **({"groups": traces[name]} if name in traces else {}),
                 }
                 for name, ms in times.items()
             }
@@ -316,16 +315,6 @@ class Run:
         assert timers.keys() & {ONE, EACH} <= times.keys(), "the base has failed"
         return {name: statistics.median(values) for name, values in times.items()}
 
-    def traced(self, timers: dict) -> dict:
-        """name -> what the first GPU's time goes to in a step. timers: as for turns()."""
-        traces = {}
-        for name, (workers, key, count, alone) in timers.items():
-            try:
-                traces[name] = self.workers.ask(workers, "groups", key, count, alone)[0]
-            except WorkerError as error:
-                self.failed(f"trace of {', '.join(key)}, {count}", error)
-        return traces
-
     def end(self, group, name):
         """After all steps of a variant: finite losses, and the same bits on all ranks."""
         workers, variant = self.groups[group][name]
@@ -343,7 +332,7 @@ class Run:
         if self.is_late(group):
             return
         variants = self.groups[group]
-        later = [name for name in LATER.get(group, ()) if name in variants]
+        later = [name for name in self.later.get(group, ()) if name in variants]
         first = [name for name in variants if name not in later]
         if group not in MADE_FIRST:
             self.make({group: {name: variants[name] for name in first}})
@@ -511,10 +500,12 @@ def measure(
     parts=PARTS,
     keep=lambda results: None,
     groups=GROUPS,
+    kind=Run,
 ) -> dict:
     """Everything (or some parts) for one number of ranks.
 
-    keep(results): called at the end, also where an error or a signal ends the measurement"""
+    keep(results): called at the end, also where an error or a signal ends the measurement
+    kind: of Run"""
     clock, home = Clock(), groups[REPLAYED][ONE][0]
     groups = {
         group: {
@@ -528,7 +519,7 @@ def measure(
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
     with RankWorkers(sets, ranks, bench.device) as workers:
-        run = Run(workers, bench, groups, home, limit, clock)
+        run = kind(workers, bench, groups, home, limit, clock)
         try:
             run.all(buckets, parts)
         finally:

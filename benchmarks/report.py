@@ -867,7 +867,7 @@ def ddp_table() -> str:
             f"**{n} GPUs**",
             ddp_rows(r, int(n)),
             ddp_peer(r, int(n)),
-            ddp_traces(r),
+            ddp_traces(n),
             ddp_bits(r),
             ddp_facts(r),
             conditions(result),
@@ -961,34 +961,35 @@ def captured_measured(r, count: str) -> bool:
     return any(names.keys() & {"DDP", "FSDP2"} for names in groups)
 
 
-def ddp_traces(r) -> str:
-    """Where the time of replayed steps goes on the first GPU: ours, and torch's DDP and FSDP2."""
+def ddp_traces(n: str) -> str:
+    """Where the time of replayed steps goes on the first of n GPUs."""
+    result = load(f"ddp_traces_{n}gpus")
+    if result is None:
+        return ""
     rows = []
-    for group, measured in r["groups"].items():
-        for count, variants in measured.items():
+    for group, counts in result["results"][n]["groups"].items():
+        for count, variants in counts.items():
             for name, m in variants.items():
-                if "groups" not in m or name.endswith(", again"):
-                    continue
                 groups = m["groups"]
                 parts = [groups[part] for part in (*COMPUTING, "exposed")]
-                communication = f"{groups['communication']:.1f} ms, {groups['exposed']:.1f} exposed"
+                communication = f"{groups['communication']:.1f}, exposed {groups['exposed']:.1f}"
                 rows.append(
                     (
                         f"{group}: {name}; {count}",
                         *(f"{ms:.1f}" for ms in parts[:-1]),
-                        communication if groups["communication"] else "none",
+                        communication if groups["communication"] >= 0.05 else "none",
                         f"{m['ms'] - sum(parts):.1f}",
                         f"{m['ms']:.1f} ms",
                     )
                 )
-    if not rows:
-        return ""
     head = "step; micro-batches", *GROUPS_HEAD[1:5], "communication", *GROUPS_HEAD[5:]
     return section(
         paragraph(
-            "Where the time of a replayed step goes on the first GPU, in ms:",
+            "Where the time of a replayed step goes on the first GPU, in ms, in a run of its own",
+            "(`benchmarks/ddp_traces.py`):",
         ),
         markdown(head, rows),
+        conditions(result),
     )
 
 

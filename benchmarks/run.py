@@ -44,9 +44,9 @@ class Benchmark(NamedTuple):
 
 # In this order.
 ALL = {
-    "step": Benchmark(230),
-    "transformers_step": Benchmark(120, 1, ("transformers",)),
-    "lora": Benchmark(90, 1, ("peft",)),
+    "step": Benchmark(250),
+    "transformers_step": Benchmark(135, 1, ("transformers",)),
+    "lora": Benchmark(110, 1, ("peft",)),
     "graphs": Benchmark(160),
     "train": Benchmark(60),
     "accumulate": Benchmark(95),
@@ -59,6 +59,7 @@ ALL = {
     "models": Benchmark(240, 0, ("transformers",)),
     "cpu": Benchmark(60, 0),
     "ddp": Benchmark(300, 2),
+    "ddp_traces": Benchmark(210, 2),
     "faults": Benchmark(1200, 0),
 }
 # They measure a CPU: on a machine with a GPU they run by name only.
@@ -79,6 +80,8 @@ def result_paths(name: str, here: dict) -> "list[pathlib.Path]":
     if name == "models":
         return [RESULTS / "models.json"]
     folder = RESULTS / folder_of(here["gpu"] if ALL[name].gpus else "none")
+    if name == "ddp_traces":
+        return [folder / f"ddp_traces_{here['gpus']}gpus.json"]
     if name == "ddp":
         return [folder / f"ddp_{n}gpus.json" for n in (2, 4) if n <= here["gpus"]]
     return [folder / f"{name}.json"]

@@ -6,9 +6,10 @@
 
 Milliseconds of one step. The groups are those of a step's limit (limits.py): products, attention,
 the tail (sums of gradients, norm, clipping, optimizer, bf16 copies of weights), and all other
-kernels and copies. Communication between GPUs runs beside them; `exposed` is the part of it beside
-which nothing else runs. What a step takes longer, without the profiler, than the groups and what is
-exposed is between its kernels.
+kernels. Where several run at once, the time counts once, for the first of them in this order:
+products, attention, rest, tail, communication. So `exposed` is the time in which communication runs
+and nothing else; `communication` is all of its time. What a step takes longer, without the
+profiler, than the groups and what is exposed is between its kernels.
 """
 
 import re
@@ -18,8 +19,9 @@ from gpuaccel.measure.profiler import profiled
 REST, COMMUNICATION = "rest", "communication"
 # What a name holds. The first group that matches has the kernel.
 GROUPS = {
-    # NCCL's kernels, copies to another GPU, and our sums of what other GPUs have copied here.
-    COMMUNICATION: r"nccl|PtoP|peers_",
+    # NCCL's kernels, copies (in a step all large ones are between GPUs), and our sums of what has
+    # been copied from other GPUs.
+    COMMUNICATION: r"nccl|^memcpy|peers_",
     # cuDNN's and flash attention's; before products, because some are made of CUTLASS.
     "attention": r"cudnn|flash|fmha|attention",
     # cuBLAS's, and Triton's where torch.compile has taken them.
@@ -55,19 +57,24 @@ def kernel_groups(run) -> "dict[str, float]":
 
 def in_groups(events: "list[dict]", steps: int) -> "dict[str, float]":
     """Group -> milliseconds of one of so many steps. events: with name, and ts and dur in us."""
-    us = dict.fromkeys(("products", "attention", REST, "tail", COMMUNICATION, "exposed"), 0.0)
-    beside: "list[tuple[float, float]]" = []
-    communicates: "list[tuple[float, float]]" = []
+    spans: "dict[str, list[tuple[float, float]]]" = {
+        group: [] for group in ("products", "attention", REST, "tail", COMMUNICATION)
+    }
     for event in events:
-        group, span = group_of(event["name"]), (event["ts"], event["ts"] + event["dur"])
-        us[group] += event["dur"]
-        (communicates if group == COMMUNICATION else beside).append(span)
-    us["exposed"] = covered(communicates + beside) - covered(beside)
+        spans[group_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
+    us, counted, before = {}, [], 0.0
+    for group, its in spans.items():
+        counted += its
+        total = covered(counted)
+        us[group] = total - before
+        before = total
+    us["exposed"] = us[COMMUNICATION]
+    us[COMMUNICATION] = covered(spans[COMMUNICATION])
     return {group: value / 1e3 / steps for group, value in us.items()}
 
 
 def covered(spans: "list[tuple[float, float]]") -> float:
-    """How long at least one of these spans (start, stop) lasts."""
+    """How long at least one of these spans (start, stop) is."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(stop - max(start, end), 0.0)

@@ -531,7 +531,7 @@ def test_clip_and_tail_run(on_simt):
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>", "rest"),
         ("triton_poi_fused__unsafe_view_mul_silu_6", "rest"),
         ("rms_norm_backward_v3", "rest"),
-        ("Memcpy DtoD (Device -> Device)", "rest"),
+        ("Memcpy DtoD (Device -> Device)", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         (
             "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -544,21 +544,23 @@ def test_a_kernel_is_in_the_group_of_its_work(scripts, name, group):
     assert scripts("traces").group_of(name) == group
 
 
-def test_communication_is_exposed_where_nothing_runs_beside_it(scripts):
+def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside_it(scripts):
     events = [
         {"name": "nvjet_a", "ts": 0.0, "dur": 1000.0},
         {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
         {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
+        # From 900 to 1,000 us beside a product.
+        {"name": "rms_norm_backward_v3", "ts": 900.0, "dur": 200.0},
         {"name": "rms_norm_backward_v3", "ts": 1600.0, "dur": 100.0},
     ]
     assert scripts("traces").in_groups(events, 2) == {
         "products": 0.5,
         "attention": 0.0,
-        "rest": 0.05,
+        "rest": 0.1,
         "tail": 0.0,
-        "communication": 0.95,
-        # From 1,000 to 2,200 us, without the 100 of the norm.
-        "exposed": 0.55,
+        # From 500 to 2,200 us.
+        "communication": 0.85,
+        "exposed": 0.5,
     }
 
 
@@ -1036,10 +1038,11 @@ def test_run_leaves_out_in_words_what_cannot_run(scripts, monkeypatch, tmp_path)
     assert left_out["faults"] == 'measures a CPU: make bench ONLY="faults"'
     absent = {name for name, needs in run.ALL.items() if needs.modules}
     assert absent == {"lora", "models", "transformers_step"}
-    assert set(todo) == run.ALL.keys() - {"cpu", "ddp", "faults", *absent}
+    assert set(todo) == run.ALL.keys() - {"cpu", "ddp", "ddp_traces", "faults", *absent}
     assert run.chosen(["faults", "clip"], False, ONE_GPU) == (["faults", "clip"], {})
     minutes = sum(run.ALL[name].seconds for name in (*todo, *absent)) / 60
-    assert minutes <= 25
+    # As the documentation says.
+    assert 25 <= minutes <= 30
 
 
 def test_run_goes_on_where_it_was_interrupted(scripts, monkeypatch, tmp_path):
@@ -1575,8 +1578,8 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     assert "equal to one GPU" in checks["ordered"]
     equal = [m for variants in r["equal_on_all_ranks"].values() for m in variants.values()]
     assert all(m["equal"] for m in equal)
-    # Turns of replayed steps are longer, and these are traced.
-    assert sorted(m["steps"] for m in equal) == [4] * 3 + [7 + 2 * scripts("traces").STEPS] * 7
+    # Turns of replayed steps are longer.
+    assert sorted(m["steps"] for m in equal) == [4] * 3 + [7] * 7
     for answer in r["made"][ddp.CAPTURED]["DDP"]:
         assert answer["replay_apart"] < ranks.REPLAY_ERROR
         assert answer["gradients"] in ("set to None", "zeroed in place")
@@ -1625,9 +1628,7 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     table = report.ddp_table()
     # Bits: three checks of deterministic steps, and each number of steps.
     bits = 3 + len({m["steps"] for m in equal})
-    # What is replayed, with both numbers of micro-batches.
-    traces = 2 * (3 * 3 + 7)
-    assert table.count("\n|---") == 5 and table.count("\n| ") == 5 + 22 + traces + bits + 1 + 3
+    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 22 + bits + 1 + 3
     assert table.count("(goal ") == 2 * 2 + 2 + 1 + bits and CONDITIONS in table
     assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
     words = " ".join(table.split())
@@ -1637,6 +1638,41 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
         assert f'With {micro_batches} the fastest of torch is "{fastest}: {name}"' in words
     assert table.count(r"failed: RuntimeError: a \| b") == 2
     assert "NCCL 9 with `NCCL_X=1`.\n\nFailed or left out: bits." in table
+
+
+def test_ddp_traces_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
+    ranks, traces = scripts("ddp_ranks"), scripts("ddp_traces")
+    bench = ranks.Bench(
+        dataclasses.replace(SMALL, hidden=64, intermediate=128),
+        rows=2,
+        micro_batches=(4, 1),
+        device="cpu",
+        compile=False,
+        graph=False,
+    )
+    some = {
+        group: {name: groups[group][name] for name in names}
+        for group, names in traces.TRACED.items()
+    }
+    r = traces.traced(bench, 2, groups=some)
+    assert r["failed"] == {} and r["left_out"] == []
+    for group, names in traces.TRACED.items():
+        for count in ("4", "1"):
+            rows = r["groups"][group][count]
+            assert list(rows) == [ddp.ONE, ddp.EACH, *names[1:]]
+            # Nothing runs on a GPU here.
+            assert all(set(row["groups"].values()) == {0.0} for row in rows.values())
+    traces.show(r)
+    row = r["groups"][ddp.REPLAYED]["4"]["sharded"]
+    row["ms"] = 10.0
+    row["groups"] |= {"products": 5.0, "tail": 1.5, "communication": 4.0, "exposed": 1.0}
+    report = scripts("report")
+    result = {**FACTS, "results": {"2": json.loads(json.dumps(r))}}
+    monkeypatch.setattr(report, "load", {"ddp_traces_2gpus": result}.get)
+    table = report.ddp_traces("2")
+    expected = "sharded; 4 | 5.0 | 0.0 | 0.0 | 1.5 | 4.0, exposed 1.0 | 2.5 | 10.0 ms |"
+    assert expected in table and table.count("\n| ") == 1 + 2 * (3 + 5) and CONDITIONS in table
+    assert report.ddp_traces("4") == ""
 
 
 class ScriptedWorkers:
@@ -1712,10 +1748,7 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
         other = "other" if key == (ddp.REPLAYED, "ordered") else "one"
         return [["one", 2.0, 8], [other, 2.0, 8]]
 
-    def traced(key, count, alone):
-        return [{"products": count / 8}, None if alone else {"products": 9.0}]
-
-    workers = ScriptedWorkers(make=making, times=times, last=last, groups=traced)
+    workers = ScriptedWorkers(make=making, times=times, last=last)
     run = ddp.Run(workers, bench, groups, "all")
     run.all((), ddp.PARTS[:-2])
     run.memory()
@@ -1724,15 +1757,13 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
     captured, replayed = r["groups"][ddp.CAPTURED], r["groups"][ddp.REPLAYED]
     assert r["fastest_torch"] == {"4": ddp.CAPTURED, "1": ddp.CAPTURED}
     keys = {"ms", "tokens_per_s_per_gpu", "of_one_gpu", "exposed_ms"}
-    assert captured["4"]["DDP"].keys() == replayed["4"][ddp.ONE].keys() == {*keys, "groups"}
-    assert r["groups"][ddp.OURS_EAGER]["4"]["all-reduce"].keys() == {*keys, "times_torch"}
+    assert captured["4"]["DDP"].keys() == replayed["4"][ddp.ONE].keys() == keys
     assert r["groups"][ddp.OURS_EAGER]["1"]["all-reduce"]["times_torch"] == 1.25
     assert replayed["4"]["all-reduce"] == {
         "ms": 60.0,
         "tokens_per_s_per_gpu": 2000.0,
         "of_one_gpu": pytest.approx(2 / 3),
         "exposed_ms": 12.0,
-        "groups": {"products": 0.5},
         "times_torch": 1.25,
     }
     assert timed == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
