@@ -64,16 +64,11 @@ def main():
     ranks = torch.cuda.device_count()
     config, size = memory.models_that_fit(GIB)[0]
     with measuring_here():
-        results = traced(Bench(config), ranks)
-    results = plain({key: results[key] for key in ("ranks", "groups", "failed")})
-    write(
-        f"ddp_traces_{ranks}gpus",
-        {str(ranks): results},
-        script="ddp_traces",
-        size=size,
-        gpus=ranks,
-    )
-    show(results)
+        r = traced(Bench(config), ranks)
+        r = plain({key: r[key] for key in ("ranks", "groups", "failed")})
+        name = f"ddp_traces_{ranks}gpus"
+        write(name, {str(ranks): r}, script="ddp_traces", size=size, gpus=ranks)
+    show(r)
 
 
 if __name__ == "__main__":
