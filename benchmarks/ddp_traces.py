@@ -38,14 +38,10 @@ class TracedRun(Run):
                 row["groups"] = answers[0]
 
 
-def traced(bench: Bench, ranks: int, **options) -> dict:
-    """The measurement, as ddp.measure() returns it."""
-    groups = {
-        group: {name: GROUPS[group][name] for name in names} for group, names in TRACED.items()
-    }
-    return measure(
-        bench, ranks, (), parts=tuple(groups), **{"groups": groups, **options}, kind=TracedRun
-    )
+def traced(bench: Bench, ranks: int, groups: dict = GROUPS) -> dict:
+    """The measurement, as ddp.measure() returns it. groups: as ddp.GROUPS."""
+    some = {group: {name: groups[group][name] for name in names} for group, names in TRACED.items()}
+    return measure(bench, ranks, (), parts=tuple(some), groups=some, kind=TracedRun)
 
 
 def show(results: dict):
