@@ -51,6 +51,7 @@ def show(results: dict):
             cells = [
                 (name, row["ms"], *(f"{row['groups'][part]:.2f}" for part in head[2:]))
                 for name, row in rows.items()
+                if "groups" in row
             ]
             show_table(f"{group}, {count}", cells, head)
 

@@ -141,7 +141,7 @@ def parameters_of(c: Config) -> int:
 
 
 def product_runs(layers: Products, tokens: int) -> "dict[tuple, object]":
-    """(widths, what) -> the function that computes it; widths: of the joint or of one layer."""
+    """(out, what) -> the function that computes it. out: of all layers, or of one of them."""
     runs = {}
     for out in {sum(layers.outs), *layers.outs}:
         x = random(tokens, layers.ins, seed=1)

@@ -970,6 +970,8 @@ def ddp_traces(n: str) -> str:
     for group, counts in result["results"][n]["groups"].items():
         for count, variants in counts.items():
             for name, m in variants.items():
+                if "groups" not in m:
+                    continue
                 groups = m["groups"]
                 parts = [groups[part] for part in (*COMPUTING, "exposed")]
                 communication = f"{groups['communication']:.1f}, exposed {groups['exposed']:.1f}"

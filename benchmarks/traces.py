@@ -6,13 +6,16 @@
 
 Milliseconds of one step. The groups are those of a step's limit (limits.py): products, attention,
 the tail (sums of gradients, norm, clipping, optimizer, bf16 copies of weights), and all other
-kernels. Where several run at once, the time counts once, for the first of them in this order:
-products, attention, rest, tail, communication. So `exposed` is the time in which communication runs
-and nothing else; `communication` is all of its time. What a step takes longer, without the
-profiler, than the groups and what is exposed is between its kernels.
+kernels. Where several run at once, only the first of them in this order counts: products,
+attention, rest, tail, communication. `exposed` is the time in which communication runs and nothing
+else; `communication` is all of its time. The time of a step without the profiler, less the other
+groups and `exposed`, is between its kernels.
 """
 
 import re
+
+import torch
+from torch.profiler import record_function
 
 from gpuaccel.measure.profiler import profiled
 
@@ -32,6 +35,7 @@ GROUPS = {
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 # Steps in a trace.
 STEPS = 3
+REGION = "steps of a benchmark"
 
 
 def group_of(name: str) -> str:
@@ -43,11 +47,25 @@ def group_of(name: str) -> str:
 
 
 def kernels_of(run, steps: int = 1) -> "list[dict]":
-    """The profiler's records of the GPU's kernels, copies and memsets in so many runs."""
+    """The profiler's records of the GPU's kernels, copies and memsets in so many runs.
+
+    One more run before them is not counted: in it, communication waits until the profilers of the
+    other ranks have started."""
     with profiled("benchmark") as events:
-        for _ in range(steps):
-            run()
-    return [event for event in events if event.get("cat") in GPU_WORK]
+        run()
+        synchronize()
+        with record_function(REGION):
+            for _ in range(steps):
+                run()
+            synchronize()
+    region = next(e for e in events if e["name"] == REGION and e.get("cat") == "user_annotation")
+    start, stop = region["ts"], region["ts"] + region["dur"]
+    return [e for e in events if e.get("cat") in GPU_WORK and start <= e["ts"] <= stop]
+
+
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def kernel_groups(run) -> "dict[str, float]":

@@ -544,6 +544,25 @@ def test_a_kernel_is_in_the_group_of_its_work(scripts, name, group):
     assert scripts("traces").group_of(name) == group
 
 
+def test_a_trace_leaves_out_the_first_run_and_what_is_behind_the_last(scripts, monkeypatch):
+    traces, runs = scripts("traces"), []
+
+    @contextlib.contextmanager
+    def profiled(caller):
+        events = []
+        yield events
+        kinds = {"cat": "user_annotation", "name": traces.REGION}, {"cat": "gpu_user_annotation"}
+        events += [{**kinds[1], "name": traces.REGION, "ts": 0.0, "dur": 9.0}]
+        events += [{**kinds[0], "ts": 10.0, "dur": 20.0}]
+        for name, ts in (("first", 5.0), ("a", 12.0), ("b", 29.0), ("behind", 31.0)):
+            events.append({"cat": "kernel", "name": name, "ts": ts, "dur": 1.0})
+        events.append({"cat": "cpu_op", "name": "aten::add", "ts": 13.0, "dur": 1.0})
+
+    monkeypatch.setattr(traces, "profiled", profiled)
+    found = traces.kernels_of(lambda: runs.append(1), 2)
+    assert [event["name"] for event in found] == ["a", "b"] and len(runs) == 3
+
+
 def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside_it(scripts):
     events = [
         {"name": "nvjet_a", "ts": 0.0, "dur": 1000.0},

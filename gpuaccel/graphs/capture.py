@@ -103,7 +103,7 @@ class CudaRecorder:
                 if not ended:
                     self._repair(graphs[-1])
             for graph in graphs:
-                memsets_to_kernels(graph.raw_cuda_graph(), self.device.index)
+                memsets_to_kernels(graph.raw_cuda_graph(), self.device)
                 graph.instantiate()
         self.open_recordings += 1
         return CudaRecording(graphs, self), result

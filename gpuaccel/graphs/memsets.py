@@ -7,13 +7,16 @@ a memset.
 
 import functools
 
-from ..compiler import Kernel
+import torch
+
+from ..backends import takes
+from ..compiler import Kernel, usable
 from ..errors import BackendError
 
 # Bytes. CUDA itself has a kernel for large ones.
 LIMIT = 2**16
 THREADS = 256
-# An element of 1 or 2 bytes stands several times in a word of 4.
+# A value of 1, 2 or 4 bytes times this fills a word of 4.
 REPEATED = {1: 0x01010101, 2: 0x00010001, 4: 1}
 
 
@@ -22,37 +25,36 @@ def _fill() -> Kernel:
     return Kernel("fill", "fill")
 
 
-def memsets_to_kernels(graph: int, device: int) -> int:
+def memsets_to_kernels(graph: int, device: torch.device) -> int:
     """Replace the small memset nodes of a graph by kernel nodes that write the same.
 
     Args:
         graph: address of a CUgraph that is not instantiated yet.
-        device: index of the GPU whose memory they write.
+        device: the GPU whose memory they write.
 
     Returns:
-        How many were replaced. 0 where the graph allocates memory itself: CUDA lets nobody remove a
-        node of such a graph.
+        How many were replaced. 0 where kernels do not run on this device, and where the graph
+        allocates memory itself: CUDA lets nobody remove a node of such a graph.
 
     Raises:
         BackendError: where the driver refuses a change; the graph must not be used then.
     """
     from cuda.bindings import driver
 
-    kinds = driver.CUgraphNodeType
-    nodes = _all_of(driver.cuGraphGetNodes, driver.CUgraph(graph))
-    kind_of = [_single(driver.cuGraphNodeGetType, node) for node in nodes]
-    if {kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE} & set(kind_of):
+    kernel = _fill()
+    if not (takes(device) and usable(device, kernel)):
         return 0
-    replaced = 0
-    for node, kind in zip(nodes, kind_of):
-        if kind != kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-            continue
-        memset = _single(driver.cuGraphMemsetNodeGetParams, node)
-        written = words_of(memset)
-        if written is not None:
-            _replace(driver.CUgraph(graph), node, (int(memset.dst), *written), device)
-            replaced += 1
-    return replaced
+    kinds = driver.CUgraphNodeType
+    with torch.cuda.device(device):
+        nodes = _all_of(driver.cuGraphGetNodes, driver.CUgraph(graph))
+        kind_of = [_single(driver.cuGraphNodeGetType, node) for node in nodes]
+        if {kinds.CU_GRAPH_NODE_TYPE_MEM_ALLOC, kinds.CU_GRAPH_NODE_TYPE_MEM_FREE} & set(kind_of):
+            return 0
+        memsets = [
+            node for node, kind in zip(nodes, kind_of) if kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET
+        ]
+        loaded = kernel.load(device.index)
+        return sum(_replaced(driver.CUgraph(graph), node, loaded) for node in memsets)
 
 
 def words_of(memset) -> "tuple[int, int] | None":
@@ -62,27 +64,34 @@ def words_of(memset) -> "tuple[int, int] | None":
         memset: a CUDA_MEMSET_NODE_PARAMS.
     """
     size = memset.elementSize * memset.width
-    if memset.height != 1 or size > LIMIT or size % 4 or int(memset.dst) % 4:
+    if memset.height != 1 or not 0 < size <= LIMIT or size % 4 or int(memset.dst) % 4:
         return None
-    return memset.value * REPEATED[memset.elementSize], size // 4
+    # Only the element's bytes of the value count.
+    value = memset.value % 256**memset.elementSize
+    return value * REPEATED[memset.elementSize], size // 4
 
 
-def _replace(graph, node, arguments: "tuple[int, int, int]", device: int):
-    """Put a launch of `fill` where a node is.
-
-    arguments: address, value, and number of words."""
+def _replaced(graph, node, loaded) -> bool:
+    """Put a launch of `fill` where a memset node is. False: it stays a memset."""
     from cuda.bindings import driver
 
-    loaded = _fill().load(device)
+    memset = _single(driver.cuGraphMemsetNodeGetParams, node)
+    words = words_of(memset)
+    if words is None:
+        return False
+    try:
+        before = _all_of(driver.cuGraphNodeGetDependencies, node)
+        behind = _all_of(driver.cuGraphNodeGetDependentNodes, node)
+    except BackendError:
+        # The bindings of CUDA 12 do not read edges that have data.
+        return False
     params = driver.CUDA_KERNEL_NODE_PARAMS()
     params.kern = driver.CUkernel(int(loaded.function))
-    params.gridDimX, params.blockDimX = -(-arguments[-1] // THREADS), THREADS
+    params.gridDimX, params.blockDimX = -(-words[1] // THREADS), THREADS
     params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
-    before = _all_of(driver.cuGraphNodeGetDependencies, node)
-    behind = _all_of(driver.cuGraphNodeGetDependentNodes, node)
     with loaded.lock:
         # The new node gets a copy of them.
-        loaded.pack(loaded.buffer, 0, *arguments)
+        loaded.pack(loaded.buffer, 0, int(memset.dst), *words)
         params.kernelParams = loaded.address
         kernel = _single(driver.cuGraphAddKernelNode, graph, before, len(before), params)
     if behind:
@@ -91,6 +100,7 @@ def _replace(graph, node, arguments: "tuple[int, int, int]", device: int):
         edges = [kernel] * len(behind), behind
         _answer(driver.cuGraphAddDependencies(graph, *edges, *no_data, len(behind)))
     _answer(driver.cuGraphDestroyNode(node))
+    return True
 
 
 def _all_of(query, handle) -> list:

@@ -230,7 +230,8 @@ def _add_weight_gradients(
     for target, acc, dy, x, alpha in zip(targets, accs, dys, xs, alphas):
         gradients += _gradients(target, acc, dy, x, alpha, added)
     add_lora_gradients_(gradients)
-    for target in targets:
+    # Once for a factor that two layers share, when both of its products are there.
+    for target in dict.fromkeys(targets):
         if target is not None:
             target.after_product()
 

@@ -28,10 +28,10 @@ from ..errors import ArgumentError
 
 # Products of a launch.
 MAX_PRODUCTS = 8
-# The kernel keeps the sums of all ranks in registers. From rank 32 on tensor cores win.
+# The kernel keeps the sums of all ranks in registers.
 MAX_RANK = 16
-# Multiply-adds of a call. With more of them tensor cores win, though they take several launches:
-# bf16, rank 16, H100: 8192 wide columns and 4096 tokens are 2^29.
+# Multiply-adds of a call. With more of them cuBLAS, on tensor cores, is faster in spite of its
+# several launches. 4096 tokens of rank 16 and 8192 columns in all are 2^29 (bf16, H100).
 MAX_MULTIPLY_ADDS = 2**29
 # Columns of a thread block (TILE of lora.cu).
 TILE = 32
@@ -125,6 +125,7 @@ def _fits(gradient: WeightGradient) -> bool:
         and (rank == 1 or thin.stride(1) == 1)
         and acc.is_contiguous()
         and not (dy.is_neg() or x.is_neg() or acc.is_neg())
+        and not (dy._is_zerotensor() or x._is_zerotensor())
     )
 
 
@@ -204,7 +205,7 @@ def add_lora_gradients_(gradients: "list[WeightGradient]"):
     whose wide matrix has rows of aligned groups of 16 bytes; a column slice of a matrix is not
     copied. torch.addmm adds the others, and all of them where they are many multiply-adds. Sums are
     fp32; those of the kernel are deterministic. An acc that several products have gets them one
-    after the other, by torch.addmm.
+    after the other, by torch.addmm. Other accs must not overlap.
 
     Args:
         gradients: on one device, of the same N; none: nothing happens.

@@ -25,8 +25,8 @@ from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 
-# Rows that share one row of partial sums (ROWS of rms_norm.cu): FEW_ROWS where MOST_ROWS would make
-# at most FEW_BLOCKS thread blocks.
+# Rows of the matrix that a thread block of the backward takes (ROWS of rms_norm.cu): MOST_ROWS, or
+# FEW_ROWS where that would be FEW_BLOCKS thread blocks or fewer, too few for all SMs.
 FEW_ROWS, MOST_ROWS = 8, 16
 FEW_BLOCKS = 128
 # A thread holds 4 groups of 16 bytes of a row, and a row has 512 threads at most.

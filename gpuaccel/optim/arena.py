@@ -567,9 +567,14 @@ class Arena:
             memory: (N,) of the buffer's dtype and device.
 
         Raises:
-            ArgumentError: as for check().
+            ArgumentError: as for check(), and while an accumulator is open.
         """
         self.check()
+        if self.before_release:
+            raise ArgumentError(
+                f"{name} cannot move while an accumulator is open, which has its address: close "
+                "the accumulator before"
+            )
         buffer = getattr(self, name)
         memory.copy_(buffer)
         buffer.data = memory

@@ -103,6 +103,8 @@ class _ProductSlice:
         """As GradientSlice says; neighbours are joined. Outside of backward no product counts."""
         first_rows = self._first_rows
         if torch._C._current_graph_task_id() == -1:
+            # The version of arena.grads does not tell of a write through a storage of its own.
+            self.mode.arena.squares.mark(self.tensors, False)
             return [Rows(0, first_rows[-1], False)]
         if added is None:
             added = self._added_when_compiled()
@@ -173,8 +175,6 @@ class FusedMode(ArenaMode):
         self._slices: "list[_ProductSlice]" = []
         # Frozen weights that lie side by side -> their addresses.
         self._frozen: "dict[Tensor, int]" = {}
-        # Address of a LoRA factor's slice of arena.grads -> the slice, in a storage of its own.
-        self._factor_grads: "dict[int, Tensor]" = {}
         index = {id(p): i for i, p in enumerate(arena.params)}
         least = _least_elements(arena)
         for layer in arena.module.modules():
@@ -194,6 +194,7 @@ class FusedMode(ArenaMode):
                 layers = [getattr(layer, name) for name in names]
                 self._add_joint(layers, index)
                 self._add_frozen_joint(layers)
+        self._give_own_storage()
         self._others = chunk_table_of(arena, set(range(len(arena.segments))) - self.product_tensors)
         # The same chunks' indices in the arena.
         self._other_chunks = self._others[0][:, 3].long()
@@ -255,20 +256,26 @@ class FusedMode(ArenaMode):
             weight.data = own_storage(piece)
             self._frozen[weight] = weight.data_ptr()
             self._fused[layer] = first = FrozenLinear(layer, None)
-            if isinstance(layer, LoRALinear):
-                for factor in (layer.lora_A, layer.lora_B):
-                    self._give_own_storage(self._fused[factor])
         # As in _add_joint().
         first.joint = Joint(joint, None, takes(joint.device))
 
-    def _give_own_storage(self, fused: FusedForward):
-        """Let torch.compile see the gradient's slice as a tensor of its own.
+    def _give_own_storage(self):
+        """Give the gradients of LoRA's factors in joint products storages of their own.
 
-        One operation writes several of them. Inductor would copy all that share a storage."""
-        grad = fused.grad
-        assert grad is not None
-        # Factors with one weight have one slice.
-        fused.grad = self._factor_grads.setdefault(grad.data_ptr(), own_storage(grad))
+        One operation writes several of them. Where they share a storage, torch.compile's Inductor
+        copies them before the operation and back behind it. A weight that several layers have gets
+        one storage."""
+        factors = {
+            self._fused[factor].grad.data_ptr()
+            for layer, fused in self._fused.items()
+            if isinstance(fused, FrozenLinear) and isinstance(layer, LoRALinear)
+            for factor in (layer.lora_A, layer.lora_B)
+        }
+        own: "dict[tuple, Tensor]" = {}
+        for fused in self._fused.values():
+            grad = fused.grad
+            if grad is not None and grad.data_ptr() in factors:
+                fused.grad = own.setdefault((grad.data_ptr(), grad.shape), own_storage(grad))
 
     # ---- while backward runs ----
 

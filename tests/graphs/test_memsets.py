@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import CUDA, KERNELS
 
+import gpuaccel as ga
 from gpuaccel.compiler import Kernel, zero_
 from gpuaccel.graphs import capture, memsets
 from gpuaccel.graphs.graph_dump import parse_dot
@@ -30,6 +31,9 @@ def test_the_kernel_writes_its_words_and_no_others(device, n):
         ({"width": memsets.LIMIT}, (0, memsets.LIMIT // 4)),
         ({"width": memsets.LIMIT + 4}, None),
         ({"width": 5}, None),
+        ({"width": 0}, None),
+        ({"width": 4, "value": 0xFFFFFF07}, (0x07070707, 1)),
+        ({"elementSize": 4, "width": 1, "value": 0xFFFFFF07}, (0xFFFFFF07, 1)),
         ({"width": 4, "dst": 1002}, None),
         ({"width": 4, "height": 2}, None),
     ],
@@ -37,6 +41,11 @@ def test_the_kernel_writes_its_words_and_no_others(device, n):
 def test_a_memset_is_words_where_it_is_small_and_aligned(memset, words):
     as_it_comes = {"dst": 1000, "elementSize": 1, "value": 0, "height": 1}
     assert memsets.words_of(types.SimpleNamespace(**(as_it_comes | memset))) == words
+
+
+def test_memsets_stay_where_our_kernels_do_not_run():
+    with ga.use_backend("torch"):
+        assert memsets.memsets_to_kernels(0, torch.device("cuda", 0)) == 0
 
 
 def as_dot(labels: "list[str]", edges: "list[tuple[int, int]]") -> str:
@@ -146,7 +155,7 @@ def test_gpu_a_graph_that_allocates_keeps_its_memsets(device):
         (status,) = driver.cuMemFreeAsync(memory, stream.cuda_stream)
         assert not status
         graph.capture_end()
-    assert memsets.memsets_to_kernels(graph.raw_cuda_graph(), word.get_device()) == 0
+    assert memsets.memsets_to_kernels(graph.raw_cuda_graph(), word.device) == 0
     graph.instantiate()
     graph.replay()
     assert word.item() == 0

@@ -341,6 +341,41 @@ def test_a_factor_that_two_layers_share_gets_the_gradients_of_both(device, launc
 # ---- where each layer is called ----
 
 
+def test_a_factor_that_two_layers_share_is_complete_once():
+    """When both products are there: what it had before was sent to other ranks too early."""
+    acc, log = torch.zeros(4, 24), []
+
+    class Target:
+        def before_product(self, added):
+            log.append("before")
+            return [fused_linear.Rows(0, 4, False)]
+
+        def after_product(self):
+            log.append("after")
+
+    target = Target()
+    fused_linear.register_slice(acc, target)
+    dys, xs = [torch.ones(3, 4)] * 2, [torch.ones(3, 24)] * 2
+    fused_linear._add_weight_gradients([acc, acc], dys, xs, [1.0, 2.0])
+    fused_linear.unregister_slice(acc)
+    assert log == ["before", "before", "after"] and acc.eq(9).all()
+
+
+def test_a_factor_that_a_layer_outside_of_the_joint_has_too_lies_in_one_storage():
+    model, _ = heads()
+    model.other = ga.apply_lora(nn.Sequential(nn.Linear(24, 5, bias=False)), 4, 6, targets="0")
+    model.other[0].lora_A.weight = model.w_q.lora_A.weight
+    arena = ga.Arena(model)
+    with ga.GradientAccumulator(arena, mode="fused"):
+        grads = [layer.lora_A.gpuaccel_fused.grad for layer in (model.w_q, model.other[0])]
+        assert grads[0] is grads[1]
+        assert grads[0].untyped_storage().nbytes() == grads[0].nbytes
+        # Outside of a backward a product voids the sums of squares.
+        arena.squares.mark_all()
+        fused_linear._add_weight_gradient(grads[0], torch.ones(3, 4), torch.ones(3, 24))
+        assert not arena.squares.current()
+
+
 def without_a_joint_product(model, plain, what, joined, call=None):
     """The values are bit-identical to those of plain layers, because plain layers are called."""
     call = call or (lambda module: module(rows()))

@@ -357,6 +357,9 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         moved = Arena(nn.Linear(5, 3).to(dtype))
         moved.module.weight.data = moved.module.weight.data.clone()
         moved.move("grads", torch.empty_like(moved.grads))
+    with GradientAccumulator(arena), pytest.raises(ArgumentError, match="while an accumulator is"):
+        arena.move("grads", torch.empty_like(arena.grads))
+    arena.squares.mark_all()
     arena.grad_views[0].mul_(2)
     assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(
         arena.squares.current(i, i + 1) for i in range(len(arena.segments))
