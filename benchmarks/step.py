@@ -12,7 +12,8 @@ liger_kernel is installed. Its RMSNorm is not used: torch 2.11 cannot tell what 
 it (0.8.5) writes, so it copies all inputs of each; torch.compile fuses torch's own norms.
 
 mode="max-autotune-no-cudagraphs" of torch.compile, which tries Triton's products beside cuBLAS's,
-is not here: it compiled for 295 s, and its step was no faster (docs/benchmarks.md).
+is not here: it compiled for 295 s, and its step was no faster (docs/benchmarks.md). Bf16Peer's
+`mode` is for those who want to try.
 
 Ours: bf16 weights with fp32 masters, mode `fused`; the same with deterministic=True. Ratios are
 against the fastest peer of the same T.

@@ -17,7 +17,8 @@ import re
 import torch
 from torch.profiler import record_function
 
-from gpuaccel.measure.profiler import profiled
+from gpuaccel.measure.profiler import covered, profiled
+from gpuaccel.measure.timeline import GPU_WORK
 
 REST, COMMUNICATION = "rest", "communication"
 # What a name holds. The first group that matches has the kernel.
@@ -32,7 +33,6 @@ GROUPS = {
     # Ours, torch's foreach and fused kernels, and those that torch.compile makes of foreach calls.
     "tail": r"accumulate_|adamw_|squares_|reduce_v\d|scale_v\d|multi_tensor_apply|triton_for_",
 }
-GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 # Steps in a trace.
 STEPS = 3
 REGION = "steps of a benchmark"
@@ -89,12 +89,3 @@ def in_groups(events: "list[dict]", steps: int) -> "dict[str, float]":
     us["exposed"] = us[COMMUNICATION]
     us[COMMUNICATION] = covered(spans[COMMUNICATION])
     return {group: value / 1e3 / steps for group, value in us.items()}
-
-
-def covered(spans: "list[tuple[float, float]]") -> float:
-    """How long at least one of these spans (start, stop) is."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return total

@@ -1,6 +1,7 @@
 """The nodes and edges of a CUDA graph, from CUDA's own debug dump."""
 
 import ctypes
+import graphlib
 import heapq
 import re
 
@@ -27,22 +28,21 @@ def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
 
 
 def _in_order(count: int, edges: "list[tuple[int, int]]") -> "list[int]":
-    """0 .. count - 1, each behind those that it waits for; the smallest first where there is a
-    choice. A node that has replaced another one (memsets.py) has the highest number."""
-    behind: "list[list[int]]" = [[] for _ in range(count)]
-    waits = [0] * count
+    """The nodes 0 to count - 1, each behind the nodes that it waits for.
+
+    Where several could be next it is the smallest. A node that has replaced another one
+    (memsets.py) has the highest number."""
+    sorter = graphlib.TopologicalSorter({i: () for i in range(count)})
     for i, j in edges:
-        behind[i].append(j)
-        waits[j] += 1
-    ready = [i for i in range(count) if not waits[i]]
-    order = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for j in behind[i]:
-            waits[j] -= 1
-            if not waits[j]:
-                heapq.heappush(ready, j)
+        sorter.add(j, i)
+    sorter.prepare()
+    ready: "list[int]" = []
+    order: "list[int]" = []
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
     return order
 
 

@@ -177,3 +177,16 @@ def call_name(event) -> str:
 def correlation(event):
     """The number that a call shares with the work that it asked for, or None."""
     return event.get("args", {}).get("correlation")
+
+
+def covered(spans) -> float:
+    """How long at least one of these spans is. Each instant counts once.
+
+    Args:
+        spans: (start, stop) of each, in any unit.
+    """
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total

@@ -21,6 +21,7 @@ from .profiler import (
     SCALAR_READ,
     call_name,
     correlation,
+    covered,
     is_call,
     is_wait,
     profiled,
@@ -151,17 +152,11 @@ def facts(spans: "list[Span]") -> dict:
     "gpu_busy": the share of them in which the GPU worked; None without a GPU."""
     stop = max((s.stop for s in spans), default=0.0)
     host = [s.name for s in spans if s.lane == "host"]
-    gpu = sorted((s for s in spans if s.lane == "GPU"), key=lambda s: s.start)
-    # spans of the GPU may overlap: each instant counts once
-    busy = 0.0
-    busy_until = 0.0
-    for s in gpu:
-        busy += max(0.0, s.stop - max(s.start, busy_until))
-        busy_until = max(busy_until, s.stop)
+    gpu = [(s.start, s.stop) for s in spans if s.lane == "GPU"]
     return {
         "waits": host.count("wait"),
         "reads": host.count("read"),
         "launches": host.count("launch"),
         "us": stop,
-        "gpu_busy": busy / stop if stop and gpu else None,
+        "gpu_busy": covered(gpu) / stop if stop and gpu else None,
     }

@@ -188,13 +188,13 @@ def _add_weight_gradient(
         added: as for GradientSlice.before_product.
     """
     target = _slice_of(acc)
-    for gradient in _gradients(target, acc, dy, x, alpha, added):
+    for gradient in _announced(target, acc, dy, x, alpha, added):
         reference_weight_gradient(gradient)
     if target is not None:
         target.after_product()
 
 
-def _gradients(
+def _announced(
     target: "GradientSlice | None",
     acc: Tensor,
     dy: Tensor,
@@ -202,10 +202,10 @@ def _gradients(
     alpha: float,
     added: "list[bool] | None",
 ) -> "list[WeightGradient]":
-    """The products of _add_weight_gradient(), which are announced to `target`.
+    """The products of _add_weight_gradient(), of which `target` has been told.
 
-    They are announced before they are added: the first gradient of an accumulation window may have
-    to clear the slice."""
+    It is told before they are added: the first gradient of an accumulation window may have to clear
+    the slice."""
     rows = [Rows(0, len(acc), False)] if target is None else target.before_product(added)
     dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
     x = x.flatten(0, -2) if x.dim() > 1 else x[None]
@@ -228,7 +228,7 @@ def _add_weight_gradients(
     targets = [_slice_of(acc) for acc in accs]
     gradients = []
     for target, acc, dy, x, alpha in zip(targets, accs, dys, xs, alphas):
-        gradients += _gradients(target, acc, dy, x, alpha, added)
+        gradients += _announced(target, acc, dy, x, alpha, added)
     add_lora_gradients_(gradients)
     # Once for a factor that two layers share, when both of its products are there.
     for target in dict.fromkeys(targets):

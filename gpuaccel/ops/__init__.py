@@ -54,9 +54,6 @@ from .embedding_backward import (
 from .lora_gradients import (
     WeightGradient,
     add_lora_gradients_,
-    launch_lora_gradients,
-    lora_kernel,
-    lora_kernel_takes,
     reference_weight_gradient,
 )
 from .rms_norm import add_rms_norm, is_batch, reference_add_rms_norm, rms_norm_runs
@@ -137,7 +134,6 @@ __all__ = [
     "kernel_takes",
     "launch_begin",
     "launch_forward",
-    "launch_lora_gradients",
     "launch_reduce",
     "launch_scale",
     "launch_segments",
@@ -147,8 +143,6 @@ __all__ = [
     "launches_for",
     "left_out_token",
     "list_launches",
-    "lora_kernel",
-    "lora_kernel_takes",
     "new_state",
     "pack_rounding",
     "range_on_host",

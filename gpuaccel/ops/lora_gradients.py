@@ -129,24 +129,11 @@ def _fits(gradient: WeightGradient) -> bool:
     )
 
 
-def lora_kernel_takes(gradient: WeightGradient) -> bool:
-    """Whether lora_gradients_v2 adds this product. Else torch does.
-
-    One of the two matrices has at most 16 columns. The rows of the other one are made of aligned
-    groups of 16 bytes.
-
-    Args:
-        gradient: whose tensors fit each other.
-    """
-    device = gradient.acc.device
-    return takes(device) and _fits(gradient) and usable(device, _kernel_of([gradient]))
-
-
 def launch_lora_gradients(gradients: "list[WeightGradient]"):
     """Launch lora_gradients_v2, once for up to 8 products.
 
     Args:
-        gradients: that lora_kernel_takes, of one dtype, on one device. No two have the same acc.
+        gradients: that the kernel fits, of one dtype, on one device. No two have the same acc.
     """
     kernel = _kernel_of(gradients)
     for start in range(0, len(gradients), MAX_PRODUCTS):
