@@ -180,7 +180,7 @@ def kill_rank_later(rank, whom, seconds):
 def kill_parent_later(rank, sent, seconds):
     """A signal for the process that launched the ranks."""
     if rank == 0:
-        threading.Timer(seconds, os.kill, (os.getppid(), sent)).start()
+        threading.Timer(seconds, os.kill, (multiprocessing.parent_process().pid, sent)).start()
 
 
 def kill_in_a_write(rank, parent, count):
@@ -191,7 +191,7 @@ def kill_in_a_write(rank, parent, count):
     if rank:
         return
     left = count
-    victim = os.getppid() if parent else os.getpid()
+    victim = multiprocessing.parent_process().pid if parent else os.getpid()
 
     def counted(function):
         @functools.wraps(function)

@@ -19,6 +19,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
 import pathlib
 import pickle
@@ -34,20 +35,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:
+    # Windows has none.
+    fcntl = None  # type: ignore[assignment]
+
 import cloudpickle
 import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError
+from ..forkserver import LAUNCHED_BY
 from . import heartbeat
 from .rendezvous import loopback
 
 AHEAD = 3  # steps that a rank's host may be ahead of another's
 GRACE = 1.0  # seconds in which further ranks may still report, after the first that failed
 PARENT_CHECK = 0.2  # seconds between two looks of a rank at its parent
-PRELOADED = ["gpuaccel.training", "torch._dynamo"]  # they import whatever a training step does
+# The modules of a training step, behind one that ends their process with its parent.
+PRELOADED = ["gpuaccel.forkserver", "gpuaccel.training", "torch._dynamo"]
 # Bits of SharedCounts.partners.
 MOST_PARTNERS = 63
+# In a rank, while it imports the script of its function.
+importing_script = False
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
@@ -98,6 +109,11 @@ def launch(
         >>> ga.launch(os.getenv, ranks=2, args=("RANK",), timeout=60)
         ['0', '1']
     """
+    if importing_script:
+        raise ArgumentError(
+            "ga.launch was called by a rank that imports this script; expected the call under "
+            "if __name__ == '__main__'"
+        )
     for name, seconds in (("timeout", timeout), ("start", start)):
         if not isinstance(seconds, (int, float)) or not seconds >= 0:
             raise ArgumentError(f"{name} is {seconds!r}; expected seconds, 0 or more")
@@ -118,7 +134,7 @@ def launch(
                 place = RankPlace(rank, ranks, backend, store, dict(os.environ))
                 # No daemon: a rank may have processes of its own, as a DataLoader's.
                 process = context.Process(target=_run_rank, args=(place, shared, sending, work))
-                with _environment(place), _sigint_blocked(), _main_hidden(work):
+                with _environment(place), _sigint_blocked(), _main_hidden():
                     process.start()
                 sending.close()
                 connections.append(receiving)
@@ -165,10 +181,26 @@ def _checked_backend(ranks: int, args, backend: "str | None") -> str:
 def _start_method(fn, args) -> tuple:
     """(multiprocessing's context, the work of each process).
 
-    A function of a file is imported by new processes. One of a notebook goes by value to forks of
-    a server process, which has imported torch and gpuaccel before, has no threads, and has not
-    touched a GPU: a launch then takes a tenth of a second, where imports take several.
+    On Linux ranks are forks of a server process, which has imported torch and gpuaccel before, has
+    no threads, and has not touched a GPU: a launch then takes a tenth of a second, where imports
+    take several. A function of a file is imported by its name; one of a notebook goes by value.
     """
+    work = _work(fn, args)
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn"), work
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # Here, so that the server does not get a rank's variables.
+    try:
+        with _sigint_blocked(), _variables({LAUNCHED_BY: str(os.getpid())}):
+            multiprocessing.forkserver.ensure_running()
+    except OSError:
+        # The server listens on a socket in the temporary folder, whose path may be too long.
+        return multiprocessing.get_context("spawn"), work
+    return context, work
+
+
+def _work(fn, args) -> "_ByName | _ByValue":
     try:
         packed = pickle.dumps(args)
     except NOT_PICKLABLE as error:
@@ -179,30 +211,18 @@ def _start_method(fn, args) -> tuple:
     # A notebook's __main__ has no file, and that of `python -` is none.
     in_file = main is not None and os.path.isfile(main)
     if in_file or getattr(fn, "__module__", None) != "__main__" and main is None:
-        try:
-            return multiprocessing.get_context("spawn"), _ByName(pickle.dumps(fn), packed)
-        except NOT_PICKLABLE:
-            pass
+        script = multiprocessing.spawn.get_preparation_data("rank")
+        script = {key: value for key, value in script.items() if key.startswith("init_main")}
+        with contextlib.suppress(*NOT_PICKLABLE):
+            return _ByName(script, pickle.dumps(fn), packed)
     try:
-        work = _ByValue(cloudpickle.dumps((fn, args)))
+        return _ByValue(cloudpickle.dumps((fn, args)))
     except (*NOT_PICKLABLE, ValueError) as error:
         raise ArgumentError(
             f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: {error}; expected a "
             "function that uses no open files, locks or live views of this process, or one from a "
             "file (%%writefile)"
         ) from error
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn"), work
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    # Here, so that the server does not get a rank's variables.
-    try:
-        with _sigint_blocked():
-            multiprocessing.forkserver.ensure_running()
-    except OSError:
-        # The server listens on a socket in the temporary folder, whose path may be too long.
-        return multiprocessing.get_context("spawn"), work
-    return context, work
 
 
 @dataclass
@@ -210,8 +230,16 @@ class _ByName:
     """A function of a file, and its arguments; both pickled here: multiprocessing would let all
     processes share the memory of a tensor."""
 
+    script: dict  # where __main__ is, as multiprocessing describes it
     fn: bytes
     args: bytes
+
+    def import_script(self):
+        """As multiprocessing imports it in a new process."""
+        global importing_script
+        importing_script = True
+        multiprocessing.spawn.prepare(self.script)
+        importing_script = False
 
     def __call__(self):
         return pickle.loads(self.fn)(*pickle.loads(self.args))
@@ -223,18 +251,19 @@ class _ByValue:
 
     packed: bytes
 
+    def import_script(self):
+        pass
+
     def __call__(self):
         fn, args = pickle.loads(self.packed)
         return fn(*args)
 
 
 @contextlib.contextmanager
-def _main_hidden(work):
-    """A process that is started in the block does not import the script again, if it gets its
-    function by value."""
+def _main_hidden():
+    """A process that is started in the block does not import the script before _run_rank."""
     main = sys.modules["__main__"]
-    if isinstance(work, _ByValue):
-        sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
@@ -304,7 +333,6 @@ class Failure:
     lost_rank: bool  # a collective failed: another rank has ended
 
 
-@contextlib.contextmanager
 def _environment(place: RankPlace):
     """torchrun's variables, for the process that is started in the block."""
     new = {
@@ -318,6 +346,12 @@ def _environment(place: RankPlace):
         new |= {"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": loopback()}
     else:
         new |= {"NCCL_SOCKET_IFNAME": loopback()}
+    return _variables(new)
+
+
+@contextlib.contextmanager
+def _variables(new: "dict[str, str]"):
+    """Variables of the environment, inside the block."""
     before = {key: os.environ.get(key) for key in new}
     os.environ.update(new)
     try:
@@ -348,35 +382,59 @@ def _sigint_blocked():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with_parent(folder: str):
-    """End this process as soon as its parent has ended. For a thread.
+class _Parent:
+    """The process that called ga.launch, as a rank sees it.
 
-    Args:
-        folder: the launch's temporary one, which the parent can no longer remove.
+    The ranks meet over a file in `folder`. Where the folder is missing, torch's FileStore retries
+    for five minutes, in which no other thread runs. So it stays until the last rank has ended.
     """
-    parent: Any = multiprocessing.parent_process()
-    started_by = os.getppid()  # the parent or its server, which ends with it
-    # The pipe that tells of the parent's end may have been inherited by another process, which
-    # keeps it open; the number of who started this one tells too, but not on Windows.
-    while parent.is_alive() and (os.name == "nt" or os.getppid() == started_by):
-        parent.join(PARENT_CHECK)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.started_by = os.getppid()  # the parent or its server, which ends with it
+        if fcntl is not None:
+            self.held = os.open(folder, os.O_RDONLY)
+            fcntl.flock(self.held, fcntl.LOCK_SH)
+
+    def is_alive(self) -> bool:
+        # The pipe that tells of the parent's end may have been inherited by another process, which
+        # keeps it open; the number of who started this one tells too, but not on Windows.
+        parent: Any = multiprocessing.parent_process()
+        return parent.is_alive() and (os.name == "nt" or os.getppid() == self.started_by)
+
+    def end_with_it(self):
+        """End this process as soon as the parent has ended. For a thread."""
+        while self.is_alive():
+            time.sleep(PARENT_CHECK)
+        with contextlib.suppress(OSError):
+            # Fails while another rank holds it.
+            if fcntl is not None:
+                fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(1)
 
 
 def _run_rank(place: RankPlace, shared: SharedCounts, connection, work):
     """The whole life of a rank."""
-    # Ctrl-C is the parent's business.
+    # Ctrl-C is the parent's business. The server has ignored SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    folder = os.path.dirname(place.store)
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    try:
+        parent = _Parent(os.path.dirname(place.store))
+    except FileNotFoundError:
+        # The parent has ended, and no rank needs the folder any more.
+        os._exit(1)
+    if not parent.is_alive():
+        parent.end_with_it()
+    threading.Thread(target=parent.end_with_it, daemon=True).start()
     # A fork of the server has the environment in which that was started.
     os.environ.clear()
     os.environ.update(place.variables)
     with _environment(place):
         try:
+            work.import_script()
             _init_rank(place)
             heartbeat.launched_rank = LaunchedRank(place.rank, shared)
             result = _run_to_end(work(), connection)
@@ -411,6 +469,9 @@ def _init_rank(place: RankPlace):
         world_size=place.ranks,
         timeout=datetime.timedelta(minutes=30),
     )
+    if place.backend == "gloo":
+        # A rank that returns at once would leave while another one still connects to it.
+        dist.barrier()
 
 
 def _failure(error: BaseException) -> Failure:
@@ -571,14 +632,7 @@ class RankWatch:
             end = f"was killed by {signal.Signals(-code).name}"
         else:
             end = f"ended with status {code}"
-        hint = ""
-        if code == 1 and not steps:
-            hint = (
-                ". Its output says why; where it is that the function was not found, or a process "
-                "started before its time: a script calls ga.launch under if __name__ == "
-                "'__main__', with a function that is defined above"
-            )
-        return RankError(f"rank {rank} {end} in step {steps + 1}. All ranks were stopped{hint}")
+        return RankError(f"rank {rank} {end} in step {steps + 1}. All ranks were stopped")
 
 
 def is_stopped(pid: int) -> bool:

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -1284,7 +1285,7 @@ def trains_twice(most):
                 taken += 1
                 if steps == most:
                     if taken == 1 and dist.get_rank() == 0:
-                        os.kill(os.getppid(), signal.SIGINT)
+                        os.kill(multiprocessing.parent_process().pid, signal.SIGINT)
                     time.sleep(0.02)
     return taken
 

@@ -22,7 +22,7 @@ import pytest
 import rank_checks as checks
 import torch
 import torch.distributed as dist
-from train_processes import HANG, outlive, running, wait_until
+from train_processes import HANG, outlive, running, session_of, wait_until
 
 import gpuaccel as ga
 from gpuaccel.distributed.spawn import Message, RankWatch, _run_to_end
@@ -256,7 +256,7 @@ sys.path[:0] = sys.argv[1:3]
 import rank_checks as checks
 import gpuaccel as ga
 folder = sys.argv[3]
-if sys.argv[4] == "spawn":
+if sys.argv[4] == "by name":
     work, args = checks.notes_its_process_and_hangs, (folder,)
 else:
     work, args = lambda: checks.notes_its_process_and_hangs(folder), ()
@@ -271,7 +271,7 @@ def short_folder():
         yield pathlib.Path(folder)
 
 
-@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+@pytest.mark.parametrize("how", ["by name", "by value"])
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_parent(tmp_path, short_folder, sent, how):
     """Whatever ended it. Their temporary folder goes, too."""
@@ -296,6 +296,58 @@ def test_ranks_end_with_their_parent(tmp_path, short_folder, sent, how):
     parent.communicate()
     assert not left
     assert not list(short_folder.glob("*/store"))
+
+
+STARTS = """
+import time, sys
+import gpuaccel as ga
+
+def work():
+    time.sleep(600)
+
+if __name__ == "__main__":
+    print("now", flush=True)
+    ga.launch(work, 2)
+"""
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GPUACCEL_KILLS", 3))))
+def test_nothing_is_left_of_a_start_whose_parent_is_killed(tmp_path, seed):
+    """At any moment: while the server imports torch, while the ranks find each other, or later.
+    More: GPUACCEL_KILLS=30 python -m pytest tests/distributed/test_launch.py -k nothing_is_left"""
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    parent.stdout.readline()
+    time.sleep(7 * random.Random(seed).random())
+    parent.send_signal((signal.SIGTERM, signal.SIGKILL)[seed % 2])
+    parent.wait(HANG)
+    assert not outlive(session_of(parent.pid), 30)
+    # A rank that was about to start has not been there yet.
+    assert not outlive(session_of(parent.pid), 30)
+    parent.communicate()
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("import os, gpuaccel as ga\nga.launch(os.getpid, 2)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=HANG
+    )
+    message = "raised ArgumentError: ga.launch was called by a rank that imports this script"
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_ranks_that_return_at_once_wait_until_all_have_met():
+    """One that leaves earlier closes a connection that another one still makes."""
+    for _ in range(40):
+        assert by_value(os.getenv, 2, "RANK", backend="gloo") == ["0", "1"]
 
 
 def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(tmp_path):

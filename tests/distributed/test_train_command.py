@@ -17,6 +17,7 @@ from train_processes import (
     free_port,
     gpuaccel,
     kill,
+    launched_ranks,
     listens_at,
     losses,
     newest_step,
@@ -60,10 +61,10 @@ def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, whom):
     folder = tmp_path / "run"
     process = gpuaccel(folder, "--nproc", "2", "--steps", "100000")
     wait_until(lambda: len(losses(folder)) >= 3, process)
-    ranks = children_of(process.pid)
+    ranks = launched_ranks(process.pid)
     process.send_signal(signal.SIGTERM)
     if whom == "all":
-        for rank in ranks:
+        for rank in [*children_of(process.pid), *ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGTERM)
     _, said = process.communicate(timeout=HANG)
@@ -78,7 +79,7 @@ def test_the_ranks_of_a_killed_command_write_nothing_more(tmp_path):
     folder = tmp_path / "run"
     process = gpuaccel(folder, "--nproc", "2", "--steps", "100000", "--checkpoint-every", "2")
     wait_until(lambda: newest_step(folder) >= 2, process)
-    ranks = children_of(process.pid)
+    ranks = launched_ranks(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait(HANG)
     left = outlive(ranks)
@@ -86,16 +87,15 @@ def test_the_ranks_of_a_killed_command_write_nothing_more(tmp_path):
     assert not left
 
 
-def test_ctrl_c_while_the_ranks_import_torch_is_one_line(tmp_path, interruptible):
+def test_ctrl_c_while_the_server_of_the_ranks_imports_torch_is_one_line(tmp_path, interruptible):
     """A terminal sends it to every process."""
     process = gpuaccel(tmp_path / "run", "--nproc", "2", session=True)
 
-    def ranks_import_torch():
-        ranks = children_of(process.pid)
-        maps = [pathlib.Path(f"/proc/{rank}/maps") for rank in ranks]
-        return sum("libtorch" in path.read_text() for path in maps) >= 2
+    def imports_torch():
+        maps = [pathlib.Path(f"/proc/{child}/maps") for child in children_of(process.pid)]
+        return any("libtorch" in path.read_text() for path in maps)
 
-    wait_until(ranks_import_torch, process)
+    wait_until(imports_torch, process)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=HANG)
     assert process.returncode == 130, said
@@ -154,11 +154,11 @@ def test_a_rank_that_is_killed_or_hangs_is_named_and_the_run_goes_on_bit_for_bit
         done = newest_step(folder)
         process = gpuaccel(folder, *options)
         wait_until(lambda: newest_step(folder) > done, process)
-        processes = ranks_of(process.pid)
+        processes = launched_ranks(process.pid)
         os.kill(processes[ranks - 1], sent)
         _, said = process.communicate(timeout=HANG)
         assert process.returncode == 1 and f"rank {ranks - 1} {words}" in said, said
-        assert not outlive(processes.values())
+        assert not outlive(processes)
         assert newest_step(folder) < newest_step(whole)
     _, said = gpuaccel(folder, *options).communicate(timeout=HANG)
     assert losses(folder) == losses(whole), said
@@ -167,14 +167,3 @@ def test_a_rank_that_is_killed_or_hangs_is_named_and_the_run_goes_on_bit_for_bit
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert not different
-
-
-def ranks_of(pid) -> "dict[int, int]":
-    """Rank -> its process, of a command with --nproc."""
-    processes = {}
-    for child in children_of(pid):
-        if b"spawn_main" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
-            variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            (rank,) = (value[5:] for value in variables if value.startswith(b"RANK="))
-            processes[int(rank)] = child
-    return processes

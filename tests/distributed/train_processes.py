@@ -108,6 +108,22 @@ def children_of(pid) -> "list[int]":
     return children
 
 
+def launched_ranks(pid) -> "list[int]":
+    """The processes of the ranks that a process has started by ga.launch, in their order: children
+    of the server that forks them."""
+    return sorted(rank for child in children_of(pid) for rank in children_of(child))
+
+
+def session_of(pid) -> "list[int]":
+    """The processes of a session that have not ended."""
+    members = []
+    for other in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(other) == pid:
+                members.append(other)
+    return running(members)
+
+
 def listens_at(pid) -> "set[str]":
     """The addresses at which a process listens; "::" for any of IPv6."""
     addresses, sockets = set(), set()

@@ -123,3 +123,30 @@ def test_max_grad_norm_clips_as_it_does_without_an_arena(
     )
     for name, p in got.weights.items():
         torch.testing.assert_close(p, want.weights[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("arena", [False, True])
+def test_trainer_makes_ga_adamw_with_its_own_learning_rate_and_decay(tmp_path, arena):
+    """The line of docs/your-model.md, against the optimizer that Trainer makes by itself."""
+
+    def weights(**optimizer):
+        model = llama()
+        if arena and optimizer:
+            ga.GradientAccumulator(ga.Arena(model), "arena")
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=8,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            weight_decay=0.5,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        data = [{"input_ids": x, "labels": x} for x in sequences()]
+        transformers.Trainer(model, arguments, train_dataset=data, **optimizer).train()
+        return model.state_dict()
+
+    ours = weights(optimizer_cls_and_kwargs=(ga.AdamW, {"lr": 1e-2}))
+    torch.testing.assert_close(ours, weights(), rtol=1e-5, atol=1e-6)
