@@ -460,13 +460,14 @@ def cache_dir() -> "pathlib.Path | None":
         path.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-        shared = _writable_by_others(path)
+        folders = (path, *(entry for entry in path.iterdir() if entry.is_dir()))
+        shared = next((folder for folder in folders if not may_be_loaded(folder.stat())), None)
         if shared is None:
             return path
         warnings.warn(
-            f"gpuaccel runs without a cache: other users can write to {shared}, and could put "
-            f"code there that this process would run; `chmod -R go-w {path}` makes it your own, "
-            "or set GPUACCEL_CACHE to a folder that is",
+            f"gpuaccel runs without a cache: other users can write to {shared}, and may have put "
+            "code there that this process would run; set GPUACCEL_CACHE to a folder of your own, "
+            f"or delete {path} if it holds nothing else",
             stacklevel=2,
         )
         return None
@@ -479,16 +480,15 @@ def cache_dir() -> "pathlib.Path | None":
         return None
 
 
-def _writable_by_others(path: pathlib.Path) -> "pathlib.Path | None":
-    """`path` or the folder in it that a user other than this one and root can write to, if any."""
-    if os.name == "nt":
-        return None
-    for folder in (path, *(entry for entry in path.iterdir() if entry.is_dir())):
-        status = folder.stat()
-        others = stat.S_IWGRP | stat.S_IWOTH
-        if status.st_uid not in (os.getuid(), 0) or status.st_mode & others:
-            return folder
-    return None
+def may_be_loaded(status: os.stat_result) -> bool:
+    """Whether only this user and root can have written a regular file, or what a folder holds."""
+    mode = status.st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        return False
+    # Windows reports neither owners nor such modes.
+    return os.name == "nt" or (
+        status.st_uid in (os.getuid(), 0) and not mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 # ---- deterministic algorithms ----------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 with written_aside(path) as file:           # path keeps its old content until the block ends
     file.write(content)
-write_entry("cubin", key, content)          # into the cache folder
-read_entry("cubin", key)                    # None if it is missing or damaged
+from_cache("cubin", key, make, load)        # load(content), which make() returned at some time
 """
 
 import contextlib
@@ -12,47 +11,88 @@ import json
 import os
 import pathlib
 import shutil
-import threading
+import tempfile
+import warnings
 
 import torch
 
-from .backends import cache_dir
+from .backends import cache_dir, may_be_loaded
 
-# Files of 2 to 50 kB that the cache keeps per folder. The oldest are removed first.
+# Files, most of them of 2 to 50 kB, that the cache keeps per folder. The oldest are removed first.
 KEPT_ENTRIES = 2000
+# A symbolic link is not followed, and a pipe does not block. Windows has neither flag.
+IN_PLACE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def from_cache(folder: str, key: str, make, load):
+    """load(content) of an entry; one that is missing or that `load` refuses is made anew.
+
+    Args:
+        folder, key: the entry's place in the cache
+        make: function that returns the content
+        load: function of the content; any exception refuses it
+    """
+    content = read_entry(folder, key)
+    if content is not None:
+        # Whatever is wrong with an old entry, a new one replaces it.
+        with contextlib.suppress(Exception):
+            return load(content)
+    content = make()
+    write_entry(folder, key, content)
+    return load(content)
 
 
 def read_entry(folder: str, key: str) -> "bytes | None":
-    """The content of `key` in a folder of the cache; None if it is missing or damaged."""
+    """The content of `key` in a folder of the cache.
+
+    None if it is missing or damaged, or if another user can have written it.
+    """
     root = cache_dir()
     if root is None:
         return None
+    opener = lambda path, flags: os.open(path, flags | IN_PLACE)
     try:
-        checksum, content = (root / folder / key).read_bytes().split(b"\n", 1)
+        with open(root / folder / key, "rb", opener=opener) as file:
+            # Of the open file: the one under this name may be another one by now.
+            if not may_be_loaded(os.fstat(file.fileno())):
+                return None
+            checksum, content = file.read().split(b"\n", 1)
     except (OSError, ValueError):
         return None
     return content if hashlib.sha256(content).hexdigest().encode() == checksum else None
 
 
 def write_entry(folder: str, key: str, content: bytes):
-    """Keep `content` under `key`. Where that fails (a full disk), nothing is kept or raised."""
+    """Keep `content` under `key`. Where that fails (a full disk), a warning says so."""
     root = cache_dir()
     if root is None:
         return
-    path = root / folder / key
-    aside = path.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
+    place = root / folder
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        aside.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-        os.replace(aside, path)
-        entries = list(os.scandir(path.parent))
+        place.mkdir(mode=0o700, exist_ok=True)
+        # Its mode is 0600 whatever the umask is.
+        handle, aside = tempfile.mkstemp(prefix=".", dir=place)
+        try:
+            with open(handle, "wb") as file:
+                file.write(hashlib.sha256(content).hexdigest().encode() + b"\n")
+                file.write(content)
+            os.replace(aside, place / key)
+        except OSError:
+            os.unlink(aside)
+            raise
+    except OSError as error:
+        warnings.warn(
+            f"{place} cannot be written ({error.strerror}); the work will be repeated next time",
+            stacklevel=4,
+        )
+        return
+    # Another process may remove the same ones.
+    with contextlib.suppress(OSError):
+        entries = list(os.scandir(place))
         if len(entries) > KEPT_ENTRIES:
             entries.sort(key=lambda entry: entry.stat().st_mtime)
             for old in entries[: len(entries) - KEPT_ENTRIES]:
                 os.unlink(old.path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
 
 
 @contextlib.contextmanager

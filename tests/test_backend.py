@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import stat
 import subprocess
 import sys
 import warnings
@@ -24,7 +25,7 @@ from gpuaccel.backends import (
     use_backend,
 )
 from gpuaccel.errors import BackendError, GpuaccelError
-from gpuaccel.files import read_entry, write_entry
+from gpuaccel.files import from_cache, read_entry, write_entry
 from gpuaccel.simt import is_checked
 
 module = importlib.import_module("gpuaccel.backends")
@@ -425,7 +426,8 @@ def test_a_cache_that_others_can_write_to_is_not_used(
         warnings.simplefilter("always")
         assert cache_dir() is None and cache_dir() is None
     (text,) = [str(w.message) for w in seen]
-    assert f"other users can write to {folder}" in text and f"chmod -R go-w {tmp_path}" in text
+    assert f"other users can write to {folder}" in text and "chmod" not in text
+    assert "set GPUACCEL_CACHE" in text and f"delete {tmp_path}" in text
     folder.chmod(0o755)
     cache_dir.cache_clear()
     assert cache_dir() == tmp_path
@@ -439,6 +441,57 @@ def test_a_cache_that_is_anothers_is_not_used(monkeypatch, tmp_path, fresh_cache
         assert cache_dir() is None
 
 
+def _another_owner(path):
+    if os.getuid():
+        pytest.skip("only root can give a file away")
+    os.chown(path, 12345, -1)
+
+
+def _a_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def _a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes, links and pipes")
+@pytest.mark.parametrize(
+    "change",
+    [
+        _another_owner,
+        lambda path: path.chmod(0o660),
+        lambda path: path.chmod(0o606),
+        _a_link,
+        _a_pipe,
+    ],
+)
+def test_an_entry_that_another_user_can_have_written_is_made_anew(
+    monkeypatch, tmp_path, fresh_cache, change
+):
+    """The folder may be ours again: its files stay whose they are."""
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path))
+    write_entry("simt", "key", b"foreign")
+    assert read_entry("simt", "key") == b"foreign"
+    change(tmp_path / "simt" / "key")
+    assert from_cache("simt", "key", lambda: b"own", lambda content: content) == b"own"
+    assert read_entry("simt", "key") == b"own"
+    status = (tmp_path / "simt" / "key").lstat()
+    assert status.st_uid == os.getuid() and status.st_mode == stat.S_IFREG | 0o600
+
+
+def test_an_entry_that_cannot_be_loaded_is_made_anew(monkeypatch, tmp_path, fresh_cache):
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path))
+    write_entry("cubin", "key", b"no number")
+    assert from_cache("cubin", "key", lambda: b"1", int) == 1
+    assert from_cache("cubin", "key", lambda: b"2", int) == 1
+    with pytest.raises(ValueError, match="invalid literal"):
+        from_cache("cubin", "other", lambda: b"no number", int)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 def test_folders_of_the_cache_are_ours_whatever_the_umask(monkeypatch, tmp_path, fresh_cache):
     monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path / "cache"))
     before = os.umask(0)

@@ -29,7 +29,7 @@ import warnings
 from dataclasses import dataclass
 
 from ..errors import BackendError, CompileError, CompileWarning
-from ..files import read_entry, write_entry
+from ..files import from_cache
 
 # The second makes ptxas report registers and spills.
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
@@ -236,13 +236,25 @@ def compile_cubin(
     headers = _headers(source, options)
     facts = json.dumps([source, filename, flags, library().version, headers])
     key = hashlib.sha256(facts.encode()).hexdigest()
-    result = _read(key) if headers is not None else None
-    if result is None:
-        result = _compile(source, filename, flags)
-        if headers is not None:
-            _write(key, *result)
-        _show_warnings(result[1], filename)
-    return result
+
+    def make():
+        cubin, log = _compile(source, filename, flags)
+        _show_warnings(log, filename)
+        return json.dumps(log).encode() + b"\n" + cubin
+
+    return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
+
+
+def _load(entry: bytes) -> "tuple[bytes, str]":
+    """(cubin, report) of a cache entry: the report as JSON, a newline, and the cubin."""
+    line, cubin = entry.split(b"\n", 1)
+    log = json.loads(line)
+    if not isinstance(log, str) or not cubin.startswith(b"\x7fELF"):
+        raise ValueError(
+            f"a compiled program is {type(log).__name__} and {cubin[:4]!r}...; expected the report "
+            "(str) and an ELF file"
+        )
+    return cubin, log
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
@@ -389,19 +401,3 @@ def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
         spill_load_bytes=number(r"(\d+) bytes spill loads"),
         cubin_bytes=len(cubin),
     )
-
-
-# ---- the cache: an entry is the report as JSON, a newline, and the cubin -------------------------
-
-
-def _read(key):
-    try:
-        log, cubin = (read_entry("cubin", key) or b"").split(b"\n", 1)
-    except ValueError:
-        # It is missing or damaged.
-        return None
-    return cubin, json.loads(log)
-
-
-def _write(key, cubin, log):
-    write_entry("cubin", key, json.dumps(log).encode() + b"\n" + cubin)

@@ -9,11 +9,13 @@ simt.h defines the keywords and functions of CUDA C.
 A *checked* build also uses the compiler's sanitizers (thread, bounds, alignment, ...). Their
 instrumentation calls our functions (checks.cpp) instead of those of the sanitizers' libraries.
 
-The cache keeps compiled objects by their content. A damaged entry is compiled again.
+The cache keeps compiled objects by their content. An entry that is damaged, or that another user
+can have written, is compiled again.
 """
 
 import _ctypes
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -32,9 +34,9 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..backends import Compiler, cache_dir, find_compiler
+from ..backends import Compiler, cache_dir, find_compiler, may_be_loaded
 from ..errors import BackendError, CompileError
-from ..files import read_entry, write_entry
+from ..files import from_cache
 from ..notebook import notice
 from ..source import kernel_positions, split_list, without_comments
 
@@ -317,10 +319,31 @@ LIMIT = 900.0
 
 def _environment() -> "dict[str, str]":
     """The environment of a compiler: English messages, and zig's cache in our cache folder."""
-    cache = (cache_dir() or _process_folder()) / "zig"
-    # zig would make it, and let the group write to it where the umask does.
-    cache.mkdir(mode=0o700, exist_ok=True)
+    cache = _zig_folder(cache_dir() or _process_folder())
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
+
+
+@functools.cache
+def _zig_folder(root: pathlib.Path) -> pathlib.Path:
+    """zig's cache in a folder, emptied first if another user can have written a file in it."""
+    folder = root / "zig"
+    if _has_foreign_files(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        # What cannot be removed is left alone.
+        if _has_foreign_files(folder):
+            folder = _process_folder() / "zig"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _has_foreign_files(folder: pathlib.Path) -> bool:
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            # A zig of another process removes files meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                if not may_be_loaded(os.lstat(os.path.join(parent, name))):
+                    return True
+    return False
 
 
 def _run(command, subject: str, explain_log) -> None:
@@ -341,6 +364,8 @@ def _run(command, subject: str, explain_log) -> None:
             text=True,
             errors="replace",
             env=_environment(),
+            # zig keeps files, and links them into later libraries.
+            umask=0o077,
         ) as process:
             try:
                 log = _messages(process, subject, command).strip()
@@ -380,23 +405,6 @@ class Runtime:
 
 
 SLOWER_TLS = ('-DSIMT_TLS=__attribute__((tls_model("global-dynamic")))',)
-
-
-def _from_cache_or_compiler(key: str, compile, load):
-    """load(image) of the cached image, or of a fresh one if that is missing or does not load.
-
-    Raises:
-        OSError: when a fresh image does not load.
-    """
-    image = read_entry("simt", key)
-    if image is not None:
-        try:
-            return load(image)
-        except OSError:
-            pass
-    image = compile()
-    write_entry("simt", key, image)
-    return load(image)
 
 
 def _key(*facts) -> str:
@@ -453,7 +461,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
         return Runtime(ctypes.CDLL(path), path, image, tls)
 
     try:
-        return _from_cache_or_compiler(key, compile, load)
+        return from_cache("simt", key, compile, load)
     except OSError as error:
         if not tls:
             return runtime(checked, SLOWER_TLS)
@@ -514,7 +522,8 @@ def program(
                 gc.collect()
             text = translated(source, names)
             try:
-                result = _from_cache_or_compiler(
+                result = from_cache(
+                    "simt",
                     key,
                     lambda: _compile(text, source, filename, flags, host, executor),
                     lambda image: Program(source, filename, names, executor.library, image),

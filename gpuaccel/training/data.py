@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends import cache_dir
 from ..errors import ArgumentError, DataError
-from ..files import written_aside
+from ..files import from_cache
 
 ENDINGS = (".txt", ".md", ".py")
 CACHES = {"__pycache__"}
@@ -246,34 +245,6 @@ class BPETokenizer:
         return self._tokenizer.decode(_as_list(tokens, self.vocab_size), skip_special_tokens=False)
 
 
-def _cached(name, make):
-    """The bytes that `make()` returns, kept as <cache>/bpe/<name> behind their sha256.
-
-    A damaged entry is made again."""
-    folder = cache_dir()
-    if folder is None:
-        return make()
-    path = folder / "bpe" / name
-    try:
-        entry = path.read_bytes()
-        if hashlib.sha256(entry[32:]).digest() == entry[:32]:
-            return entry[32:]
-    except OSError:
-        pass  # not there yet
-    content = make()
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with written_aside(path) as file:
-            file.write(hashlib.sha256(content).digest())
-            file.write(content)
-    except OSError as error:
-        warnings.warn(
-            f"{path} cannot be written ({error.strerror}); the work will be repeated next time",
-            stacklevel=3,
-        )
-    return content
-
-
 def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BPETokenizer:
     """Train a byte-level BPE on a text.
 
@@ -305,8 +276,10 @@ def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BP
         tokenizer.train_from_iterator(corpus.documents, trainer, length=len(corpus.documents))
         return tokenizer.to_str().encode()
 
-    data = _cached(f"{corpus.digest()}-{vocab_size}.json", train) if cache else train()
-    return BPETokenizer(data.decode())
+    load = lambda content: BPETokenizer(content.decode())
+    if not cache:
+        return load(train())
+    return from_cache("bpe", f"{corpus.digest()}-{vocab_size}.json", train, load)
 
 
 # ---- datasets ------------------------------------------------------------------------------------
@@ -346,6 +319,15 @@ def _split(documents):
     tokens = np.concatenate(documents)
     cut = len(tokens) * 9 // 10
     return tokens[:cut], tokens[cut:]
+
+
+def _unpacked(content, count):
+    """The tokens of each of `count` documents: the content is their lengths, then all tokens."""
+    lengths = np.frombuffer(content, "<i8", count)
+    tokens = np.frombuffer(content, "<u2", offset=lengths.nbytes)
+    if lengths.min() < 0 or lengths.sum() != len(tokens):
+        raise ValueError(f"found {len(tokens)} tokens; expected {lengths.sum()}")
+    return np.split(tokens, np.cumsum(lengths)[:-1])
 
 
 def make_dataset(
@@ -390,13 +372,11 @@ def make_dataset(
 
         def encode():
             arrays = tokenizer.encode_all(corpus.documents)
-            lengths = np.array([len(arrays), *map(len, arrays)], "<i8")
+            lengths = np.array(list(map(len, arrays)), "<i8")
             return lengths.tobytes() + np.concatenate(arrays).astype("<u2").tobytes()
 
-        content = _cached(f"{key}.tokens", encode)
-        count = int(np.frombuffer(content, "<i8", 1)[0])
-        ends = np.cumsum(np.frombuffer(content, "<i8", count, offset=8))
-        documents = np.split(np.frombuffer(content, "<u2", offset=8 * (count + 1)), ends[:-1])
+        load = lambda content: _unpacked(content, len(corpus.documents))
+        documents = from_cache("bpe", f"{key}.tokens", encode, load)
     else:
         documents = [tokenizer.encode(document) for document in corpus.documents]
     train, val = (torch.from_numpy(tokens.astype(np.int32)) for tokens in _split(documents))

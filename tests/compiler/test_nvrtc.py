@@ -181,11 +181,34 @@ def test_a_damaged_entry_is_compiled_again(cache, compilations, damage):
     )
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no newline",
+        b"\xff\xfe\n\x7fELF",
+        b"no JSON\n\x7fELF",
+        b"[1]\n\x7fELF",
+        b'"log"\n',
+        b'"log"\nno ELF',
+    ],
+)
+def test_an_entry_with_another_content_is_compiled_again(cache, compilations, content):
+    """Its checksum is right."""
+    good = compile_cubin(SOURCE % "4.0f", "one.cu", "sm_90")
+    (entry,) = cache.iterdir()
+    files.write_entry("cubin", entry.name, content)
+    for _ in range(2):
+        assert compile_cubin(SOURCE % "4.0f", "one.cu", "sm_90")[0] == good[0]
+        assert len(compilations) == 2
+
+
 def test_a_cache_that_cannot_be_written_costs_no_run(cache, compilations):
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
     for _ in range(2):
-        assert compile_cubin(SOURCE % "5.0f", "one.cu", "sm_90")[0]
+        with pytest.warns(UserWarning, match=f"{cache} cannot be written"):
+            assert compile_cubin(SOURCE % "5.0f", "one.cu", "sm_90")[0]
     assert len(compilations) == 2 and os.listdir(cache.parent) == ["cubin"]
 
 

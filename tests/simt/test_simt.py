@@ -18,6 +18,7 @@ import torch
 import gpuaccel as ga
 from gpuaccel.backends import cache_dir, find_compiler
 from gpuaccel.errors import ArgumentError, BackendError, CompileError, KernelError
+from gpuaccel.files import write_entry
 from gpuaccel.simt import build
 
 backend_module = importlib.import_module("gpuaccel.backends")
@@ -122,6 +123,38 @@ def test_a_damaged_entry_is_compiled_again(fresh, compilations, monkeypatch, dam
     assert len(compilations) == 3 and x.eq(4).all()
 
 
+@pytest.mark.parametrize("owner, mode", [(12345, 0o644), (-1, 0o666)])
+def test_the_code_of_another_user_is_not_loaded(fresh, compilations, monkeypatch, owner, mode):
+    """A shared object whose constructor leaves a file, under the names of our libraries."""
+    if owner != -1 and os.getuid():
+        pytest.skip("only root can give a file away")
+    x, trace, foreign = torch.ones(100), fresh.parent / "ran", fresh.parent / "foreign.so"
+    with ga.checked(False):
+        ga.compile(TWICE)[1, 128](x, 100)
+    code = f"""
+#include <stdio.h>
+__attribute__((constructor)) static void run() {{ fclose(fopen("{trace}", "w")); }}"""
+    foreign.with_suffix(".cpp").write_text(code)
+    subprocess.run(
+        [*find_compiler()[0].command, "-shared", "-fPIC"]
+        + [str(foreign.with_suffix(".cpp")), "-o", str(foreign)],
+        check=True,
+    )
+    for path in fresh.iterdir():
+        write_entry("simt", path.name, foreign.read_bytes())
+        os.chown(path, owner, -1)
+        path.chmod(mode)
+    compilations.clear()
+    forget(monkeypatch)
+    with ga.checked(False):
+        ga.compile(TWICE)[1, 128](x, 100)
+    assert not trace.exists() and len(compilations) == 3 and x.eq(4).all()
+    forget(monkeypatch)
+    with ga.checked(False):
+        ga.compile(TWICE)[1, 128](x, 100)
+    assert len(compilations) == 3, "the foreign entries were not replaced"
+
+
 def test_an_edited_helper_or_macro_compiles_again(fresh, compilations):
     source = 'extern "C" __global__ void put(float* x) { x[threadIdx.x] = VALUE; }'
     x = torch.zeros(4)
@@ -173,6 +206,35 @@ def test_zig_keeps_what_it_made_of_its_libraries_in_our_cache(fresh, monkeypatch
     assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == str(fresh.parent / "zig")
     monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", "elsewhere")
     assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == "elsewhere"
+
+
+def test_zig_gets_no_file_that_another_user_can_have_written(fresh, monkeypatch):
+    """zig links what it kept into later libraries. What it keeps is ours whatever the umask is."""
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    kept = fresh.parent / "zig" / "o" / "kept.o"
+    write = ["sh", "-c", 'umask 2>&1 > "$ZIG_GLOBAL_CACHE_DIR/o/kept.o"; touch "$2"', "sh"]
+    kept.parent.mkdir(parents=True, mode=0o700)
+    before = os.umask(0o002)
+    try:
+        build._run([*write, "-o", str(fresh.parent / "output")], "a test", str)
+    finally:
+        os.umask(before)
+    assert kept.stat().st_mode & 0o777 == 0o600
+    build._zig_folder.cache_clear()
+    build._environment()
+    assert kept.exists()
+    kept.chmod(0o666)
+    build._zig_folder.cache_clear()
+    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == str(fresh.parent / "zig")
+    assert not kept.exists()
+    # A file that cannot be removed.
+    kept.parent.mkdir()
+    kept.touch(0o666)
+    kept.chmod(0o666)
+    monkeypatch.setattr(build.shutil, "rmtree", lambda *args, **options: None)
+    build._zig_folder.cache_clear()
+    other = pathlib.Path(build._environment()["ZIG_GLOBAL_CACHE_DIR"])
+    assert other.is_dir() and fresh.parent not in other.parents
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):

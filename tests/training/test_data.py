@@ -10,6 +10,7 @@ from helpers import no_waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuaccel import files
 from gpuaccel.errors import ArgumentError, DataError
 from gpuaccel.training import data
 from gpuaccel.training.data import (
@@ -33,7 +34,7 @@ STORY = [
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache folder of the test's own."""
-    monkeypatch.setattr(data, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(files, "cache_dir", lambda: tmp_path / "cache")
     (tmp_path / "cache").mkdir()
     return tmp_path / "cache"
 
@@ -187,6 +188,11 @@ def test_bpe_is_trained_once(cache, monkeypatch):
         trained.clear()
         assert train_bpe(corpus, 300).to_json() == first.to_json() and trained
         assert entry.read_bytes() == content
+    for foreign in (b"\xff", b"no JSON", b"{}"):
+        files.write_entry("bpe", entry.name, foreign)
+        trained.clear()
+        assert train_bpe(corpus, 300).to_json() == first.to_json() and trained
+        assert entry.read_bytes() == content
 
     trained.clear()
     train_bpe(corpus, 299)
@@ -200,7 +206,7 @@ def test_bpe_works_without_a_cache(cache, monkeypatch):
     (cache / "bpe").write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="cannot be written"):
         train_bpe(Corpus(STORY, "", 0), 260)
-    monkeypatch.setattr(data, "cache_dir", lambda: None)
+    monkeypatch.setattr(files, "cache_dir", lambda: None)
     assert train_bpe(Corpus(STORY, "", 0), 260).vocab_size == 260
     for size in (255, 65537):
         with pytest.raises(ArgumentError, match=f"vocab_size is {size}"):
@@ -270,6 +276,11 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
     entry.write_bytes(entry.read_bytes()[:-1])
     third = make_dataset(folder, "bpe", vocab_size=300)
     assert encoded and torch.equal(first.train, third.train)
+    for foreign in (b"", bytes(8 * 21 + 2), b"\xff" * 8 * 30):
+        encoded.clear()
+        files.write_entry("bpe", entry.name, foreign)
+        again = make_dataset(folder, "bpe", vocab_size=300)
+        assert encoded and torch.equal(first.train, again.train)
     fourth = make_dataset(folder, first.tokenizer)
     assert fourth.tokenizer is first.tokenizer and torch.equal(first.train, fourth.train)
     with pytest.raises(ArgumentError, match="tokenizer is 'char'"):
