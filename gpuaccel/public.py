@@ -13,7 +13,7 @@ from .errors import GpuaccelError
 from .graphs import GraphedStep
 from .measure import Meter, ledger
 from .nn import Embedding, PolyAttention, RichardsGLU, deterministic_embeddings
-from .optim import AdamW, Arena, GradientAccumulator, clip_grad_norm_
+from .optim import AdamW, Arena, clip_grad_norm_
 from .simt import checked
 from .training import (
     Batches,
@@ -42,7 +42,6 @@ __all__ = [
     "Distributed",
     "Embedding",
     "GpuaccelError",
-    "GradientAccumulator",
     "GraphedStep",
     "Kernel",
     "LiveThroughput",

@@ -25,9 +25,6 @@
 #ifndef STOCHASTIC
 #define STOCHASTIC 0         // 1: bf16 weights are rounded stochastically; 0: to the nearest
 #endif
-#ifndef CLEAR
-#define CLEAR 1              // 0: update_arena() leaves the gradients, which are overwritten later
-#endif
 #ifndef CHUNK
 #define CHUNK 4096
 #endif
@@ -145,18 +142,17 @@ __device__ __forceinline__ void update_lane(
 // Updates one chunk. The pointers are those of its first element.
 template <int STATES, class C>
 __device__ __forceinline__ void update_chunk(
-    PARAM_T* w, GRAD_T* g, PARAM_T* const (&state)[STATES],
+    PARAM_T* w, const GRAD_T* g, PARAM_T* const (&state)[STATES],
     bf16* copy,                  // of the new weights; 0: none
     int count,                   // elements of the chunk, 1 to CHUNK
     bool read_whole,             // all CHUNK elements may be read, with aligned vector loads
     bool write_whole,            // all CHUNK elements may be written, with aligned vector stores
-    bool clear,                  // the gradient is set to zero
     const C& coefficients,
     const double* seed, int tensor,
     long long start)             // number of the chunk's first element within the tensor
 {
     // All loads are issued before the first value is used, the coefficients' among them.
-    float4 W[UNROLL], G[UNROLL], S[UNROLL][STATES], zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 W[UNROLL], G[UNROLL], S[UNROLL][STATES];
     #pragma unroll
     for (int k = 0; k < UNROLL; k++) {
         int i = k * THREADS + threadIdx.x;
@@ -169,7 +165,6 @@ __device__ __forceinline__ void update_chunk(
     #pragma unroll
     for (int k = 0; k < UNROLL; k++) {
         int i = k * THREADS + threadIdx.x;
-        if (clear) store4(g, i, count, write_whole, zero);
         if (c.skip != 0.0f) continue;
         update_lane(&float4::x, W[k], G[k], S[k], c);
         update_lane(&float4::y, W[k], G[k], S[k], c);
@@ -192,14 +187,13 @@ __device__ __forceinline__ void update_chunk(
 template <int TABLES>
 struct UpdateList {                          // passed by value: no copy to the device is needed
     PARAM_T* weight[MAX_UPDATES];
-    GRAD_T* grad[MAX_UPDATES];
+    const GRAD_T* grad[MAX_UPDATES];
     PARAM_T* state[TABLES][MAX_UPDATES];     // a row per state tensor; 0 where the group has none
     bf16* copy[MAX_UPDATES];                 // the bf16 copy of the weight; 0: none
     int first[MAX_UPDATES + 1];              // its first chunk; the last entry: number of chunks
     int tensor[MAX_UPDATES];                 // its number, a part of the key of its random bits
     int place[MAX_UPDATES];                  // its row of the coefficients
     unsigned short tail[MAX_UPDATES];        // elements in its last chunk, 1 to CHUNK
-    unsigned short clear[MAX_UPDATES];       // 1: its gradient is set to zero
 };
 
 // Updates the tensors of a list. A thread block takes one chunk after the other.
@@ -213,7 +207,7 @@ __device__ __forceinline__ void update_list(
         int count = chunk + 1 == updates.first[t + 1] ? updates.tail[t] : CHUNK;
         long long start = (long long)(chunk - updates.first[t]) * CHUNK;
         PARAM_T *w = updates.weight[t] + start, *state[STATES];
-        GRAD_T* g = updates.grad[t] + start;
+        const GRAD_T* g = updates.grad[t] + start;
         bf16* copy = updates.copy[t] == 0 ? 0 : updates.copy[t] + start;
         // Tested in this order: with g and copy first, NVRTC 12.9 uses up to 34 more registers.
         bool whole = count == CHUNK && aligned4(w, sizeof(PARAM_T));
@@ -223,7 +217,7 @@ __device__ __forceinline__ void update_list(
             whole = whole && aligned4(state[j], sizeof(PARAM_T));
         }
         whole = whole && aligned4(g, sizeof(GRAD_T)) && aligned4(copy, sizeof(bf16));
-        update_chunk(w, g, state, copy, count, whole, whole, updates.clear[t],
+        update_chunk(w, g, state, copy, count, whole, whole,
                      coefficients[updates.place[t]], seed, updates.tensor[t], start);
     }
 }
@@ -235,7 +229,7 @@ __device__ __forceinline__ void update_list(
 template <int STATES, class C>
 __device__ __forceinline__ void update_arena(
     const C* coefficients, const double* seed,
-    PARAM_T* w, GRAD_T* g, PARAM_T* const (&state)[STATES], bf16* copy,   // (N) each
+    PARAM_T* w, const GRAD_T* g, PARAM_T* const (&state)[STATES], bf16* copy,   // (N) each
     const int4* chunks,          // (N / CHUNK) .x tensor, .y elements, .z index within the tensor
     int first, int last,
     int offset)                  // number of a tensor minus its row of the coefficients
@@ -248,7 +242,6 @@ __device__ __forceinline__ void update_arena(
         for (int j = 0; j < STATES; j++) chunk_state[j] = state[j] + start;
         // A partial chunk may be read in full: the arena pads each tensor with zeros.
         update_chunk(w + start, g + start, chunk_state, copy == 0 ? 0 : copy + start,
-                     entry.y, true, entry.y == CHUNK, CLEAR,
-                     coefficients[entry.x - offset], seed, entry.x, (long long)entry.z * CHUNK);
+                     entry.y, true, entry.y == CHUNK, coefficients[entry.x - offset], seed, entry.x, (long long)entry.z * CHUNK);
     }
 }

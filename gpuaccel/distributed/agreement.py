@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import ArgumentError, RankError
 from ..measure import LateValue
 from ..ops import CHUNK
-from ..optim import Arena, DeviceOptimizer, GradientAccumulator
+from ..optim import Arena, DeviceOptimizer
 from . import collectives
 from .config import Distributed
 
@@ -124,41 +124,34 @@ class UsedTensors:
             another tensor that gets one is an ArgumentError.
     """
 
-    def __init__(
-        self,
-        config: Distributed,
-        arena: Arena,
-        accumulator: GradientAccumulator,
-        every_step: bool,
-    ):
+    def __init__(self, config: Distributed, arena: Arena, every_step: bool):
         self.config = config
         self.arena = arena
-        self.accumulator = accumulator
         self.every_step = every_step
-        self.mask: "int | None" = None  # bit i: tensor i takes part; None: not known yet
+        # Whether each tensor takes part; None: not known yet.
+        self.taking_part: "list[bool] | None" = None
 
-    def find(self, mask: int):
-        """Before the first step. mask: the tensors that get a gradient on this rank."""
-        self.mask = self._union(mask)
+    def find(self, mine: "list[bool]"):
+        """Before the first step. mine: whether each tensor gets a gradient on this rank."""
+        self.taking_part = self._union(mine)
 
     def expose(self):
         """After backward: `.grad` of every tensor that takes part is its sum, on every rank."""
-        mine = self.accumulator.received_mask
-        if self.mask is None or self.every_step:
-            self.mask = self._union(mine)
-        elif mine & ~self.mask:
-            number = (mine & ~self.mask).bit_length() - 1
-            raise ArgumentError(
-                f"rank {self.config.rank}: {self.arena.segments[number].name} got a gradient, and "
-                "in the first step it got none on any rank. The first step decides which tensors "
-                "take part, so that later steps need not wait. Instead: "
-                "ga.Distributed(find_unused=True)"
-            )
-        if mine != self.mask:
-            self.accumulator.restore(self.mask)
+        mine = self.arena.has_gradient()
+        known = self.taking_part
+        if known is None or self.every_step:
+            known = self.taking_part = self._union(mine)
+        for segment, is_mine, is_known in zip(self.arena.segments, mine, known):
+            if is_mine and not is_known:
+                raise ArgumentError(
+                    f"rank {self.config.rank}: {segment.name} got a gradient, and in the first "
+                    "step it got none on any rank. The first step decides which tensors take part, "
+                    "so that later steps need not wait. Instead: ga.Distributed(find_unused=True)"
+                )
+        self.arena.set_gradients(known)
 
-    def _union(self, mine: int) -> int:
-        """The bits that are set on any rank. Waits for the device."""
+    def _union(self, mine: "list[bool]") -> "list[bool]":
+        """Whether it is true on any rank. Waits for the device."""
         device = self.arena.device
         if self.config.world == 1:
             return mine
@@ -167,13 +160,9 @@ class UsedTensors:
                 "find_unused=True finds the tensors that get a gradient in every step, which a "
                 "CUDA graph cannot wait for; expected replay='eager', or find_unused=False"
             )
-        bits = torch.tensor(
-            [mine >> i & 1 for i in range(len(self.arena.segments))],
-            dtype=torch.int32,
-            device=device,
-        )
+        bits = torch.tensor(mine, dtype=torch.int32, device=device)
         collectives.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=self.config.group)
-        return sum(1 << i for i, bit in enumerate(bits.tolist()) if bit)
+        return [bool(bit) for bit in bits.tolist()]
 
 
 # ---- the weights' bits ---------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Overlap of communication with a compiled backward.
 
 A compiled backward is one node of autograd: its hooks run when all of it is over. Only the products
-of mode "fused" (optim/fused_mode.py) call back while it runs; they compute most of the bytes. The
-other tensors of a bucket are light (norms, biases) and complete only at the end. In the last
-backward their sums are kept in a buffer of their own, which is all-reduced behind the last bucket.
-The result is copied to their slices of the arena: the buckets were sent with stale values there.
+that add (optim/products.py) call back while it runs; they compute most of the bytes. The other
+tensors of a bucket are light (norms, biases) and complete only at the end. During the last backward
+their sums lie in a buffer of their own, which is all-reduced behind the last bucket. The result is
+copied to their slices of the arena: the buckets were sent with stale values there.
 """
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import CHUNK
-from ..optim import GradientAccumulator
+from ..optim import Arena, own_storage
 from .nonfinite import NonFiniteSearch
 
 MAX_LIGHT = 1 << 16  # elements up to which a tensor counts as light
@@ -24,13 +24,13 @@ class LightGradients:
     `tensors`: their indices. `chunks`: (chunks,) int64, the indices of their chunks in the arena.
     `sums`: (chunks, CHUNK) fp32."""
 
-    def __init__(self, accumulator: GradientAccumulator, group):
-        self.arena = arena = accumulator.arena
+    def __init__(self, arena: Arena, product_tensors: "set[int]", group):
+        self.arena = arena
         self.group = group
         self.tensors = {
             i
             for i, s in enumerate(arena.segments)
-            if i not in accumulator.product_tensors and 0 < s.numel <= MAX_LIGHT
+            if i not in product_tensors and 0 < s.numel <= MAX_LIGHT
         }
         chunks: "list[int]" = []
         self.views = {}
@@ -42,38 +42,19 @@ class LightGradients:
         self.sums = torch.zeros(len(chunks), CHUNK, dtype=torch.float32, device=arena.device)
         for i, start in starts.items():
             s = arena.segments[i]
-            self.views[i] = self.sums.view(-1)[start : start + s.numel].view(s.shape)
-        self.reset()
+            self.views[i] = own_storage(self.sums.view(-1)[start : start + s.numel].view(s.shape))
+        # The slices, while the sums lie here.
+        self.moved: "dict[int, Tensor]" = {}
 
-    def reset(self):
-        """No gradient is kept, and nothing has been copied in."""
-        self.kept: "dict[int, list[Tensor]]" = {i: [] for i in self.tensors}
-        self.copied_in = False
-
-    def keep(self, i: int, grad: Tensor) -> bool:
-        """Keep a gradient of the last backward; False for a tensor that is not light."""
-        if i in self.tensors:
-            self.kept[i].append(grad)
-            return True
-        return False
-
-    def copy_in(self):
-        """Before anything is sent: the sums of earlier micro-batches."""
-        if not self.copied_in:
-            torch.index_select(self.arena.grads.view(-1, CHUNK), 0, self.chunks, out=self.sums)
-            self.copied_in = True
-
-    def complete(self):
-        """Backward is over: add the gradients that were kept."""
-        self.copy_in()
-        for number in range(max(map(len, self.kept.values()), default=0)):
-            # One launch for many tensors, whatever the dtype of their gradients.
-            pairs = [(self.views[i], g[number]) for i, g in self.kept.items() if len(g) > number]
-            views, grads = zip(*pairs)
-            in_fp32 = [torch.empty_like(view) for view in views]
-            torch._foreach_copy_(in_fp32, grads)
-            torch._foreach_add_(views, in_fp32)
-        self.reset()
+    def begin(self):
+        """Before the last backward: the sums move to the buffer."""
+        if self.moved:
+            return
+        arena = self.arena
+        for i in self.tensors:
+            arena.collect(i, i + 1)
+        torch.index_select(arena.grads.view(-1, CHUNK), 0, self.chunks, out=self.sums)
+        self.moved = arena.place_gradients(self.views)
 
     def all_reduce(self, search: NonFiniteSearch):
         """Sum over all ranks, behind the last bucket.
@@ -81,6 +62,8 @@ class LightGradients:
         Args:
             search: takes this rank's probes, if it is enabled.
         """
+        for i in self.tensors:
+            self.arena.zero_stale(i, i + 1)
         if search.enabled and search.by_chunk:
             search.probes.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
         elif search.enabled:
@@ -92,3 +75,9 @@ class LightGradients:
     def copy_out(self):
         """All buckets have arrived: the sums go to their places in the arena."""
         self.arena.grads.view(-1, CHUNK).index_copy_(0, self.chunks, self.sums)
+        self.end()
+
+    def end(self):
+        """From here on the slices are the arena's again."""
+        self.arena.place_gradients(self.moved)
+        self.moved = {}

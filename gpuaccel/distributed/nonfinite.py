@@ -59,7 +59,7 @@ class NonFiniteSearch:
         self.rank_tensors = torch.zeros(self.world, dtype=torch.int64, device=device)
 
     def probe(self, bucket: Bucket):
-        """Probe this rank's gradients of a bucket; in mode "arena" their squares may be known."""
+        """Probe this rank's gradients of a bucket."""
         if not self.enabled:
             return
         arena = self.arena
@@ -68,8 +68,6 @@ class NonFiniteSearch:
         if not self.kernels:
             sums = [view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]]
             self.probes[tensors] = torch.stack(sums)
-        elif arena.squares.current(bucket.first, bucket.last):
-            self.probes[rows] = arena.squares.values[rows]
         else:
             launch_squares([arena.grads[bucket.start : bucket.stop]], self.probes[rows])
 

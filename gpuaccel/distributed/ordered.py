@@ -32,13 +32,12 @@ class OrderedReducer(ReducerBase):
     Args:
         config: with ordered=True.
         arena: of the model.
-        accumulator: of the arena.
         opt: the optimizer of the step.
         settings: see ReducerBase.
     """
 
-    def __init__(self, config, arena, accumulator, opt, settings):
-        super().__init__(config, arena, accumulator, opt, settings)
+    def __init__(self, config, arena, opt, settings):
+        super().__init__(config, arena, opt, settings)
         # Elements of a rank's share: whole chunks. Every rank adds up what is left at the end.
         share = arena.numel // CHUNK // self.world * CHUNK
         # All shares, one behind the other.
@@ -60,18 +59,19 @@ class OrderedReducer(ReducerBase):
         self.bucket = whole_arena(arena)
         # Of this step's micro-batches so far: StepTotals.message(), tensors with a gradient.
         self.messages: "list[torch.Tensor]" = []
-        self.received_mask = 0
+        self.received = [False] * len(arena.segments)
 
     @torch.no_grad()
     def add_micro_batch(self, loss, tokens, rows, micro_batches):
         """Add one micro-batch of each rank, in the order of the ranks. arena.grads has this rank's,
-        or zeros (loss None): it has none left, and others have."""
-        accumulator, grads = self.accumulator, self.arena.grads
+        or none (loss None): it has none left, and others have."""
+        arena, grads = self.arena, self.arena.grads
         if not self.messages:
             self.exchange_began = time.monotonic()
         if not self._capturing():
             self.heartbeat(0)
-        accumulator.finish()
+        arena.collect()
+        arena.zero_stale()
         self.nonfinite.probe(self.bucket)
         self.nonfinite.collect()
         shares, rest = grads[: self.shared], grads[self.shared :]
@@ -85,8 +85,8 @@ class OrderedReducer(ReducerBase):
             for rank in range(self.world):
                 accumulate_(self.total_rest, self.rests[rank])
         self.messages.append(self._message(loss, tokens, rows, micro_batches))
-        self.received_mask |= accumulator.received_mask
-        accumulator.zero_()
+        self.received = [a or b for a, b in zip(self.received, arena.has_gradient())]
+        arena.clear_gradients()
 
     def _add_shares(self, shares: torch.Tensor):
         """Add the slices of this rank's share, of all ranks."""
@@ -146,9 +146,8 @@ class OrderedReducer(ReducerBase):
             self._gather_shares(grads[: self.shared])
             collectives.all_gather(everyone.view(-1), mine, group=self.group)
         grads[self.shared :].copy_(self.total_rest)
-        self.arena.grads_changed()
         count = len(self.messages)
-        self.accumulator.restore(self.received_mask)
+        self.arena.set_gradients(self.received)
         self._forget_step()
         self.nonfinite.record(everyone[:, StepTotals.FIELDS * count :])
         return self._added(everyone[:, : StepTotals.FIELDS * count], count)
@@ -176,4 +175,4 @@ class OrderedReducer(ReducerBase):
         self.total.zero_()
         self.total_rest.zero_()
         self.messages = []
-        self.received_mask = 0
+        self.received = [False] * len(self.received)

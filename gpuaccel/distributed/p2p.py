@@ -33,7 +33,7 @@ from torch import Tensor
 from ..backends import backend, takes
 from ..errors import ArgumentError
 from ..ops import CHUNK
-from ..optim import Arena, GradientAccumulator
+from ..optim import Arena
 from . import collectives, heartbeat
 from .buckets import Bucket
 from .config import Distributed
@@ -165,8 +165,8 @@ class PeerToPeer:
                 possible.
             RankError: where another rank is lost meanwhile.
         """
-        if GradientAccumulator.of(arena) is not None:
-            # Somebody knows the buffers' addresses. A second accumulator will be refused.
+        if arena.before_release:
+            # Somebody knows the buffers' addresses. A second TrainStep will be refused.
             return None
         began = time.monotonic()
         heartbeat.heartbeat(0, config.group)

@@ -1,8 +1,8 @@
 """Reduction of gradients while backward runs: what a rank does in one optimizer step. The choices,
 and the words for them: distributed/config.py.
 
-    reducer = make_reducer(config, arena, accumulator, opt, settings)
-    with accumulator.last_backward(listener=reducer.listener()):      # buckets are sent
+    reducer = make_reducer(config, arena, opt, settings)
+    with arena.listening(reducer.listener()):      # buckets are sent
         loss.backward()
     loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
     # arena.grads holds the sum over all ranks
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..ops import CHUNK, launch_squares
-from ..optim import Arena, BackwardListener, GradientAccumulator
+from ..optim import Arena, GradientListener, Products
 from . import collectives
 from .buckets import Bucket
 from .config import Distributed
@@ -36,10 +36,9 @@ from .zero1 import share
 def make_reducer(
     config: Distributed,
     arena: Arena,
-    accumulator: GradientAccumulator,
     opt,
     settings: "dict[str, str]",
-    compiled: bool = False,
+    early: "Products | None" = None,
     peer_to_peer: "PeerToPeer | None" = None,
 ) -> ReducerBase:
     """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
@@ -47,18 +46,18 @@ def make_reducer(
     Args:
         config: says which kind of reducer.
         arena: of the model.
-        accumulator: of the arena.
         opt: the optimizer of the step.
         settings: see ReducerBase.
-        compiled: whether backward is compiled, so that autograd's hooks run only at its end.
+        early: products that tell that they have added, where backward is compiled, so that
+            autograd's hooks run only at its end.
         peer_to_peer: see ReducerBase.
 
     Returns:
         An OrderedReducer, or one that sends buckets.
     """
     if config.ordered:
-        return OrderedReducer(config, arena, accumulator, opt, settings)
-    return Reducer(config, arena, accumulator, opt, settings, compiled, peer_to_peer)
+        return OrderedReducer(config, arena, opt, settings)
+    return Reducer(config, arena, opt, settings, early, peer_to_peer)
 
 
 @dataclass
@@ -87,13 +86,12 @@ class Reducer(ReducerBase):
         self,
         config: Distributed,
         arena: Arena,
-        accumulator: GradientAccumulator,
         opt,
         settings: "dict[str, str]",
-        compiled: bool = False,
+        early: "Products | None" = None,
         peer_to_peer: "PeerToPeer | None" = None,
     ):
-        super().__init__(config, arena, accumulator, opt, settings, peer_to_peer)
+        super().__init__(config, arena, opt, settings, peer_to_peer)
         self.bucket_of = [
             number for number, b in enumerate(self.buckets) for _ in range(b.first, b.last)
         ]
@@ -111,19 +109,22 @@ class Reducer(ReducerBase):
         self.shard_squares = None
         if self.sharded and self.kernels and self.p2p is None:
             self.shard_squares = ShardSquares(arena, self.buckets, self.rank, self.world)
+        # Sums of squares of the chunks, of all ranks' gradients.
+        self.squares = torch.zeros(arena.numel // CHUNK, dtype=torch.float64, device=arena.device)
         self.pending: "list[PendingBucket]" = []
         self.next = 0
         # Part of this step was sent, and its update is not over. (A capture sends nothing yet.)
         self.sent = False
-        early = compiled and accumulator.mode == "fused" and self.world > 1
-        self.light = LightGradients(accumulator, self.group) if early else None
+        self.light = None
+        if early is not None and self.world > 1:
+            self.light = LightGradients(arena, early.tensors, self.group)
 
     # ---- while backward runs ----
 
+    @torch.no_grad()
     def listener(self):
-        # In these modes the sums are in place only after finish().
-        if self.accumulator.mode in ("host", "autograd"):
-            return None
+        if self.light:
+            self.light.begin()
         return _BucketSender(self)
 
     @torch.no_grad()
@@ -132,9 +133,8 @@ class Reducer(ReducerBase):
         number, bucket = self.next, self.buckets[self.next]
         if number == 0:
             self.exchange_began = time.monotonic()
-        self.accumulator.flush()
-        if self.light:
-            self.light.copy_in()
+        self.arena.collect(bucket.first, bucket.last)
+        self.arena.zero_stale(bucket.first, bucket.last)
         self.next += 1
         self.sent = not self._capturing()
         if self.p2p is not None:
@@ -211,10 +211,10 @@ class Reducer(ReducerBase):
     # ---- after backward ----
 
     def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+        if self.light:
+            self.light.begin()
         while self.next < len(self.buckets):
             self.send_next_bucket()
-        if self.light:
-            self.light.complete()
         if self.trace is not None:
             self.trace.wait_started()
         totals = self._exchange_totals(self._message(loss, tokens, rows, micro_batches))
@@ -246,11 +246,11 @@ class Reducer(ReducerBase):
             numbers, tensors, *squares = everything.split([len(part) for part in parts])
             self.nonfinite.record(tensors)
             if self.p2p is not None:
-                self.arena.squares.values.copy_(*squares)
+                self.squares.copy_(*squares)
             return StepTotals(numbers[0].float(), *numbers[1:])
 
     def _join(self):
-        """From here on the current stream sees the sums, and arena.squares.values their squares."""
+        """From here on the current stream sees the sums; the arena keeps their squares."""
         for bucket in self.pending:
             bucket.wait()
         if self.stream is not None:
@@ -261,20 +261,19 @@ class Reducer(ReducerBase):
         if self.light:
             self.light.copy_out()
         self.pending, self.next = [], 0
-        # torch does not count collectives as writes: squares that were taken before are void.
+        # torch does not count collectives as writes.
         torch.autograd.graph.increment_version(self.arena.grads)
         if self.shard_squares is not None:
-            self.shard_squares.sum(self.group)
+            self.shard_squares.sum(self.squares, self.group)
         if self.p2p is not None or self.shard_squares is not None:
-            self.arena.squares.mark_all()
+            self.arena.keep_squares(self.squares)
 
     def _replace_stale_squares(self):
         """Square the light gradients again: the buckets were reduced with their old values."""
         if self.light and self.kernels:
-            values = self.arena.squares.values
-            squares = values.new_empty(len(self.light.chunks))
+            squares = self.squares.new_empty(len(self.light.chunks))
             launch_squares([self.light.sums], squares)
-            values.index_copy_(0, self.light.chunks, squares)
+            self.squares.index_copy_(0, self.light.chunks, squares)
 
     # ---- errors, the end ----
 
@@ -293,11 +292,11 @@ class Reducer(ReducerBase):
         self.pending = []
         self.next = 0
         if self.light:
-            self.light.reset()
+            self.light.end()
 
 
 class ShardSquares:
-    """arena.squares.values of sums that were reduce-scattered: each rank squares its share, and one
+    """The chunks' squares of sums that were reduce-scattered: each rank squares its share, and one
     all-reduce adds up the tables. Rank 0 squares what belongs to all."""
 
     def __init__(self, arena: Arena, buckets: "list[Bucket]", rank: int, world: int):
@@ -308,18 +307,18 @@ class ShardSquares:
             if rank == 0:
                 ranges.append((b.start + world * own, b.stop))
         rows = torch.cat([torch.arange(start // CHUNK, stop // CHUNK) for start, stop in ranges])
-        self.partials = arena.squares.values
         self.parts = [arena.grads[start:stop] for start, stop in ranges if stop > start]
         self.rows = rows.to(arena.device)
-        self.squares = arena.squares.values.new_zeros(len(rows))
+        self.squares = torch.zeros(len(rows), dtype=torch.float64, device=arena.device)
 
-    def sum(self, group):
+    def sum(self, squares: Tensor, group):
+        """Write the squares of all chunks, (chunks,) fp64."""
         launch_squares(self.parts, self.squares)
-        self.partials.zero_().index_copy_(0, self.rows, self.squares)
-        collectives.all_reduce(self.partials, group=group)
+        squares.zero_().index_copy_(0, self.rows, self.squares)
+        collectives.all_reduce(squares, group=group)
 
 
-class _BucketSender(BackwardListener):
+class _BucketSender(GradientListener):
     """Sends a bucket when backward has computed the gradients of all its tensors.
 
     Buckets are sent in order, so that all ranks send the same one.
@@ -336,15 +335,10 @@ class _BucketSender(BackwardListener):
         self.incomplete = [
             sum(i not in light for i in range(b.first, b.last)) for b in reducer.buckets
         ]
-        # Tensors that counted as complete before their hook ran.
-        self.complete_early: "set[int]" = set()
-        if self.light:
-            self.light.reset()
+        # Tensors that counted as complete before their hook ran -> the gradient's version then.
+        self.complete_early: "dict[int, int]" = {}
 
-    def keeps(self, i, grad):
-        return self.light is not None and self.light.keep(i, grad)
-
-    def gradient_complete(self, i, pending):
+    def gradient_complete(self, i):
         if self.light and i in self.light.tensors:
             return
         reducer = self.reducer
@@ -352,11 +346,15 @@ class _BucketSender(BackwardListener):
         early = i in self.complete_early
         if not early:
             self.incomplete[bucket] -= 1
-        sent = bucket < reducer.next and not (early and not pending)
-        if sent or self.incomplete[bucket] < 0:
+        same = early and self.complete_early[i] == self._version(i)
+        if bucket < reducer.next and not same or self.incomplete[bucket] < 0:
             self._refuse(i)
         while reducer.next < len(reducer.buckets) and not self.incomplete[reducer.next]:
             reducer.send_next_bucket()
+
+    def _version(self, i: int) -> int:
+        """Autograd's additions and products change it."""
+        return self.reducer.arena.grad_views[i]._version
 
     def product_added(self, tensors):
         if not self.light:
@@ -365,9 +363,10 @@ class _BucketSender(BackwardListener):
             if i in self.complete_early:
                 if self.reducer.bucket_of[i] < self.reducer.next:
                     self._refuse(i)
+                self.complete_early[i] = self._version(i)
             elif complete:
-                self.gradient_complete(i, False)
-                self.complete_early.add(i)
+                self.gradient_complete(i)
+                self.complete_early[i] = self._version(i)
 
     def _refuse(self, i):
         raise ArgumentError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..backends import takes
 from ..errors import ArgumentError, NonFiniteError, RankError
 from ..ops import MAX_TENSORS, accumulate_kernel, clip_kernel, tensors_of_launch
-from ..optim import Arena, BackwardListener, DeviceOptimizer, GradientAccumulator
+from ..optim import Arena, DeviceOptimizer, GradientListener
 from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
 from .buckets import buckets_of
@@ -67,7 +67,6 @@ class ReducerBase:
     Args:
         config: of the group.
         arena: of the model.
-        accumulator: of the arena.
         opt: the optimizer of the step.
         settings: name -> value of what has to be equal on all ranks beside `config`.
         peer_to_peer: a PeerToPeer of this arena, or None.
@@ -84,14 +83,12 @@ class ReducerBase:
         self,
         config: Distributed,
         arena: Arena,
-        accumulator: GradientAccumulator,
         opt,
         settings: "dict[str, str]",
         peer_to_peer: "PeerToPeer | None" = None,
     ):
         self.config = config
         self.arena = arena
-        self.accumulator = accumulator
         self.opt = opt
         self.p2p = peer_to_peer
         # Sums and all-gathers have two levels, inside machines and between; None: one.
@@ -125,7 +122,7 @@ class ReducerBase:
         every_step = config.find_unused
         if every_step is None:
             every_step = not self.cuda
-        self.used = UsedTensors(config, arena, accumulator, every_step or self.world == 1)
+        self.used = UsedTensors(config, arena, every_step or self.world == 1)
         self.sharded = config.sharded and self.world > 1
         if self.sharded:
             self._shard_optimizer()
@@ -202,7 +199,7 @@ class ReducerBase:
                 "ranks, from a checkpoint"
             )
 
-    def listener(self) -> "BackwardListener | None":
+    def listener(self) -> "GradientListener | None":
         """Sends buckets while the last backward runs; None: they are sent after it."""
         return None
 
@@ -226,7 +223,7 @@ class ReducerBase:
             self.means = tokens is None
         if tokens is not None:
             self.count_dtype = tokens.dtype
-        self.accumulator.finish()
+        self.arena.collect()
         totals = self._reduce(loss, tokens, rows, micro_batches)
         self.summed = True
         try:

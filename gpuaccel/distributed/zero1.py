@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compiler import zero_
 from ..errors import ArgumentError
 from ..ops import CHUNK, Jobs, arena_launch, arena_runs, torch_step
 from ..optim import ParameterLayout, own_storage
@@ -225,7 +224,7 @@ class ShardedLayout(ParameterLayout):
 
     # ---- the update ----
 
-    def launches(self, rule, jobs, stochastic, all_sums):
+    def launches(self, rule, jobs, stochastic):
         arena, launches = self.arena, []
         for first, last, offset, job in arena_runs(jobs, arena):
             for p in self.pieces:
@@ -248,7 +247,6 @@ class ShardedLayout(ParameterLayout):
                         0,
                         (stop - start) // CHUNK,
                         offset,
-                        clear=not jobs.leaves_sums,
                     )
                 )
         return launches
@@ -261,7 +259,6 @@ class ShardedLayout(ParameterLayout):
                 "or sharded=False"
             )
         cut, cut_rows = Jobs(), []
-        cut.leaves_sums = jobs.leaves_sums
         for j, row in zip(jobs, rows):
             flat = [None if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
             for k, (first, last, offset) in enumerate(self._parts[j.number] or [(0, 0, 0)]):
@@ -276,13 +273,11 @@ class ShardedLayout(ParameterLayout):
                 cut_rows.append(row)
         torch_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
 
-    def after_update(self, leaves_sums):
-        """All-gather the new weights; clear the gradients that other ranks have used."""
+    def after_update(self):
+        """All-gather the new weights."""
         for name in gathered_buffers(self.arena):
             if self.p2p:
                 self.p2p.spread(name)
             else:
                 self.all_gather(getattr(self.arena, name))
         self.arena.weights_written()
-        if not leaves_sums:
-            zero_(self.arena.grads)

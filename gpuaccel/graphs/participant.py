@@ -13,7 +13,7 @@ involves the host offers these methods, and GraphedStep calls them:
 | `snapshot()` | before a warm-up | host state to restore after it |
 
 ga.AdamW, ga.Embedding and ga.training.LoRALinear implement them, and optim/participants.py does so
-for an arena and its accumulator. Parameters, buffers, gradients and the state of a torch optimizer
+for an arena. Parameters, buffers, gradients and the state of a torch optimizer
 need no participant: GraphedStep knows them by torch's own interfaces.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 from ..nn import fused_forward
-from ..optim import capture_participants, open_accumulators
+from ..optim import Arena, capture_participants
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ def participants_of(state) -> "list[CaptureParticipant]":
 
 
 class OtherSums:
-    """Which sums of gradients stand in arenas that are no part of a step. check(): as before?
+    """Which weights have gradients in arenas that are no part of a step. check(): as before?
 
     Args:
         participants: of the step.
@@ -85,22 +85,20 @@ class OtherSums:
     def __init__(self, participants: "list[CaptureParticipant]"):
         mine = [getattr(participant, "arena", None) for participant in participants]
         self._before = [
-            (accumulator, list(accumulator.received))
-            for accumulator in open_accumulators()
-            if all(accumulator.arena is not arena for arena in mine)
+            (arena, arena.has_gradient())
+            for arena in Arena.all()
+            if all(arena is not other for other in mine)
         ]
 
     def check(self):
         """CaptureError where a backward has added to one of them."""
-        for accumulator, before in self._before:
-            for segment, was, is_now in zip(
-                accumulator.arena.segments, before, accumulator.received
-            ):
-                if is_now and not was:
+        for arena, before in self._before:
+            for segment, had, has in zip(arena.segments, before, arena.has_gradient()):
+                if has and not had:
                     raise CaptureError(
                         f"the step's backward also reaches {segment.name} of another arena, whose "
-                        "accumulator a replay would not tell. Instead: requires_grad_(False) on "
-                        "that model while the step runs"
+                        "`.grad` a replay would not set. Instead: requires_grad_(False) on that "
+                        "model while the step runs"
                     )
 
 
@@ -115,7 +113,7 @@ def buffers_of(module: nn.Module) -> "list[Tensor]":
 
 
 def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
-    """Modules that take part, what stands in the place of a module's forward in mode "fused"."""
+    """Modules that take part, and what stands in the place of a module's forward."""
     layers: "list[CaptureParticipant]" = []
     for part in module.modules():
         for layer in (part, fused_forward(part)):

@@ -537,7 +537,7 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
 
     Raises:
         ArgumentError: with nothing changed, for a layer with max_norm or sparse=True, for a model
-            that is an nn.Embedding itself, and while an accumulator of mode "fused" is open.
+            that is an nn.Embedding itself, and while a TrainStep has replaced its forward.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10))
@@ -554,10 +554,7 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
         if what := refused_options(layer):
             raise ArgumentError(f"{name} has {what}; expected a plain nn.Embedding")
         if fused_forward(layer) is not None:
-            raise ArgumentError(
-                f"{name} is at work in a GradientAccumulator of mode 'fused'; call its close() "
-                "first"
-            )
+            raise ArgumentError(f"{name} is at work in a TrainStep; call its close() first")
     others = [
         f"{name} ({type(layer).__name__})"
         for name, layer in model.named_modules()

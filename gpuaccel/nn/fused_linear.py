@@ -1,5 +1,4 @@
-"""Linear layers whose weight gradient is added into the accumulator by the product that computes
-it.
+"""Linear layers whose weight gradient is added into an arena by the product that computes it.
 
 cuBLAS computes acc += dy^T x in one call.
 
@@ -7,7 +6,7 @@ cuBLAS computes acc += dy^T x in one call.
     fused.remove()                                    # an ordinary nn.Linear again
 
 A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its
-`forward`. optim/fused_mode.py makes and removes them. The product is an operation of torch.library
+`forward`. optim/products.py makes and removes them. The product is an operation of torch.library
 that mutates its argument, so that torch.compile can trace it, in backward too.
 
 Only a backward() that accumulates into `.grad` adds to the arena. The gradient is autograd's, as
@@ -152,7 +151,7 @@ def unregister_slice(acc: Tensor):
 def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[Rows]":
     """GradientSlice.before_product of the slice `acc`; all rows where nobody is told.
 
-    ArgumentError in a backward where `acc` is no slice of an open accumulator."""
+    ArgumentError in a backward where `acc` is no slice that products add into."""
     target = _slice_of(acc)
     return [Rows(0, len(acc), False)] if target is None else target.before_product(added)
 
@@ -160,15 +159,14 @@ def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[Rows]":
 def _slice_of(acc: Tensor) -> "GradientSlice | None":
     """Who is told of the products that are added into `acc`; None: nobody.
 
-    ArgumentError in a backward where `acc` is no slice of an open accumulator."""
+    ArgumentError in a backward where `acc` is no slice that products add into."""
     target = _slices.get(_key(acc))
     if target is None and acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError(
-            f"a fused gradient was given a tensor of {acc.numel():,} elements that is not a slice "
-            "of an arena with an open accumulator: either it was closed between forward and "
-            "backward, or a torch.compile backend other than inductor passed on a copy. Instead: "
-            "close it after backward; compile with backend='inductor', which is the default, or "
-            "accumulate in mode 'arena'"
+            f"a weight-gradient product was given a tensor of {acc.numel():,} elements that is not "
+            "a slice of an arena: either the TrainStep was closed between forward and backward, or "
+            "a torch.compile backend other than inductor passed on a copy. Instead: close it after "
+            "backward; compile with backend='inductor', which is the default"
         )
     return target
 
@@ -562,8 +560,8 @@ def _side_by_side_factors(factors, dtype: torch.dtype) -> "tuple[Tensor, list[Te
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
-    It is possible while an accumulator of mode "fused" is open, and the weights lie side by side in
-    its arena, or all are frozen.
+    It is possible while products add into the arena (optim/products.py), and the weights lie side
+    by side in it, or all are frozen.
 
     Args:
         x: (..., in).

@@ -159,20 +159,16 @@ class UpdateRule:
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
-    def arena_kernel(self, macros: tuple, stochastic: bool, clear: bool) -> Kernel:
+    def arena_kernel(self, macros: tuple, stochastic: bool) -> Kernel:
         """The kernel <file>_v3, which updates the weights in flat fp32 buffers.
 
         Args:
             macros: of macros_of().
             stochastic: round bf16 weights stochastically.
-            clear: set the gradients to zero.
         """
-        macros = (*macros, *([] if clear else [("CLEAR", 0)]))
         return self.update_kernel("v3", torch.float32, torch.float32, macros, stochastic)
 
-    def step_kernels(
-        self, param, macros: tuple, stochastic: bool, arena: bool, clear: bool
-    ) -> "list[Kernel]":
+    def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
         """All kernels that a step over parameters of this dtype may launch.
 
         Args:
@@ -180,12 +176,11 @@ class UpdateRule:
             macros: of macros_of().
             stochastic: round bf16 weights stochastically.
             arena: whether they lie in an arena.
-            clear: as for arena_kernel().
         """
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:
-            kernels.append(self.arena_kernel(macros, stochastic, clear))
+            kernels.append(self.arena_kernel(macros, stochastic))
         return [self.kernel("begin"), *kernels]
 
     @functools.cached_property
@@ -193,7 +188,7 @@ class UpdateRule:
         """`UpdateList<state tensors>` of kernels_cu/optimizer.cuh."""
         tables = 3 + len(self.state_keys)
         n = MAX_UPDATES
-        layout = f"={tables * n}Q{n + 1}i{2 * n}i{2 * n}H"
+        layout = f"={tables * n}Q{n + 1}i{2 * n}i{n}H"
         return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
@@ -222,7 +217,6 @@ class Job:
         state: the state tensors, in the order of state_keys; None: not in this group.
         step: () fp32, the tensor's count of steps.
         copy: bf16, where the rounded weight goes, or None.
-        clear: whether the gradient is an arena's sum, which is set to zero.
         macros: of the group's options.
     """
 
@@ -233,7 +227,6 @@ class Job:
     state: "tuple[Tensor | None, ...]"
     step: Tensor
     copy: "Tensor | None"
-    clear: bool
     macros: tuple
 
 
@@ -250,8 +243,6 @@ class Jobs(list):
     updates: "list[tuple] | None" = None
     # How these updates round.
     stochastic: "bool | None" = None
-    # An arena's sums may stay as they are: they need not be set to zero.
-    leaves_sums = False
     # Of a step in torch: its rows, what rule.fused updates, and the other jobs.
     batches: "tuple[list[int], list[FusedBatch], list[tuple[Job, int]]] | None" = None
 
@@ -338,8 +329,6 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple
                 *rest,
                 *[(n - 1) % CHUNK + 1 for n in counts],
                 *rest,
-                *[j.clear and not jobs.leaves_sums for _, j in part],
-                *rest,
             )
             launch = kernel[min(first[-1], MAX_BLOCKS), kernel.bound]
             launches.append((launch, (packed,), [j for _, j in part]))
@@ -383,7 +372,6 @@ def arena_launch(
     first: int,
     last: int,
     offset: int,
-    clear: bool = True,
 ):
     """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
 
@@ -397,9 +385,8 @@ def arena_launch(
         chunks: (N / CHUNK, 4) int32, the arena's table.
         first, last: the range of chunks.
         offset: see arena_runs.
-        clear: set the gradients to zero.
     """
-    kernel = rule.arena_kernel(job.macros, stochastic, clear)
+    kernel = rule.arena_kernel(job.macros, stochastic)
     state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
     arguments = weights, grads, *state, copy, chunks, first, last, offset
     return kernel[min(last - first, MAX_BLOCKS), kernel.bound], arguments, ()
@@ -518,9 +505,6 @@ def torch_step(
             for (j, row), step in zip(others, steps):
                 group = param_groups[j.group]
                 _reference_update(rule, j, step, group, factors[row], unless, seed)
-    sums = [j.grad for j in jobs if j.clear]
-    if sums and not jobs.leaves_sums:
-        torch._foreach_zero_(sums)
 
 
 def _settings_of(rule: UpdateRule, group: dict) -> dict:
@@ -543,7 +527,6 @@ class FusedBatch:
         self.jobs = jobs
         self.row = row
         self.group = jobs[0].group
-        self.clear = jobs[0].clear
         self.low = jobs[0].weight.dtype in (torch.bfloat16, torch.float16)
         self.weights = [j.weight for j in jobs]
         self.state = [list(column) for column in zip(*[j.state for j in jobs])]
@@ -571,10 +554,7 @@ class FusedBatch:
             seed: of stochastic rounding; None: to the nearest.
         """
         grads = [j.grad for j in self.jobs]
-        if factor != 1 and self.clear:
-            # Nobody reads the sums after the step.
-            torch._foreach_mul_(grads, factor)
-        elif factor != 1:
+        if factor != 1:
             grads = list(torch._foreach_mul(grads, factor))
         fused(self.weights, grads, *self.state, self.steps, **settings)
         # Autograd does not see that the kernel writes them.
@@ -633,7 +613,7 @@ def _fused_batches(
         if not _fused_takes(j):
             others.append((j, row))
             continue
-        batches = lists.setdefault((j.group, row, j.weight.dtype, j.clear), [[]])
+        batches = lists.setdefault((j.group, row, j.weight.dtype), [[]])
         if sum(j.weight.numel() for j in batches[-1]) >= BATCH:
             batches.append([])
         batches[-1].append(j)

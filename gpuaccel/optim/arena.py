@@ -16,18 +16,30 @@ of their own. Tied weights appear once, frozen parameters not at all.
 fp32 parameters live in `weights`. bf16 parameters live in `bf16_weights`, their fp32 masters in
 `weights`: an optimizer updates the masters, and the bf16 copies follow after its step.
 
+Gradients follow one rule, and nothing else remembers them:
+
+| a parameter's `.grad` is | then |
+|---|---|
+| the arena's slice | it is the sum so far: torch adds to it in place, in fp32 |
+| another tensor, or other memory behind the same object | that is the whole sum; it is copied into the slice |
+| None | there is no gradient; the slice is stale, and the next write overwrites it |
+
+A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
+backward, or when many bytes wait, all of them are copied into their slices by one call.
+
 Each parameter has a storage of its own, which begins at its slice of the buffer and keeps the
 buffer alive. Kernels see one buffer; torch.save, pickle, safetensors, accelerate and everything
 else that compares storages see separate, ordinary tensors.
 
-This module lays out and stores; it launches no kernel of this package. How gradients get into the
-arena: optim/accumulate.py.
+This module lays out and stores; it launches no kernel of this package.
 """
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +49,10 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ArgumentError, check_module, described
-from ..ops import CHUNK
-from .squares import ChunkSquares
+from ..ops import CHUNK, check_gradient
+
+# Fresh gradients are copied into their slices when this many bytes wait.
+MAX_FRESH_BYTES = 256 * 2**20
 
 # Hooks of arenas that are gone: removed when an arena is made or released.
 _abandoned_hooks: list = []
@@ -281,6 +295,61 @@ def _check_parameters(module: nn.Module, named: "list[tuple[str, nn.Parameter]]"
             )
 
 
+_TENSOR_GRAD: Any = Tensor.grad
+
+
+class Master(nn.Parameter):
+    """The fp32 master of a bf16 parameter. Its `.grad` is the parameter's: both have one sum."""
+
+    # None in a copy, until its arena has it.
+    parameter: "nn.Parameter | None" = None
+    arena: "Callable[[], Arena | None]" = staticmethod(lambda: None)
+    number: int
+
+    @property
+    def grad(self) -> "Tensor | None":
+        """The sum, in the arena's slice."""
+        if self.parameter is None:
+            return _TENSOR_GRAD.__get__(self)
+        arena = self.arena()
+        return self.parameter.grad if arena is None else arena.gradient(self.number)
+
+    @grad.setter
+    def grad(self, value: "Tensor | None"):
+        if self.parameter is None:
+            _TENSOR_GRAD.__set__(self, value)
+        else:
+            self.parameter.grad = value
+
+    @grad.deleter
+    def grad(self):
+        self.grad = None
+
+    def __reduce_ex__(self, protocol):
+        # The arena that is pickled with it says whose master it is.
+        return _restored_master, (self.data, self.requires_grad)
+
+
+def _restored_master(data: Tensor, requires_grad: bool) -> Master:
+    return Master(data, requires_grad)
+
+
+class GradientListener:
+    """Told about gradients while a backward runs, by autograd's threads: `arena.listener`."""
+
+    def gradient_complete(self, i: int):
+        """Backward has computed all of tensor i's gradient, which may still wait for
+        Arena.collect()."""
+
+    def product_added(self, tensors: "dict[int, bool]"):
+        """A product has added its gradient (optim/products.py).
+
+        Args:
+            tensors: index of each tensor of the product -> whether its gradient is complete,
+                provided that this backward runs as many products as the one before.
+        """
+
+
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
@@ -304,7 +373,8 @@ class Arena:
         bf16_weights: (N,) bf16, the bf16 parameters; None for a module without any.
         params: the module's parameters, in the order of the arena.
         masters: of each parameter its fp32 master, or itself where it is fp32.
-        grad_views: the slices of `grads`, in the tensors' shapes.
+        grad_views: the slices of `grads`, in the tensors' shapes. That of a tensor whose `.grad` is
+            None is stale.
         segments: where each tensor lies (Segment).
         blocks: the ranges of the module's blocks (Block).
 
@@ -365,6 +435,13 @@ class Arena:
         self.numel: int = blocks[-1].stop
         self._index = {id(p): i for i, p in enumerate(params)}
         self._allocate(masters)
+        # Told about gradients while a backward runs.
+        self._listeners: "list[GradientListener]" = []
+        # The backward, by autograd's number, whose fresh gradients are collected at its end.
+        self._collecting = -1
+        self._fresh_bytes = 0
+        self._handles: "list[Any]" = []
+        self._follow_gradients()
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: "list[Callable[[], object]]" = []
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
@@ -407,8 +484,11 @@ class Arena:
         self.chunk_to_tensor = chunk_to_tensor
         self.tensor_to_block = tensor_to_block
         self.masters = [self._move_into_slices(i, masters) for i in range(len(self.params))]
-        self.grad_views = [self.slice(grads, i) for i in range(len(self.segments))]
-        self.squares = ChunkSquares(grads, self.grad_views, self.first_chunk)
+        # Each has a storage and a version of its own.
+        self.grad_views = [own_storage(self.slice(grads, i)) for i in range(len(self.segments))]
+        self._grad_addresses = [view.data_ptr() for view in self.grad_views]
+        # Sums of squares that a reduction has left, and the versions of the gradients then.
+        self._squares: "tuple[Tensor, list[int]] | None" = None
         self._addresses = [p.data_ptr() for p in self.params]
         # (parameters of a submodule, name in it, index): where the module registers each parameter.
         self._registrations = [
@@ -438,10 +518,11 @@ class Arena:
             p.data = weight.copy_(p)
             return p
         if masters is None:
-            master = nn.Parameter(weight.copy_(p))
+            master = Master(weight.copy_(p))
         else:
-            master = masters[i]
+            master = masters[i]  # type: ignore[assignment]
             master.data = weight.copy_(master)
+        master.parameter, master.arena, master.number = p, weakref.ref(self), i
         assert self.bf16_weights is not None  # a parameter is not fp32
         p.data = own_storage(self.slice(self.bf16_weights, i)).copy_(p)
         return master
@@ -471,6 +552,11 @@ class Arena:
     def parameters_held() -> "set[int]":
         """ids of all parameters that lie in some arena."""
         return {id(p) for arena in _arenas for p in arena.params}
+
+    @staticmethod
+    def all() -> "list[Arena]":
+        """All arenas that are not released."""
+        return list(_arenas)
 
     @staticmethod
     def of(module: nn.Module) -> "Arena | None":
@@ -542,9 +628,169 @@ class Arena:
         """Bytes of the accumulator, before padding and with it; `print` it."""
         return Summary(self.segments, self.blocks)
 
-    def grads_changed(self):
-        """Void the sums of squares, after a write to `grads` that torch does not count."""
-        self.squares.invalidate()
+    # ---- gradients ----
+
+    def _follow_gradients(self):
+        weak = weakref.ref(self)
+        for i, p in enumerate(self.params):
+            if p.dtype != torch.float32:
+                # None: `.grad` may have another dtype than the parameter.
+                p.grad_dtype = None
+            hook = _gradient_hook(weak, i, self._grad_addresses, self._listeners)
+            self._handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    def _is_fresh(self, grad: Tensor):
+        """Autograd has made another tensor than the slice: collect it at the end of the backward,
+        or when many bytes wait."""
+        if grad.requires_grad:
+            # With create_graph=True `.grad` keeps its graph until a step uses it.
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._collecting:
+            self._collecting = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self.collect(graphs=False))
+        self._fresh_bytes += grad.numel() * grad.element_size()
+        if self._fresh_bytes >= MAX_FRESH_BYTES:
+            self.collect(graphs=False)
+
+    @contextlib.contextmanager
+    def listening(self, listener: "GradientListener | None"):
+        """Context manager around a backward of which `listener` is told; None: nobody.
+
+        Args:
+            listener: its methods are called while backward runs.
+        """
+        if listener is None:
+            yield
+            return
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def product_added(self, tensors: "dict[int, bool]"):
+        """As GradientListener says: for layers whose products add."""
+        for listener in self._listeners:
+            listener.product_added(tensors)
+
+    @torch.no_grad()
+    def collect(self, first: int = 0, last: "int | None" = None, graphs: bool = True):
+        """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
+
+        Runs by itself at the end of a backward, before a step of an optimizer of this package, and
+        where an fp32 master's `.grad` is read.
+
+        Args:
+            first, last: of the tensors [first, last) only. Default: of all.
+            graphs: also those that have a graph of their own (create_graph=True), which they lose.
+
+        Raises:
+            ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
+        """
+        self._fresh_bytes = 0
+        indices, given = [], []
+        for i in range(first, len(self.params) if last is None else last):
+            grad = self.params[i].grad
+            if grad is None or grad.data_ptr() == self._grad_addresses[i]:
+                continue
+            if grad.requires_grad and not graphs:
+                continue
+            check_gradient(self.segments[i].name, grad, self.segments[i].shape, self.device)
+            indices.append(i)
+            given.append(grad.detach())
+        if not indices:
+            return
+        for i in indices:
+            # Its memory was replaced (`p.grad.data = ...`).
+            if self.grad_views[i].data_ptr() != self._grad_addresses[i]:
+                self.grad_views[i].data = own_storage(self.slice(self.grads, i))
+        views = [self.grad_views[i] for i in indices]
+        torch._foreach_copy_(views, given)
+        for i in indices:
+            self.params[i].grad = self.grad_views[i]
+
+    def gradient(self, i: int) -> "Tensor | None":
+        """Tensor i's sum so far, in its slice; None: it has no gradient.
+
+        Args:
+            i: index of the tensor in `segments`.
+        """
+        grad = self.params[i].grad
+        if grad is None or grad.data_ptr() == self._grad_addresses[i]:
+            return grad
+        self.collect(i, i + 1)
+        return self.params[i].grad
+
+    def has_gradient(self) -> "list[bool]":
+        """Whether each tensor has a gradient."""
+        return [p.grad is not None for p in self.params]
+
+    def clear_gradients(self):
+        """Set every `.grad` to None. Nothing is written: the slices are stale."""
+        for p in self.params:
+            p.grad = None
+        self._squares = None
+
+    @torch.no_grad()
+    def set_gradients(self, received: "Iterable[bool]"):
+        """Make the slices `.grad` of the tensors that have received a gradient, None of others.
+
+        Args:
+            received: of each tensor.
+        """
+        for p, view, has_gradient in zip(self.params, self.grad_views, received):
+            p.grad = view if has_gradient else None
+
+    def place_gradients(self, views: "dict[int, Tensor]") -> "dict[int, Tensor]":
+        """Let the sums of some tensors lie elsewhere; their values are the caller's business.
+
+        Args:
+            views: index of a tensor -> fp32, of its shape: in place of its slice of `grads`.
+
+        Returns:
+            The views that had their places, for the way back.
+        """
+        before = {i: self.grad_views[i] for i in views}
+        for i, view in views.items():
+            self.grad_views[i] = view
+            self._grad_addresses[i] = view.data_ptr()
+            if self.params[i].grad is not None:
+                self.params[i].grad = view
+        return before
+
+    def keep_squares(self, squares: Tensor):
+        """Keep the chunks' sums of squares of `grads` for the next norm, until a gradient changes.
+
+        Args:
+            squares: (chunks,) fp64.
+        """
+        self._squares = squares, self._grad_versions()
+
+    def kept_squares(self) -> "tuple[Tensor, Tensor] | None":
+        """(sums of squares, tensor of each) of keep_squares(); None: a gradient has changed."""
+        if self._squares is None or self._squares[1] != self._grad_versions():
+            return None
+        return self._squares[0], self.chunk_to_tensor
+
+    def _grad_versions(self) -> "list[int]":
+        return [view._version for view in (self.grads, *self.grad_views)]
+
+    @torch.no_grad()
+    def zero_stale(self, first: int = 0, last: "int | None" = None):
+        """Write zeros to the slices of tensors without a gradient: before a sum over ranks.
+
+        Args:
+            first, last: of the tensors [first, last) only. Default: of all.
+        """
+        stale = [
+            view
+            for p, view in zip(self.params[first:last], self.grad_views[first:last])
+            if p.grad is None
+        ]
+        if stale:
+            torch._foreach_zero_(stale)
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer holds some of parameters().
@@ -560,20 +806,20 @@ class Arena:
     def move(self, name: str, memory: Tensor):
         """Move a buffer and all its views into other memory, with their values.
 
-        Call it before an accumulator is made: addresses taken before are those of the old memory.
+        Call it before layers add into the arena, which know its address (optim/products.py).
 
         Args:
             name: `grads`, `weights` or `bf16_weights`.
             memory: (N,) of the buffer's dtype and device.
 
         Raises:
-            ArgumentError: as for check(), and while an accumulator is open.
+            ArgumentError: as for check(), and while layers add into the arena.
         """
         self.check()
         if self.before_release:
             raise ArgumentError(
-                f"{name} cannot move while an accumulator is open, which has its address: close "
-                "the accumulator before"
+                f"{name} cannot move while a TrainStep uses it, which has its address: close the "
+                "TrainStep before"
             )
         buffer = getattr(self, name)
         memory.copy_(buffer)
@@ -586,8 +832,9 @@ class Arena:
         for i, view in enumerate(views[name]):
             if view.dtype == memory.dtype:
                 part = self.slice(memory, i)
-                view.data = part if name == "grads" else own_storage(part)
+                view.data = own_storage(part)
         self._addresses = [p.data_ptr() for p in self.params]
+        self._grad_addresses[:] = [view.data_ptr() for view in self.grad_views]
 
     def check(self):
         """Find parameters that no longer are views of the arena.
@@ -613,17 +860,11 @@ class Arena:
             )
 
     def check_trainable(self):
-        """Find parameters that were frozen, unfrozen or added since the arena was made.
+        """Find trainable parameters of the module that are not in the arena.
 
         Raises:
             ArgumentError: for the first one, with its name and the way out.
         """
-        again = "call arena.release(), and make a new Arena"
-        for s, p in zip(self.segments, self.params):
-            if not p.requires_grad:
-                raise ArgumentError(
-                    f"parameter {s.name} was frozen after its arena was made: {again}"
-                )
         in_arena = set(map(id, self.params))
         for name, p in self.module.named_parameters():
             if p.requires_grad and id(p) not in in_arena:
@@ -677,27 +918,6 @@ class Arena:
         if edited:
             self.weights_current()
 
-    def check_gradients_arrive(self, optimizer: torch.optim.Optimizer):
-        """Refuse bf16 parameters with gradients that an optimizer over the masters would not see.
-
-        Args:
-            optimizer: any torch optimizer over parameters().
-
-        Raises:
-            ArgumentError: for a gradient that no accumulator brings to its master.
-        """
-        # An accumulator, which brings them, waits for release().
-        if self.before_release:
-            return
-        for p, master in self._bf16_pairs:
-            if p.grad is not None and master.grad is None:
-                name = next(s.name for s, q in zip(self.segments, self.params) if q is p)
-                raise ArgumentError(
-                    f"{name} has a gradient in bf16, and its fp32 master, which "
-                    f"{type(optimizer).__name__} updates, has none: expected an open "
-                    "ga.GradientAccumulator(arena), or ga.AdamW(arena)"
-                )
-
     def weights_written(self):
         """Tell autograd that kernels or collectives wrote `weights` and `bf16_weights`.
 
@@ -713,16 +933,17 @@ class Arena:
     def release(self):
         """Make the module's parameters ordinary ones again.
 
-        They keep the values that they have now. fp32 parameters also keep the gradients exposed as
-        `.grad`; bf16 ones have None, for their gradients are those of the masters."""
+        They keep the values and the gradients that they have now, in their own dtype."""
         if self not in _arenas:
             return
         for close in [*self.before_release]:
             close()
-        for p, view in zip(self.params, self.grad_views):
+        for handle in self._handles:
+            handle.remove()
+        for p, address in zip(self.params, self._grad_addresses):
             p.data = p.data.clone()
-            if p.grad is view:
-                p.grad = view.clone()
+            if p.grad is not None and p.grad.data_ptr() == address:
+                p.grad = p.grad.to(p.dtype, copy=True)
         self._hooks()
         _remove(_abandoned_hooks)
         _arenas.discard(self)
@@ -737,10 +958,12 @@ class Arena:
                         "neither a copy nor a pickle can be made of such a circle: keep it outside "
                         "of the module"
                     )
+        self.collect()
         return {
             "module": self.module,
             "masters": self.masters,
             "grads": self.grads,
+            "received": self.has_gradient(),
             "segments": self.segments,
             "blocks": self.blocks,
         }
@@ -755,6 +978,23 @@ class Arena:
             state["masters"],
         )
         self.grads.copy_(state["grads"])
+        self.set_gradients(state["received"])
+
+
+def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
+    """Runs once per tensor and backward, behind autograd's addition or a product: each line counts
+    on a slow host."""
+
+    def ready(p: Tensor):
+        grad = p.grad
+        if grad is not None and grad.data_ptr() != addresses[i]:
+            arena = weak()
+            if arena is not None:
+                arena._is_fresh(grad)
+        for listener in listeners:
+            listener.gradient_complete(i)
+
+    return ready
 
 
 def _in_an_arena(p: Tensor) -> bool:
@@ -785,7 +1025,6 @@ def _follow_optimizers(arena):
         arena.adopt()
         if getattr(optimizer, "publishes", False):
             return None
-        arena.check_gradients_arrive(optimizer)
         # LBFGS calls its closure after each of its updates.
         own, *rest = args
         return (own, *map(with_current_weights, rest)), {

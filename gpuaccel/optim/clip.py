@@ -59,7 +59,6 @@ from ..ops import (
     reference_scale,
     unnamed,
 )
-from .accumulate import GradientAccumulator, finish_for
 from .arena import Arena, check_parameters_or_arena
 
 # ---- public ----
@@ -179,8 +178,13 @@ def clip_grads_(
         arena = parameters_or_arena
         policy = on_nonfinite or "skip"
         check_choice("on_nonfinite", policy, POLICIES)
-        grads = _arena_grads(arena)
-        names = functools.partial(_arena_names, arena)
+        arena.check()
+        arena.collect()
+        nothing = arena.grads[:0]
+        grads = [
+            nothing if p.grad is None else view for p, view in zip(arena.params, arena.grad_views)
+        ]
+        names = functools.partial(list, [s.name for s in arena.segments])
         if scope == "block":
             groups = [s.block for s in arena.segments]
     else:
@@ -244,34 +248,12 @@ def _grads_of(
                 f"parameters holds {described(member)}; expected tensors, or pairs of a name and a "
                 "tensor"
             )
-    finish_for(members)
 
     def names():
         pairs = zip(given or unnamed(members), members)
         return [name for name, p in pairs if p.grad is not None]
 
     return [g for p in members if (g := p.grad) is not None], names
-
-
-def _arena_names(arena: Arena) -> "list[str]":
-    return [s.name for s in arena.segments]
-
-
-def _arena_grads(arena: Arena) -> "list[Tensor]":
-    """The arena's gradient sums, completed. ArgumentError for a `.grad` that is not one of them."""
-    arena.check()
-    accumulator = GradientAccumulator.of(arena)
-    if accumulator is not None:
-        accumulator.finish()
-    for s, p, master, view in zip(arena.segments, arena.params, arena.masters, arena.grad_views):
-        for grad in (p.grad, master.grad):
-            if grad is not None and grad.numel() and grad.data_ptr() != view.data_ptr():
-                raise ArgumentError(
-                    f"the gradient of {s.name} is not in the arena, whose sums would be clipped: "
-                    "make a ga.GradientAccumulator(arena) before backward(), or clip "
-                    "arena.parameters()"
-                )
-    return arena.grad_views
 
 
 def _by_kernels(
@@ -300,15 +282,10 @@ def _by_kernels(
         group_of = arena.tensor_to_block
     elif groups is not None:
         group_of = torch.arange(count, dtype=torch.int32, device=device)
-    if arena is not None and norm_type == 2:
-        arena.squares.update()
-        partials = arena.squares.values
-        chunk_to_tensor = arena.chunk_to_tensor
-    else:
-        chunks = sum(chunks for _, chunks, *_ in launches)
-        partials = torch.empty(chunks, dtype=torch.float64, device=device)
-        chunk_to_tensor = torch.empty(chunks, dtype=torch.int32, device=device)
-        launch_squares(packed, partials, chunk_to_tensor, norm_type, launches)
+    chunks = sum(chunks for _, chunks, *_ in launches)
+    partials = torch.empty(chunks, dtype=torch.float64, device=device)
+    chunk_to_tensor = torch.empty(chunks, dtype=torch.int32, device=device)
+    launch_squares(packed, partials, chunk_to_tensor, norm_type, launches)
     launch_reduce(
         state, partials, chunk_to_tensor, group_of, len(partials), limit, eps, None, norm_type
     )

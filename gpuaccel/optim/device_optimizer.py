@@ -6,21 +6,20 @@
             groups = {"lr": lr, "maximize": maximize}
             super().__init__(params_or_arena, {"defaults": groups}, lr=lr, **options)
 
-A step launches kernels and waits for nothing. Over an arena the gradient sums are multiplied by the
-clip scale, used, and set to zero in one kernel, and bf16 weights are written in the same pass from
-their fp32 masters. A user's own `p.grad` is read and never written.
+A step launches kernels and waits for nothing. Over an arena one kernel multiplies the gradients by
+the clip scale and uses them, and writes bf16 weights from their fp32 masters in the same pass.
+`p.grad` is read and never written.
 
 The formula and its launches: ops/update_rule.py. Where the state lies: optim/state_layout.py.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..backends import backend, takes
 from ..errors import ArgumentError, NonFiniteError
@@ -46,7 +45,6 @@ from ..ops import (
     tensors_of_launch,
     unnamed,
 )
-from .accumulate import GradientAccumulator
 from .arena import Arena, check_parameters_or_arena, own_storage
 from .device_state import DeviceState, is_capturing
 from .state_layout import ArenaLayout, ParameterLayout, same_order
@@ -60,8 +58,6 @@ class _Part:
     jobs: "list[Job]"
     by_kernels: Jobs
     by_torch: Jobs
-    all_sums: bool  # every gradient is an arena's sum ...
-    whole_arena: bool  # ... and the arena holds no other
     changed: "list[Tensor]"  # what our kernels write and autograd may know
     squares: tuple  # launches of squares_v2 over the gradients; (): our kernels do not take them
 
@@ -84,10 +80,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     Args:
         params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are
-            the arena's, weight decay and learning rate follow its segments, and step() clears the
-            sums of its GradientAccumulator (`.grad` is None after it; without one zero_grad() as
-            usual). Parameters: fp32, bf16, fp16 (state in the same dtype, computed in fp32); others
-            by the reference, in torch.
+            the arena's, and weight decay and learning rate follow its segments. Parameters: fp32,
+            bf16, fp16 (state in the same dtype, computed in fp32); others by the reference, in
+            torch.
         arguments: keyword arguments of the next class's __init__ (torch.optim.Optimizer:
             `defaults`).
         lr: learning rate, for the parameter groups that an arena makes.
@@ -232,8 +227,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """Allocate all state and settings now, so that the first step can be captured already."""
         members = [member for member in self._members() if member[1].requires_grad]
         self._make_states(members)
-        accumulator = self.arena and GradientAccumulator.of(self.arena)
-        clear = accumulator is None or not accumulator.leaves_sums
         for device in {p.device: None for _, p, _ in members}:
             state = self.device_state(device)
             if self._takes_norm():
@@ -248,7 +241,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     if p.dtype in KINDS
                 }:
                     kernels += self.rule.step_kernels(
-                        dtype, macros, self.stochastic_rounding, self.arena is not None, clear
+                        dtype, macros, self.stochastic_rounding, self.arena is not None
                     )
                 for kernel in kernels:
                     kernel.load(device.index)
@@ -279,26 +272,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     # ---- the step ----
 
-    def zero_grad(self, set_to_none: bool = True):
-        """As torch's; over an arena also the gradients of bf16 parameters.
-
-        step() reads these where there is no accumulator. With set_to_none=False the gradients that
-        the step before has cleared are zeros again, which the next step uses as torch does.
-
-        Args:
-            set_to_none: as torch's.
-        """
-        accumulator = None if self.arena is None else GradientAccumulator.of(self.arena)
-        if accumulator is not None:
-            accumulator.end_step(expose=not set_to_none)
-        super().zero_grad(set_to_none)
-        for p in self.arena.params if self.arena is not None else ():
-            if p.grad is not None:
-                if set_to_none:
-                    p.grad = None
-                else:
-                    p.grad.zero_()
-
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure=None):
@@ -312,47 +285,28 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: with nothing changed, for a sparse gradient, a state that does not fit, a
-                capture before the first step; over an arena for a second step without a backward()
-                or zero_grad() between them, for the first has cleared the sums that torch would use
-                again.
+                capture before the first step.
             NonFiniteError: with on_nonfinite="raise"; nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        arena = self.arena
-        accumulator = arena and GradientAccumulator.of(arena)
-        if accumulator is not None:
-            accumulator.finish()
-        if arena is not None and (self._optimizer_step_pre_hooks or _foreign_step_hooks()):
-            # A hook may have written to gradients in a way that torch does not count.
-            arena.grads_changed()
-        parts = self._parts(accumulator)
-        if not parts and accumulator is not None and accumulator.cleared_by_step:
-            raise ArgumentError(
-                "step() has no gradient: the step before it has used and cleared the sums, which "
-                "torch would use again. Expected backward() before, or zero_grad() to say that "
-                "there is none"
-            )
+        if self.arena is not None:
+            self.arena.collect()
+        parts = self._parts()
         self._took_norm = bool(parts) and self._takes_norm()
         try:
             for part in parts:
                 self._step_on(part)
-            cleared = {j.number for part in parts for j in part.jobs if j.clear}
-            if cleared:
-                arena.grads_changed()
-                for i in cleared:
-                    arena.masters[i].grad = None
-            if accumulator is not None and parts:
-                accumulator.zero_(cleared)
-            if arena is not None:
-                arena.weights_current()
+            if self.arena is not None:
+                self.arena.weights_current()
         finally:
             # What is kept for the next step must not keep gradients alive.
-            for part in parts:
-                for j in part.jobs:
-                    j.grad = j.grad if j.clear else None
+            if self.arena is None:
+                for part in parts:
+                    for j in part.jobs:
+                        j.grad = None
         return loss
 
     def _step_on(self, part: _Part):
@@ -373,7 +327,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if jobs:
             self._write_settings(state)
             if jobs.updates is None or jobs.stochastic != stochastic:
-                jobs.updates = self.layout.launches(self.rule, jobs, stochastic, part.all_sums)
+                jobs.updates = self.layout.launches(self.rule, jobs, stochastic)
                 jobs.stochastic = stochastic
             coefficients = launch_begin(self.rule, jobs, state.settings, inputs)
             launch_update(jobs.updates, coefficients, state.seed)
@@ -387,17 +341,17 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 not jobs,
                 self.seed if stochastic else None,
             )
-        self.layout.after_update(jobs.leaves_sums)
+        self.layout.after_update()
         if jobs:
             torch.autograd.graph.increment_version(part.changed)
 
     # ---- the plan ----
 
-    def _parts(self, accumulator) -> "list[_Part]":
+    def _parts(self) -> "list[_Part]":
         """What each device has to do.
 
         Planned anew when a gradient, a weight or a state has moved since the last step."""
-        key, grads = self._key(accumulator)
+        key, grads = self._key()
         plan = self._plan
         if key is not None and plan is not None and plan.key == key:
             for j, grad in zip(plan.jobs, grads):
@@ -405,62 +359,40 @@ class DeviceOptimizer(torch.optim.Optimizer):
             return plan.parts
         self._plan = None
         jobs = self.jobs()
-        devices = {j.weight.device: None for j in jobs}
-        parts = [self._part(device, jobs, accumulator) for device in devices]
-        self._plan = _Plan(self._key(accumulator)[0], jobs.given, parts)
+        parts = [self._part(device, jobs) for device in {j.weight.device: None for j in jobs}]
+        self._plan = _Plan(self._key()[0], jobs.given, parts)
         return parts
 
-    def _part(self, device, jobs, accumulator) -> _Part:
+    def _part(self, device, jobs) -> _Part:
         jobs = [j for j in jobs if j.weight.device == device]
         by_kernels = Jobs(j for j in jobs if takes(device) and _kernels_take(j))
         ids = {id(j) for j in by_kernels}
         by_torch = Jobs(j for j in jobs if id(j) not in ids)
-        leaves_sums = accumulator is not None and accumulator.leaves_sums
-        by_kernels.leaves_sums = by_torch.leaves_sums = leaves_sums
         # By number, so that the first tensor that is not finite can be named.
         grads = [None] * len(self._numbers)
         for j in jobs:
             grads[j.number] = j.grad
         measurable = kernel_takes([j.grad for j in jobs]) and all(dense(j.grad) for j in jobs)
-        all_sums = all(j.clear for j in jobs)
         return _Part(
             device,
             jobs,
             by_kernels,
             by_torch,
-            all_sums,
-            all_sums and self._is_whole_arena(jobs, accumulator),
             [t for j in by_kernels for t in (j.weight, j.copy) if t is not None],
             launches_for(grads) if measurable else (),
         )
 
-    def _is_whole_arena(self, jobs, accumulator) -> bool:
-        """Are the sums of these tensors all that the arena holds?
-
-        Where there is an accumulator, the sums of the optimizer's other tensors are zero."""
-        # Only an arena has sums.
-        assert self.arena is not None
-        numbers = {j.number for j in jobs}
-        if accumulator:
-            numbers |= {self._number_of(p) for p in self._params()}
-        return all(i in numbers or s.numel == 0 for i, s in enumerate(self.arena.segments))
-
-    def _key(self, accumulator) -> "tuple[tuple | None, list[Tensor]]":
+    def _key(self) -> "tuple[tuple | None, list[Tensor]]":
         """(what tells one step's tensors from another's, the gradients).
 
         That is addresses, where kernels run or in an arena; otherwise the tensors themselves. The
         first is None when it does not tell what to do."""
         params = self._params()
         grads = [p.grad for p in params]
-        lows: "Sequence[Tensor]" = ()
-        if self.arena is not None and self.arena.bf16_weights is not None:
-            if not self._numbers or any(id(p) not in self._numbers for p in params):
-                return None, []
-            lows = [self.arena.params[self._number_of(p)] for p in params]
-            grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
         given = [g for g in grads if g is not None]
         options = self.rule.options
-        by_address = self.arena is not None or backend().name != "torch"
+        arena = self.arena
+        by_address = arena is not None or backend().name != "torch"
         identity: "Callable[[Tensor], int]" = Tensor.data_ptr if by_address else id
         try:
             if not (
@@ -474,7 +406,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 list(map(id, params)),
                 list(map(identity, params)),
                 [p.shape for p in params],
-                list(map(Tensor.data_ptr, lows)),
+                [] if arena is None else list(map(Tensor.data_ptr, arena.params)),
                 [
                     tuple(map(identity, state.values())) if state else ()
                     for state in map(self.state.get, params)
@@ -484,7 +416,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     for group in self.param_groups
                 ],
                 backend().name,
-                accumulator and accumulator.leaves_sums,
             ), given
         # A sparse tensor has no address, a step that is a number neither.
         except (RuntimeError, TypeError):
@@ -502,21 +433,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
             arena.check()
         updates = []  # (group, parameter, number, gradient, bf16 copy)
         for g, p, i in self._members():
-            grad, copy = p.grad, None
-            if arena is not None and arena.params[i] is not p:
-                copy = arena.params[i]
-                own = copy.grad
-                if grad is None:
-                    grad = own
-                elif own is not None and own.dtype != grad.dtype and grad is arena.grad_views[i]:
-                    raise ArgumentError(
-                        f"{arena.segments[i].name} has a gradient in {own.dtype}, and its fp32 "
-                        "master the sum of a closed accumulator: expected one of them. Call "
-                        "zero_grad() before a backward that comes after "
-                        "GradientAccumulator.close()"
-                    )
-            if grad is not None:
-                updates.append((g, p, i, grad, copy))
+            if p.grad is not None:
+                copy = None
+                if arena is not None and arena.params[i] is not p:
+                    copy = arena.params[i]
+                updates.append((g, p, i, p.grad, copy))
         check_gradients(
             [grad for *_, grad, _ in updates],
             lambda: [self.names()[i] for _, _, i, _, _ in updates],
@@ -537,16 +458,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _job(self, g, p, i, grad, copy) -> Job:
         group, state = self.param_groups[g], self.state[p]
-        clear = False
-        if self.arena is not None:
-            sums = self.arena.grad_views[i]
-            clear = grad is sums or grad.numel() > 0 and grad.data_ptr() == sums.data_ptr()
         if not same_order(grad, p):
             grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
         keys = self.rule.keys_of(group)
         tensors = tuple(state[key] if key in keys else None for key in self.rule.state_keys)
         macros = self.rule.macros_of(group)
-        return Job(i, g, p, grad, tensors, state["step"], copy, clear, macros)
+        return Job(i, g, p, grad, tensors, state["step"], copy, macros)
 
     def _members(self) -> "list[tuple[int, Tensor, int]]":
         """(group, parameter, number) of each parameter."""
@@ -582,8 +499,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         grads = [j.grad for j in part.jobs]
         if part.squares:
             self._write_settings(state)
-            arena = self.arena if part.whole_arena else None
-            state.take_norm(clip, groups, grads, part.squares, arena, divisor)
+            squares = None
+            # Those of the whole arena, which a reduction may have left.
+            if self.arena is not None and self._numbers.keys() == set(map(id, self._params())):
+                squares = self.arena.kept_squares()
+            state.take_norm(clip, groups, grads, part.squares, squares, divisor)
         else:
             rows = [self._clip_row(j) for j in part.jobs]
             numbers = [j.number for j in part.jobs]
@@ -923,13 +843,6 @@ def _kernels_take(job: Job) -> bool:
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in tensors)
     same_dtype = all(t is None or t.dtype == job.weight.dtype for t in job.state)
     return plain and same_dtype and dense(job.weight)
-
-
-def _foreign_step_hooks() -> bool:
-    """Are there hooks before every optimizer's step that are not this package's?"""
-    return any(
-        not hook.__module__.startswith("gpuaccel.") for hook in _global_optimizer_pre_hooks.values()
-    )
 
 
 def _zeros_by_device(params) -> "list[Tensor]":

@@ -91,7 +91,7 @@ class DeviceState:
             self.clip_states[scope] = clip, groups
         return clip, groups
 
-    def take_norm(self, clip, groups, grads, launches, arena, divisor):
+    def take_norm(self, clip, groups, grads, launches, squares, divisor):
         """Norms and scales of the gradients into `clip`, by our kernels.
 
         Args:
@@ -99,13 +99,11 @@ class DeviceState:
             groups: (tensors,) int32, the row of each tensor in clip; None: there is one row.
             grads: the gradients; None: a tensor without one.
             launches: of squares_v2 over `grads`.
-            arena: in place of them its sums of squares, which the last accumulation may have left;
-                None: not its gradients alone.
+            squares: in place of them (sums of squares, tensor of each); None: not known.
             divisor: (1,) fp32, what gradients are divided by, or None.
         """
-        if arena is not None:
-            arena.squares.update()
-            partials, chunk_to_tensor = arena.squares.values, arena.chunk_to_tensor
+        if squares is not None:
+            partials, chunk_to_tensor = squares
         else:
             rows = sum(chunks for _, chunks, *_ in launches)
             partials = torch.empty(rows, dtype=torch.float64, device=self.device)

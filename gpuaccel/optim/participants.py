@@ -1,21 +1,19 @@
-"""An arena and its accumulator in a captured step: the protocol of graphs/participant.py."""
+"""An arena in a captured step: the protocol of graphs/participant.py."""
 
 from torch import Tensor, nn
 
-from .accumulate import GradientAccumulator
 from .arena import Arena
 
 
 class ArenaParticipant:
-    """Tells ga.GraphedStep what a step changes in an arena and in its open accumulator, if any."""
+    """Tells ga.GraphedStep what a step changes in an arena."""
 
     def __init__(self, arena: Arena):
         self.arena = arena
 
     def graph_key(self):
-        """The accumulator's mode; None without one."""
-        accumulator = GradientAccumulator.of(self.arena)
-        return accumulator and accumulator.mode
+        """Which weights are trained, and which have a gradient: that decides what is added to."""
+        return tuple([(p.requires_grad, p.grad is None) for p in self.arena.params])
 
     def tensors_changed_by_step(self) -> "list[Tensor]":
         buffers = [self.arena.weights, self.arena.bf16_weights, self.arena.grads]
@@ -29,18 +27,14 @@ class ArenaParticipant:
         self.arena.adopt()
 
     def snapshot(self):
-        arena, accumulator = self.arena, GradientAccumulator.of(self.arena)
+        arena = self.arena
         arena.adopt()
-        gradients = [(master, master.grad) for master in arena.masters]
-        window = accumulator and accumulator.window_state()
+        gradients = [p.grad for p in arena.params]
 
         def restore():
-            arena.grads_changed()
             arena.weights_current()
-            if accumulator is not None:
-                accumulator.set_window_state(window)
-            for master, grad in gradients:
-                master.grad = grad
+            for p, grad in zip(arena.params, gradients):
+                p.grad = grad
 
         return restore
 

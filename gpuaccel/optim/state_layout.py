@@ -49,10 +49,8 @@ class ParameterLayout:
 
     # ---- the update ----
 
-    def launches(
-        self, rule: UpdateRule, jobs: Jobs, stochastic: bool, all_sums: bool
-    ) -> "list[tuple]":
-        """For launch_update. all_sums: every gradient is an arena's sum."""
+    def launches(self, rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple]":
+        """For launch_update."""
         return list_launches(rule, jobs, stochastic)
 
     def torch_step(
@@ -68,8 +66,8 @@ class ParameterLayout:
         """The same in torch; arguments: ops/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, rows, count_it, seed)
 
-    def after_update(self, leaves_sums: bool):
-        """Runs after the update of a device, in either way. leaves_sums: as Jobs.leaves_sums."""
+    def after_update(self):
+        """Runs after the update of a device, in either way."""
 
 
 class ArenaLayout(ParameterLayout):
@@ -96,10 +94,10 @@ class ArenaLayout(ParameterLayout):
         flat = self.buffers[key][segment.offset : segment.offset + segment.numel]
         return own_storage(flat.view(segment.shape))
 
-    def launches(self, rule, jobs, stochastic, all_sums):
+    def launches(self, rule, jobs, stochastic):
         lists = list_launches(rule, jobs, stochastic)
         arena = self.arena
-        runs = arena_runs(jobs, arena) if all_sums else []
+        runs = arena_runs(jobs, arena)
         if not 0 < len(runs) <= len(lists):
             return lists
         return [
@@ -115,7 +113,6 @@ class ArenaLayout(ParameterLayout):
                 first,
                 last,
                 offset,
-                clear=not jobs.leaves_sums,
             )
             for first, last, offset, job in runs
         ]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import ArgumentError, CaptureError
 from ..graphs import ForwardState, GraphedStep, check_options, preserved
+from ..optim import GradientListener
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 
@@ -103,9 +104,7 @@ class StepGraphs:
         if is_split(batch):
             return self._replay_list(batch)
         self._before_batch(batch)
-        result = self.batch_graphs(batch)
-        self.step.accumulator.sums_left()
-        return StepOutput(**result)
+        return StepOutput(**self.batch_graphs(batch))
 
     def capture(self, batch):
         """Capture for this kind of batch, and take no step."""
@@ -135,11 +134,7 @@ class StepGraphs:
         Eager adds to them, a replay may not."""
         if self.batch_graphs.closed:
             raise CaptureError("the step was closed: make a new one")
-        accumulator = self.step.accumulator
-        if any(accumulator.received):
-            # Those that were taken away since count no longer.
-            accumulator.finish()
-        if any(accumulator.received):
+        if any(self.step.arena.has_gradient()):
             raise CaptureError(
                 "gradients stand from a backward outside of this step, and a replay would not "
                 "always add them: call optimizer.zero_grad() before, or use replay='eager'"
@@ -174,25 +169,25 @@ class StepGraphs:
     def _mode(self):
         """What a graph keeps by value, beside shapes and the optimizer's settings."""
         step = self.step
-        max_norm = None if step.clip == "fused" else step.max_norm
+        max_norm = None if self.ours else step.max_norm
         loss_fn = step.loss_fn
         if not isinstance(loss_fn, Hashable):
             loss_fn = _Identity(loss_fn)
-        return step.micro_batches, step.divide, step.autocast, step.clip, loss_fn, max_norm
+        return step.micro_batches, step.divide, step.autocast, loss_fn, max_norm
 
     def _agree(self, warm_up):
         """Before the first capture the ranks agree on the tensors that get a gradient.
 
-        A captured step cannot ask. warm_up: returns them for this rank, a bit for each tensor."""
+        A captured step cannot ask. warm_up: returns for each tensor whether it gets one here."""
         reducer = self.step.reducer
-        if reducer is not None and reducer.used.mask is None:
+        if reducer is not None and reducer.used.taking_part is None:
             with preserved(self.forward_state(), self.step.arena.device):
                 reducer.used.find(warm_up())
 
-    def _warm_up_batch(self, batch) -> int:
+    def _warm_up_batch(self, batch) -> "list[bool]":
         with self.step.accumulation_window():
             self.step.accumulate(self.step.split(batch), reducer=None)
-            return self.step.accumulator.received_mask
+            return self.step.arena.has_gradient()
 
     # ---- a list of micro-batches ----
 
@@ -213,12 +208,6 @@ class StepGraphs:
             raise CaptureError(
                 "a list of micro-batches is replayed one by one, which ordered mode does not; "
                 "expected one batch, or replay='eager'"
-            )
-        if step.accumulator.mode in ("host", "autograd"):
-            raise CaptureError(
-                "a list of micro-batches is replayed one by one, and "
-                f"accumulate={step.accumulator.mode!r} keeps gradients between them where a graph "
-                "does not; expected 'arena' or 'fused', or one batch"
             )
 
 
@@ -270,58 +259,62 @@ class ListGraphs:
         # it before backward.
         in_key = step.divide == "micro_batches" or self._token_dtype is None
         count = len(micros) if in_key else 0
-        received = 0
-        # The graphs of micro-batches add.
-        step.accumulator.clear_left_sums()
+        received = frozenset[int]()
         try:
             # All captures come before the first sum.
             for micro in micros:
                 self.micro_graphs.capture(micro, count)
+            # The graphs of micro-batches add.
+            step.arena.grads.zero_()
             for micro in micros:
                 received |= self.micro_graphs(micro, count)
             result = self.update_graphs(received)
         except BaseException:
             self._zero_totals()
-            step.accumulator.zero_()
+            step.arena.clear_gradients()
             raise
-        step.accumulator.sums_left()
         return StepOutput(**result)
 
     def close(self):
         self.micro_graphs.close()
         self.update_graphs.close()
 
-    def warm_up_micro(self, micro, count: int) -> int:
+    def warm_up_micro(self, micro, count: int) -> "list[bool]":
         with self.step.accumulation_window():
-            _, tokens = self.step.micro(micro, count or 1, last=False)
+            _, tokens = self.step.micro(micro, count or 1)
             self._token_dtype = None if tokens is None else tokens.dtype
-            return self.step.accumulator.received_mask
+            return self.step.arena.has_gradient()
 
-    def _add_micro(self, micro, count: int) -> int:
-        """Captured: one micro-batch.
+    def _add_micro(self, micro, count: int) -> "frozenset[int]":
+        """Captured: one micro-batch, added to the sums.
 
         Returns:
-            Which tensors got a gradient, a bit for each.
+            The tensors that got a gradient.
         """
-        loss, tokens = self.step.micro(micro, count or 1, last=False)
+        arena = self.step.arena
+        tensors = TensorsOfBackward()
+        arena.set_gradients([True] * len(arena.params))
+        with arena.listening(tensors):
+            loss, tokens = self.step.micro(micro, count or 1)
         self.loss += loss
         self.rows += rows_of(micro)
         self.micro_batches += 1
         if tokens is not None:
             self.tokens += tokens
-        return self.step.accumulator.detach()
+        arena.clear_gradients()
+        return frozenset(tensors.indices)
 
-    def _warm_up_update(self, received: int):
+    def _warm_up_update(self, received: "frozenset[int]"):
         totals = Totals(self.loss, self.tokens, self.rows, self.micro_batches)
         self.step.mean_loss(totals)
         self.step.divisor(totals)
 
-    def _update(self, received: int) -> dict:
+    def _update(self, received: "frozenset[int]") -> dict:
         """Captured: the update, with the gradients of the tensors `received`."""
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
         totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
-        step.accumulator.restore(received)
+        step.arena.set_gradients([i in received for i in range(len(step.arena.params))])
         with step.accumulation_window():
             output = step.update(totals)
         self._zero_totals()
@@ -330,6 +323,16 @@ class ListGraphs:
     def _zero_totals(self):
         for total in self._totals:
             total.zero_()
+
+
+class TensorsOfBackward(GradientListener):
+    """The indices of the tensors that a backward reaches."""
+
+    def __init__(self):
+        self.indices: "set[int]" = set()
+
+    def gradient_complete(self, i):
+        self.indices.add(i)
 
 
 class _Identity:

@@ -4,10 +4,9 @@
     out = step((inputs, targets))
     out.loss, out.norm, out.tokens        # on the device
 
-Each stage is an argument, so that an experiment can switch exactly one thing. With
-accumulate="arena" or "fused" nothing waits for the host between the first micro-batch and the new
-weights, unless clip="item" asks for it. With replay="graph" the whole step is one launch
-(training/replay.py), bit-identical to the eager step in deterministic mode.
+Nothing waits for the host between the first micro-batch and the new weights. With replay="graph"
+the whole step is one launch (training/replay.py), bit-identical to the eager step in deterministic
+mode.
 
 How a step runs, in the order of the methods below:
 
@@ -19,7 +18,6 @@ How a step runs, in the order of the methods below:
 """
 
 import contextlib
-import math
 import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -40,15 +38,8 @@ from ..distributed import (
 from ..errors import ArgumentError, check_module, described
 from ..graphs import GraphedStep
 from ..measure import Meter
-from ..ops import EPS, check_choice, check_max_norm
-from ..optim import (
-    MODES,
-    AdamW,
-    Arena,
-    DeviceOptimizer,
-    GradientAccumulator,
-    autograd_adds_faster,
-)
+from ..ops import check_choice, check_max_norm
+from ..optim import AdamW, Arena, DeviceOptimizer, Products
 from .micro import rows_of, split, with_dicts
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
@@ -57,7 +48,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
-CLIPS = ("item", "torch", "fused")
 # A target that does not count, as in torch's cross_entropy.
 IGNORED = -100
 
@@ -122,18 +112,12 @@ class TrainStep:
         loss_fn: function of (model, micro) that returns (sum of losses, number of tokens), or a
             mean. Default: token_loss.
         micro_batches: pieces that a batch is split into along dim 0, 1 or more. Default: 1.
-        accumulate: how gradients get into the sum: "host", "autograd", "arena" (the default) or
-            "fused" (optim/accumulate.py). On a CPU a model of small fp32 weights takes "autograd"
-            in place of the latter two, which is faster there.
-        clip: where gradients are clipped. "item": the norm of each tensor goes to the host, which
-            waits for each. "torch": `torch.nn.utils.clip_grad_norm_`. "fused": inside ga.AdamW,
-            without a pass over memory of its own; the default with that optimizer, or without any.
         divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
             them; unequal micro-batches give the full batch's gradient. "sequences": rows of the
             batch. "micro_batches": the mean of the micro-batches' means.
         max_norm: limit of the global gradient norm, 0 or more, as in
-            `torch.nn.utils.clip_grad_norm_`; None: no clipping. With a ga.AdamW over the arena:
-            that optimizer's max_norm.
+            `torch.nn.utils.clip_grad_norm_`; None: no clipping. A ga.AdamW over the arena clips
+            inside its step: it is that optimizer's max_norm.
         compile: torch.compile loss_fn. Default: False.
         autocast: a dtype for torch.autocast, such as torch.bfloat16. Default: none.
         scheduler: a torch learning-rate scheduler, stepped after each step. Default: none.
@@ -142,14 +126,14 @@ class TrainStep:
             replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is
             a list of micro-batches is replayed one by one. `replays` says which it is, `reason`
             why.
-        deterministic: two runs are bit-identical (ga.deterministic() around each step).
+        deterministic: two runs are bit-identical (ga.deterministic() around each step), and a
+            launched step is bit-identical to a replayed one.
         distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
             batches of its own. Loss, tokens and divisor are then those of all ranks.
 
     Attributes:
         opt: the optimizer.
         arena: the Arena of the model.
-        accumulator: the GradientAccumulator of the arena.
         count: optimizer steps taken, an int.
 
     Raises:
@@ -174,8 +158,6 @@ class TrainStep:
         loss_fn: "Callable[..., Tensor | tuple[Tensor, Tensor | int]]" = token_loss,
         *,
         micro_batches: int = 1,
-        accumulate: str = "arena",
-        clip: "str | None" = None,
         divide: "str | None" = None,
         max_norm: "float | None" = None,
         compile: bool = False,
@@ -188,9 +170,6 @@ class TrainStep:
     ):
         check_module("model", model)
         _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed)
-        check_choice("accumulate", accumulate, MODES)
-        if clip is not None:
-            check_choice("clip", clip, CLIPS)
         if divide is not None:
             check_choice("divide", divide, DIVISORS)
         if max_norm is not None:
@@ -208,6 +187,9 @@ class TrainStep:
         # Optimizer steps taken.
         self.count = 0
         self._max_norm = max_norm
+        self._compiled = bool(compile)
+        # Layers whose products add; None: autograd adds.
+        self.products: "Products | None" = None
         # None: one rank alone.
         self.reducer: "ReducerBase | None" = None
         # None: every step is eager.
@@ -222,41 +204,35 @@ class TrainStep:
                 arena = Arena(model)
                 self._cleanup.callback(arena.release)
             self.arena: Arena = arena
-            self.opt: torch.optim.Optimizer = (
-                _default_optimizer(arena, clip) if opt is None else opt
-            )
-            _check_optimizer(self.opt, self.arena)
-            ours = isinstance(self.opt, DeviceOptimizer) and self.opt.arena is self.arena
-            self.clip = clip or ("fused" if ours else "torch")
-            _check_clip(self.clip, self.opt, ours, max_norm)
+            arena.check()
+            arena.check_trainable()
+            self.opt: torch.optim.Optimizer = opt or AdamW(arena, lr=3e-4, weight_decay=0.1)
+            _check_optimizer(self.opt, arena)
             # The optimizer that clips by itself; None: clipping is done here.
             self._clipping_opt: "DeviceOptimizer | None" = None
-            if self.clip == "fused" and isinstance(self.opt, DeviceOptimizer):
+            if isinstance(self.opt, DeviceOptimizer) and self.opt.arena is arena:
                 self._clipping_opt = self.opt
+            _check_clip(self.opt, self._clipping_opt, max_norm)
+            adds = options is not None or deterministic
             if distributed is not None and distributed.needs_reducer:
                 settings = {
-                    "accumulate": accumulate,
                     "divide": str(divide),
                     "max_norm": str(max_norm),
                     "replay": "eager" if options is None else "graph",
                     "micro_batches": str(micro_batches) if distributed.ordered else "any",
                     "compile": str(bool(compile)),
-                    "clip": self.clip,
                     "autocast": str(self.autocast),
                     "deterministic": str(self.deterministic),
                 }
-                self._make_reducer(distributed, settings, accumulate, bool(compile))
-            else:
-                # Nobody needs the gradients while backward runs.
-                if accumulate in ("arena", "fused") and autograd_adds_faster(self.arena):
-                    accumulate = "autograd"
-                self._accumulate_into_arena(accumulate)
+                self._make_reducer(distributed, settings, adds, bool(compile))
+            elif adds:
+                self._add_products()
             if compile:
                 self.loss_fn = torch.compile(loss_fn, dynamic=False)
             if options is not None:
-                self._graphs = StepGraphs(self, ours, options)
+                self._graphs = StepGraphs(self, self._clipping_opt is not None, options)
                 self._cleanup.callback(self._graphs.close)
-            self.accumulator.zero_()
+            arena.clear_gradients()
         except BaseException:
             self._cleanup.close()
             raise
@@ -267,40 +243,32 @@ class TrainStep:
                 # torch reads the variable here, so that products before the first step do no harm.
                 pass
 
-    def _make_reducer(
-        self, distributed: Distributed, settings: dict, accumulate: str, compiled: bool
-    ):
+    def _make_reducer(self, distributed: Distributed, settings: dict, adds: bool, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""
-        if distributed.sharded and self.clip != "fused":
+        if distributed.sharded and self._clipping_opt is None:
             raise ArgumentError(
-                f"sharded=True with clip={self.clip!r}: a rank has its share of the gradient only; "
-                "expected ga.AdamW over the arena, which clips by itself (clip='fused')"
+                f"sharded=True with {type(self.opt).__name__}: a rank has its share of the "
+                "gradient only; expected ga.AdamW over the arena, which clips by itself"
             )
         if settings["replay"] == "graph" and distributed.backend != "nccl":
             raise ArgumentError(
                 "replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the "
                 f"group's are {distributed.backend}'s: expected replay='eager'"
             )
-        # Moves the arena's buffers: before the accumulator takes their addresses.
+        # Moves the arena's buffers: before layers know their addresses.
         peer_to_peer = PeerToPeer.of(distributed, self.arena)
-        # An ordered reducer takes the sums away after each micro-batch.
-        self._accumulate_into_arena(accumulate, may_leave_sums=not distributed.ordered)
-        reducer = make_reducer(
-            distributed,
-            self.arena,
-            self.accumulator,
-            self.opt,
-            settings,
-            compiled,
-            peer_to_peer,
-        )
+        if adds:
+            self._add_products()
+        early = self.products if compiled else None
+        reducer = make_reducer(distributed, self.arena, self.opt, settings, early, peer_to_peer)
         self.reducer = reducer
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 
-    def _accumulate_into_arena(self, mode: str, may_leave_sums: bool = True):
-        self.accumulator = GradientAccumulator(self.arena, mode, exposed_after="finish")
-        self.accumulator.leaves_sums = mode == "fused" and may_leave_sums
-        self._cleanup.callback(self.accumulator.close)
+    def _add_products(self):
+        """Captured, an addition by a product costs the host nothing, and nothing is rounded between
+        the product and the sum."""
+        self.products = Products(self.arena)
+        self._cleanup.callback(self.products.close)
 
     # ---- a step ----
 
@@ -326,7 +294,7 @@ class TrainStep:
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
-        self.accumulator.check_frozen()
+        self.arena.check_trainable()
         batch = with_dicts(batch)
         timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:
@@ -366,22 +334,15 @@ class TrainStep:
 
     @contextlib.contextmanager
     def accumulation_window(self):
-        """Ends with all sums at zero, for the next step. An error drops the gradients."""
+        """Ends without gradients, for the next step. So does an error."""
         try:
             yield
         except BaseException as error:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                # Nothing was executed, and nothing can be now.
-                self.accumulator.detach()
-            else:
-                self.accumulator.zero_()
+            self.arena.clear_gradients()
             if self.reducer is not None:
                 self.reducer.abort_step(error)
             raise
-        # A ga.AdamW has cleared the sums already, and forgotten what it received.
-        if any(self.accumulator.received):
-            self.accumulator.zero_()
-        self.accumulator.end_step(expose=False)
+        self.arena.clear_gradients()
 
     def split(self, batch) -> list:
         """This rank's micro-batches.
@@ -412,7 +373,7 @@ class TrainStep:
         return micros
 
     def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
-        """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
+        """Forward and backward of every micro-batch; afterwards `.grad` is the sum.
 
         Args:
             micros: what split() returned.
@@ -426,35 +387,30 @@ class TrainStep:
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.check_usable()
-        with self.accumulator.overwriting():
-            for i, micro in enumerate(micros):
-                last = i == len(micros) - 1
-                # Starts to all-reduce while the last backward runs.
-                listener = reducer.listener() if reducer is not None and last else None
-                loss, tokens = self.micro(
-                    micro, len(micros), last and ordered is None, mark, listener
-                )
-                totals.add(loss, tokens, rows_of(micro))
-                if ordered is not None:
-                    ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
+        for i, micro in enumerate(micros):
+            # Starts to all-reduce while the last backward runs.
+            is_last = i == len(micros) - 1
+            loss, tokens = self.micro(micro, len(micros), mark, reducer if is_last else None)
+            totals.add(loss, tokens, rows_of(micro))
+            if ordered is not None:
+                ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
         if ordered is not None:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
                 ordered.add_micro_batch(None, None, 0, 0)
-        self.accumulator.finish()
+        self.arena.collect()
         return totals
 
     def micro(
-        self, micro, parts: int, last: bool, mark=_no_mark, listener=None
+        self, micro, parts: int, mark=_no_mark, reducer: "ReducerBase | None" = None
     ) -> "tuple[Tensor, Tensor | None]":
         """Forward and backward of one micro-batch.
 
         Args:
             micro: what loss_fn gets.
             parts: number of micro-batches of this step.
-            last: of this step, so that ga.AdamW can use sums of squares taken on the way.
             mark: called with the name of each stage at its end.
-            listener: a BackwardListener, which is told about each gradient.
+            reducer: of the last backward, which sends the sums while it runs.
 
         Returns:
             Its loss in fp32, and its tokens (None where loss_fn returned a mean).
@@ -469,11 +425,13 @@ class TrainStep:
         if tokens is not None and self.divide == "micro_batches":
             objective = loss / tokens.clamp(min=1) / parts
         mark("forward")
+        listener = reducer.listener() if reducer is not None else None
         if listener is not None and self._graphs is not None:
             # Buckets will be sent beside this backward, on other streams.
             self._graphs.split()
-        squares = self.clip == "fused" and last
-        with self.accumulator.last_backward(squares, listener):
+        if self.products is not None:
+            self.products.begin_backward()
+        with self.arena.listening(listener):
             objective.backward()
         mark("backward")
         return loss.detach().float(), tokens
@@ -482,7 +440,7 @@ class TrainStep:
         """What loss_fn returns, checked: a loss, and its tokens as a tensor or None."""
         device = self.arena.device
         autocast = torch.autocast(device.type, self.autocast) if self.autocast else None
-        with autocast or contextlib.nullcontext():
+        with autocast or contextlib.nullcontext(), self._gradients_aside():
             result = self.loss_fn(self.model, micro)
         loss, tokens = result if isinstance(result, tuple) else (result, None)
         if tokens is None and self.divide in ("tokens", "sequences"):
@@ -505,6 +463,22 @@ class TrainStep:
         elif tokens is not None:
             tokens = torch.full((), tokens, device=loss.device)
         return loss.reshape(()) if loss.dim() else loss, tokens
+
+    @contextlib.contextmanager
+    def _gradients_aside(self):
+        """While Dynamo may trace, no bf16 weight has an fp32 `.grad`: it would break the graph at
+        every layer."""
+        if not self._compiled or self.arena.bf16_weights is None:
+            yield
+            return
+        gradients = [p.grad for p in self.arena.params]
+        for p in self.arena.params:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in zip(self.arena.params, gradients):
+                p.grad = grad
 
     def update(self, totals: Totals, mark=_no_mark) -> StepOutput:
         """From the sums of this rank's micro-batches to the new weights.
@@ -582,11 +556,11 @@ class TrainStep:
             mark("optimizer")
             return ClipResult.of_optimizer(opt)
         if divisor is not None:
-            self.arena.grads.mul_(1.0 / divisor)
+            grads = [p.grad for p in self.arena.params if p.grad is not None]
+            torch._foreach_mul_(grads, 1.0 / divisor)
         result = ClipResult()
         if self.max_norm is not None:
-            clip = _clip_by_item if self.clip == "item" else nn.utils.clip_grad_norm_
-            norm = clip(self.arena.parameters(), self.max_norm)
+            norm = nn.utils.clip_grad_norm_(self.arena.parameters(), self.max_norm)
             result = ClipResult.of_norm(norm, self.max_norm)
             mark("clip")
         self.opt.step()
@@ -648,7 +622,7 @@ class TrainStep:
         return contextlib.nullcontext()
 
     def close(self, alone: bool = False):
-        """Close the graphs and the accumulator; release the arena if it was made here.
+        """Close the graphs, restore the layers; release the arena if it was made here.
 
         Args:
             alone: with several ranks and a sharded optimizer, do not wait for the other ranks to
@@ -711,39 +685,11 @@ def _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed):
         )
 
 
-def _default_optimizer(arena: Arena, clip: "str | None") -> torch.optim.Optimizer:
-    if clip in (None, "fused"):
-        return AdamW(arena, lr=3e-4, weight_decay=0.1)
-    groups = arena.parameter_groups(weight_decay=0.1)
-    return torch.optim.AdamW(groups, lr=3e-4, fused=arena.device.type == "cuda")
-
-
-def _clip_by_item(parameters, max_norm) -> Tensor:
-    """Clipping as it is often written: the host waits once for each tensor.
-
-    The norm of each tensor goes to the host, which adds, decides and multiplies."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = math.sqrt(sum(grad.norm().item() ** 2 for grad in grads))
-    if norm > max_norm:
-        for grad in grads:
-            grad.mul_(max_norm / (norm + EPS))
-    return torch.tensor(norm, dtype=torch.float32, device=parameters[0].device)
-
-
-def _check_clip(clip: str, opt, ours: bool, max_norm: "float | None"):
-    if clip == "fused" and not ours:
-        over = " over parameters" if isinstance(opt, DeviceOptimizer) else ""
-        raise ArgumentError(
-            f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}{over}"
-        )
-    if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None:
+def _check_clip(opt, clipping_opt: "DeviceOptimizer | None", max_norm: "float | None"):
+    """ArgumentError where gradients would be clipped twice: here and by the optimizer."""
+    if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None or max_norm is None:
         return
-    # The optimizer clips by itself: nothing here may clip as well, or to another norm.
-    if clip == "fused":
-        twice = max_norm is not None and max_norm != opt.max_norm
-    else:
-        twice = clip == "item" or max_norm is not None or ours
-    if twice:
+    if clipping_opt is None or max_norm != opt.max_norm:
         raise ArgumentError(
             f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be "
             "clipped twice; give it once"
