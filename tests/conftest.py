@@ -53,14 +53,6 @@ def pytest_sessionfinish():
         shutil.rmtree(_cache, ignore_errors=True)
 
 
-@pytest.fixture(autouse=True)
-def small_products_too(monkeypatch):
-    """Mode "fused" fuses weights of any size on the CPU too: those of tests are small."""
-    from gpuaccel.optim import fused_mode
-
-    monkeypatch.setattr(fused_mode, "LEAST_ELEMENTS", 0)
-
-
 @pytest.fixture
 def interruptible():
     """Handle Ctrl-C as in a terminal, here and in the processes that a test starts.

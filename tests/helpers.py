@@ -103,9 +103,10 @@ def filled(model, seed=0, size=1.0):
 
 
 def fill(arena, grads):
-    """Sums as an accumulator would leave them; `grads` in the order of registration."""
+    """Sums as a backward would leave them; `grads` in the order of registration."""
     for view, g in zip(arena.grad_views, reversed(grads), strict=True):
         view.copy_(g)
+    arena.set_gradients([True] * len(grads))
 
 
 @contextlib.contextmanager
