@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpuaccel.measure import free_gpu_memory
+from gpuaccel.optim import Products
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 KERNELS = ["simt", CUDA]  # our kernels
@@ -64,6 +65,14 @@ def same(got, want, what=""):
     assert equal and torch.equal(got.isnan(), want.isnan()), f"{what}: {differ(got, want)}"
 
 
+def close(got, want, what="", bound=1e-5):
+    """None where the other is; else the largest difference is a small part of the largest value."""
+    assert (got is None) == (want is None), f"{what}: {got} is not {want}"
+    if want is not None and (got.shape != want.shape or want.numel()):
+        error, size = (got.double() - want.double()).abs().max(), want.detach().abs().max()
+        assert error <= bound * size.clamp(min=1e-6), f"{what}: {differ(got, want)}, of {size:.3g}"
+
+
 def exact_norm(grads, norm_type=2.0):
     """The norm of all elements, in float64."""
     if not grads:
@@ -107,6 +116,16 @@ def fill(arena, grads):
     for view, g in zip(arena.grad_views, reversed(grads), strict=True):
         view.copy_(g)
     arena.set_gradients([True] * len(grads))
+
+
+def sums(arena):
+    """Name -> slice with the sum of gradients, of each tensor of an arena."""
+    return {s.name: view for s, view in zip(arena.segments, arena.grad_views)}
+
+
+def products_add(arena):
+    """A context in which the products of layers add into the arena."""
+    return contextlib.closing(Products(arena))
 
 
 @contextlib.contextmanager

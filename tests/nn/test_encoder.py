@@ -12,7 +12,18 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CUDA, EVERYWHERE, KERNELS, differ, drawn, generator, no_waiting, same
+from helpers import (
+    CUDA,
+    EVERYWHERE,
+    KERNELS,
+    differ,
+    drawn,
+    generator,
+    no_waiting,
+    products_add,
+    same,
+    sums,
+)
 from torch import nn
 
 os.environ.setdefault(
@@ -37,7 +48,6 @@ from gpuaccel.ops.embedding_backward import (
     reference_encoder_backward,  # noqa: E402
 )
 from gpuaccel.ops.token_sort import find_segments, reference_segments  # noqa: E402
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator  # noqa: E402
 from gpuaccel.optim.adamw import AdamW  # noqa: E402
 from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.training.step import TrainStep  # noqa: E402
@@ -904,12 +914,10 @@ def test_options_set_after_construction_are_honoured_or_refused(device):
             mine(tokens)
 
 
-def test_embeddings_are_replaced_before_an_accumulator_of_mode_fused_is_made():
+def test_embeddings_are_replaced_before_products_add():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
-    with GradientAccumulator(Arena(model), "fused"):
-        with pytest.raises(
-            ArgumentError, match=r"^0 is at work in a GradientAccumulator.*close\(\)"
-        ):
+    with products_add(Arena(model)):
+        with pytest.raises(ArgumentError, match=r"^0 is at work in a TrainStep.*close\(\)"):
             ga.deterministic_embeddings(model)
     assert type(model[0]) is nn.Embedding and ga.deterministic_embeddings(model) == ["0"]
     assert type(model[0]) is ga.Embedding
@@ -952,33 +960,26 @@ def assert_close(got, want, what, bound=2e-6):
 @pytest.mark.parametrize("kind", ["encoder", "embedding"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_micro_batches_add_up_in_every_mode_also_where_the_head_is_tied(device, kind, tied):
+def test_micro_batches_add_up_also_where_the_head_is_tied(device, kind, tied):
     data, plain = micros(3, device, seed=5), Model("embedding", tied).to(device)
     want = grads_of(plain, data)
-    for mode in (None, *MODES):
+    for adds in ("torch", "autograd, into an arena", "products"):
         model = Model(kind, tied).to(device)
         if kind == "encoder":
             model.embedding.wpe.weight.data.zero_()
             model.embedding.wte.weight.data.copy_(plain.embedding.weight)
-            (
-                model.head.weight.data.copy_(plain.head.weight),
-                model.hidden.load_state_dict(plain.hidden.state_dict()),
-            )
-        if mode is None:
+            model.head.weight.data.copy_(plain.head.weight)
+            model.hidden.load_state_dict(plain.hidden.state_dict())
+        arena = None if adds == "torch" else Arena(model)
+        with products_add(arena) if adds == "products" else contextlib.nullcontext():
             got = grads_of(model, data)
-        else:
-            with GradientAccumulator(arena := Arena(model), mode) as accumulator:
-                for micro in data:
-                    loss_fn(model, micro)[0].backward()
-                accumulator.finish()
-                got = {name: p.grad.clone() for name, p in arena.named_parameters().items()}
         got = {name.replace("embedding.wte", "embedding"): g for name, g in got.items()}
         assert set(want) <= set(got)
-        assert_close(got, want, f"{mode}")
+        assert_close(got, want, adds)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
+def test_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
     """No rounding in between: dout straight into the fp32 sums, micro-batch after micro-batch, from
     bf16 weights too."""
     for dtype in (F32, BF16):
@@ -987,7 +988,7 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
             Arena(module),
             [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)],
         )
-        with GradientAccumulator(arena, "fused"):
+        with products_add(arena):
             for k, (tokens, _) in enumerate(micros(3, device)):
                 dout = normal(4, 16, 12, dtype=dtype, seed=k).to(device)
                 module(tokens).backward(dout)
@@ -996,7 +997,7 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
             same_both((got["wte.weight"].grad, got["wpe.weight"].grad), want, f"{dtype}")
 
 
-def test_fused_mode_reaches_plain_embeddings_and_ours_and_leaves_the_others():
+def test_products_reach_plain_embeddings_and_ours_and_leave_the_others():
     model = nn.ModuleDict(
         {
             "plain": nn.Embedding(5, 4),
@@ -1014,7 +1015,7 @@ def test_fused_mode_reaches_plain_embeddings_and_ours_and_leaves_the_others():
         for name, part in model.items()
     }
     tokens = torch.tensor([1, 1, 3])
-    with GradientAccumulator(arena := Arena(model), "fused"):
+    with products_add(arena := Arena(model)):
         assert [name for name, part in model.items() if fused_forward(part)] == ["plain", "mine"]
         twin = copy.deepcopy(model["plain"])
         twin(tokens).sum().backward()
@@ -1043,9 +1044,8 @@ def test_fused_mode_reaches_plain_embeddings_and_ours_and_leaves_the_others():
 
 
 @pytest.mark.parametrize("which", ["wte", "wpe"])
-@pytest.mark.parametrize("mode", ["arena", "fused"])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which, mode):
+def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which):
     module = ga.nn.Encoder(29, 12, 16, device=device)
     getattr(module, which).weight.requires_grad_(False)
     other, (tokens, _) = "wpe" if which == "wte" else "wte", micros(1, device)[0]
@@ -1054,22 +1054,17 @@ def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which, mode)
         {"wte": torch.zeros(29, 12, device=device), "wpe": torch.zeros(16, 12, device=device)},
     )
     encoder_backward(want["wte"], want["wpe"], dout, tokens)
-    with GradientAccumulator(arena := Arena(module), mode):
+    with products_add(arena := Arena(module)):
         module(tokens).backward(dout)
         assert list(arena.named_parameters()) == [f"{other}.weight"]
         same(arena.named_parameters()[f"{other}.weight"].grad, want[other])
     # Frozen is one way of not being asked for; backward(inputs=...) is another.
     whole = ga.nn.Encoder(29, 12, 16, device=device)
-    with GradientAccumulator(arena := Arena(whole), mode):
+    with products_add(arena := Arena(whole)):
         whole(tokens).backward(dout, inputs=[getattr(whole, other).weight])
         got = arena.named_parameters()
         same(got[f"{other}.weight"].grad, want[other])
-        assert (
-            got[f"{which}.weight"].grad is None
-            and not arena.grad_views[
-                [s.name for s in arena.segments].index(f"{which}.weight")
-            ].any()
-        )
+        assert got[f"{which}.weight"].grad is None and not sums(arena)[f"{which}.weight"].any()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1079,7 +1074,7 @@ def test_two_embeddings_of_one_weight_have_one_sum(device):
         torch.tensor([1, 1, 3], device=device),
     )
     model["b"].weight = model["a"].weight
-    with GradientAccumulator(arena := Arena(model), "fused"):
+    with products_add(arena := Arena(model)):
         for _ in range(2):
             (model["a"](tokens).sum() + 3 * model["b"](tokens).sum()).backward()
         assert arena.parameters()[0].grad[:, 0].tolist() == [0, 12, 0, 8, 0]
@@ -1092,7 +1087,7 @@ def test_padding_and_counting_also_go_into_the_arena(device, how):
     tokens = drawn("zipf", 60, 13).view(3, 20).to(device)
     for _ in range(2):
         plain(tokens).square().sum().backward()
-    with GradientAccumulator(arena := Arena(mine), "fused"):
+    with products_add(arena := Arena(mine)):
         for _ in range(2):
             mine(tokens).square().sum().backward()
         torch.testing.assert_close(
@@ -1102,8 +1097,7 @@ def test_padding_and_counting_also_go_into_the_arena(device, how):
 
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 def test_a_compiled_encoder_adds_into_the_arena(device):
-    """inductor, which hands an operation the tensor itself. Large models: test_accumulate and
-    test_graphs."""
+    """inductor, which hands an operation the tensor itself."""
     if not any(
         map(shutil.which, ("g++", "clang++") if device == "cpu" else ("cc", "gcc", "clang"))
     ):
@@ -1111,7 +1105,7 @@ def test_a_compiled_encoder_adds_into_the_arena(device):
     torch._dynamo.reset()
     module, data = ga.nn.Encoder(29, 12, 16, device=device), micros(2, device)
     want = [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)]
-    with GradientAccumulator(arena := Arena(module), "fused"):
+    with products_add(arena := Arena(module)):
         compiled = torch.compile(
             lambda tokens, by: (module(tokens) * by).sum(), backend="inductor", dynamic=False
         )
@@ -1438,14 +1432,11 @@ def test_the_device_path_masks_counts_and_names_tokens_out_of_range(device, dtyp
 
 
 @pytest.mark.parametrize("replay", ["graph", "eager"])
-@pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
-    device, accumulate, replay
-):
+def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(device, replay):
     if device == "cpu" and replay == "eager":
         with (
-            TrainStep(model := Model(), loss_fn=loss_fn, accumulate=accumulate) as step,
+            TrainStep(model := Model(), loss_fn=loss_fn) as step,
             pytest.raises(ArgumentError, match=r"token 29 at \(1, 2\)"),
         ):
             bad = micros(1)[0]
@@ -1462,7 +1453,6 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
         model,
         opt,
         loss_fn,
-        accumulate=accumulate,
         replay=ga.training.Replay(policy="require") if replay == "graph" else "eager",
     )
     data = micros(4, device)
@@ -1526,21 +1516,14 @@ def same_runs(one, two, what):
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"accumulate": "fused"},
-        {"accumulate": "arena"},
-        {"accumulate": "fused", "dtype": BF16, "model": {"tied": True}},
-        {"accumulate": "fused", "model": {"kind": "embedding"}},
-    ],
+    [{}, {"dtype": BF16, "model": {"tied": True}}, {"model": {"kind": "embedding"}}],
     ids=str,
 )
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_two_runs_and_a_replayed_one_have_the_same_bits_in_every_weight(device, how):
-    """20 steps; on a GPU without ga.deterministic(), since nothing else in this model adds in an
-    order of chance."""
+    how = how | {"deterministic": True}
     first = run(device, **how)
-    for k in range(2 if device == "cuda" else 1):
-        same_runs(first, run(device, **how), f"run {k + 2}")
+    same_runs(first, run(device, **how), "a second run")
     same_runs(first, run(device, replay="graph", **how), "replayed")
     assert first[0][-1] < first[0][0], "it did not learn"
 
@@ -1600,7 +1583,7 @@ def test_gpu_nothing_waits_for_the_device(device):
         normal(B, T, 6).to(device),
         [t.to(device) for t in sums_of(6)],
     )
-    with GradientAccumulator(Arena(model), "fused"):
+    with products_add(Arena(model)):
         for k in range(2):  # the first compiles and loads
             with contextlib.nullcontext() if k == 0 else no_waiting():
                 for micro in data:
@@ -1618,7 +1601,7 @@ def test_gpu_the_gpt2_preset_trains_alike_twice_in_deterministic_mode(device):
         data = [
             drawn("zipf", 2 * 4 * 257, 50257, k).view(4, 2, 257)[:, 0].to(device) for k in range(10)
         ]
-        with TrainStep(model, accumulate="fused", micro_batches=2, deterministic=True) as step:
+        with TrainStep(model, micro_batches=2, deterministic=True) as step:
             for x in data:
                 step((x[:, :-1].contiguous(), x[:, 1:].contiguous()))
         found.append({name: p.detach().clone() for name, p in model.named_parameters()})

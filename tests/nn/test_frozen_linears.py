@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import EVERYWHERE, KERNELS, differ, same
+from helpers import EVERYWHERE, KERNELS, differ, products_add, same, sums
 from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
@@ -15,8 +15,7 @@ import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn import fused_forward, fused_linear, fused_linears
 from gpuaccel.ops import lora_gradients
-from gpuaccel.optim.accumulate import GradientAccumulator
-from gpuaccel.optim.arena import Arena
+from gpuaccel.optim import Arena, Products
 from gpuaccel.training.lora import BLOCK_NORMS
 from gpuaccel.training.lora_files import WEIGHTS
 from gpuaccel.training.models import Config, Transformer
@@ -34,13 +33,11 @@ needs_a_cpp_compiler = pytest.mark.skipif(
 )
 
 
-def adapted(device="cpu", dtype=torch.float32, targets=("w_q", "w_v"), **options):
+def adapted(device="cpu", dtype=torch.float32, targets=("w_q", "w_v"), layers=2, **options):
     """A model with LoRA whose B is not zero, and the same for plain layers."""
     torch.manual_seed(0)
-    config = Config(
-        vocab=V, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16, T=2 * T
-    )
-    model = Transformer(config).to(device, dtype)
+    sizes = dict(hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16)
+    model = Transformer(Config(vocab=V, layers=layers, T=2 * T, **sizes)).to(device, dtype)
     ga.apply_lora(model, rank=3, alpha=4.5, targets=targets, seed=0, **options)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -64,10 +61,6 @@ def close(got, want, what, bound=BOUND[torch.float32]):
     error = got - want
     assert error.norm() <= bound[0] * want.norm(), f"{what}: {differ(got, want)}"
     assert error.abs().max() <= bound[1] * want.abs().max(), f"{what}: {differ(got, want)}"
-
-
-def sums(arena):
-    return dict(zip([s.name for s in arena.segments], arena.grad_views))
 
 
 def sums_agree(arena, plain, bound=BOUND[torch.float32]):
@@ -112,16 +105,15 @@ def test_values_and_sums_are_those_of_plain_layers(device, dtype, targets, joine
     """Over several micro-batches; the norms are trained whole."""
     model, plain = adapted(device, dtype, targets, also=BLOCK_NORMS)
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused") as accumulator:
+    with products_add(arena):
         for seed in (1, 2, 3):
             x = tokens(device, seed)
             got, want = model(x), plain(x)
             close(got, want, "logits", BOUND[dtype])
             objective(got).backward()
             objective(want).backward()
-        accumulator.finish()
         sums_agree(arena, plain, BOUND[dtype])
-        assert all(accumulator.received)
+        assert all(arena.has_gradient())
     # Gate and up, too, are one product where torch.compile makes one kernel of what follows.
     assert joined == [len(set(targets).intersection(NAMES))] * 6
 
@@ -130,7 +122,7 @@ def test_values_and_sums_are_those_of_plain_layers(device, dtype, targets, joine
 def test_autocast_takes_the_products_in_its_dtype(device, joined):
     model, plain = adapted(device)
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         x = tokens(device)
         with torch.autocast(device, torch.bfloat16):
             got, want = model(x), plain(x)
@@ -186,7 +178,7 @@ def test_any_number_of_leading_dimensions(shape, joined):
     model, plain = heads()
     x, twin = rows(shape=shape), rows(shape=shape)
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         model(x).sin().sum().backward()
         plain(twin).sin().sum().backward()
         assert joined == [2]
@@ -208,14 +200,14 @@ def test_a_backward_for_some_factors_adds_or_returns_only_those(device, some, jo
     plain(twin).sin().sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()} | {"x": twin.grad}
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused") as accumulator:
+    with products_add(arena):
         leaves = [x if name == "x" else model.get_parameter(name) for name in some]
         returned = torch.autograd.grad(model(x).sin().sum(), leaves)
         assert not arena.grads.any()
         for name, got in zip(some, returned, strict=True):
             close(got, wanted[name], f"gradient of {name}")
         model(x).sin().sum().backward(inputs=leaves)
-        for s, total, received in zip(arena.segments, arena.grad_views, accumulator.received):
+        for s, total, received in zip(arena.segments, arena.grad_views, arena.has_gradient()):
             assert received == (s.name in some)
             if received:
                 close(total, wanted[s.name], f"sum of {s.name}")
@@ -230,13 +222,13 @@ def test_second_derivatives_are_those_of_torch(device, autocast, joined):
     results = []
     for model in heads(device):
         x = rows(device)
-        with GradientAccumulator(Arena(model), "fused") as accumulator:
+        with products_add(arena := Arena(model)):
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 y = model(x)
             leaves = [x, *map(model.get_parameter, FACTORS)]
             grads = torch.autograd.grad(y.float().sin().sum(), leaves, create_graph=True)
             results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
-            assert not accumulator.arena.grads.any()
+            assert not arena.grads.any()
     assert joined == [2, 2]
     model, plain = heads(device)
     x = rows(device)
@@ -258,11 +250,10 @@ def test_a_hook_on_a_factor_sees_its_gradient_and_a_frozen_factor_gets_none(devi
     x = rows(device)
     plain(x).sin().sum().backward()
     arena, seen = Arena(model), []
-    with GradientAccumulator(arena, "fused") as accumulator:
+    with products_add(arena):
         model.w_q.lora_B.weight.register_hook(lambda grad: seen.append(grad) or 2 * grad)
         model.w_v.lora_A.weight.requires_grad_(False)
         model(x).sin().sum().backward()
-        accumulator.finish()
         totals = sums(arena)
         close(seen[0], plain.w_q.lora_B.weight.grad, "what the hook has seen")
         close(totals["w_q.lora_B.weight"], 2 * plain.w_q.lora_B.weight.grad, "twice")
@@ -284,10 +275,9 @@ def test_one_launch_adds_what_a_product_each_added(device, dtype, targets, launc
 
     def sums_of(module):
         arena = Arena(module)
-        with GradientAccumulator(arena, "fused") as accumulator:
+        with products_add(arena):
             for seed in (1, 2):
                 objective(module(tokens(device, seed))).backward()
-            accumulator.finish()
             return {name: t.clone() for name, t in sums(arena).items()}
 
     got, again, other = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
@@ -313,7 +303,7 @@ def test_products_that_the_kernel_does_not_take_are_added_one_by_one(device, lau
         nn.init.normal_(model.w_q.lora_B.weight)
         plain = copy.deepcopy(model)
         arena = Arena(model)
-        with GradientAccumulator(arena, "fused"):
+        with products_add(arena):
             model(rows(device)).sin().sum().backward()
             plain(rows(device)).sin().sum().backward()
             sums_agree(arena, plain)
@@ -331,7 +321,7 @@ def test_a_factor_that_two_layers_share_gets_the_gradients_of_both(device, launc
         nn.init.normal_(layer.lora_B.weight)
     plain = copy.deepcopy(model)
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         model(rows(device)).sin().sum().backward()
         plain(rows(device)).sin().sum().backward()
         sums_agree(arena, plain)
@@ -365,21 +355,16 @@ def test_a_factor_that_a_layer_outside_of_the_joint_has_too_lies_in_one_storage(
     model, _ = heads()
     model.other = ga.apply_lora(nn.Sequential(nn.Linear(24, 5, bias=False)), 4, 6, targets="0")
     model.other[0].lora_A.weight = model.w_q.lora_A.weight
-    arena = ga.Arena(model)
-    with ga.GradientAccumulator(arena, mode="fused"):
+    with products_add(Arena(model)):
         grads = [layer.lora_A.gpuaccel_fused.grad for layer in (model.w_q, model.other[0])]
         assert grads[0] is grads[1]
         assert grads[0].untyped_storage().nbytes() == grads[0].nbytes
-        # Outside of a backward a product voids the sums of squares.
-        arena.squares.mark_all()
-        fused_linear._add_weight_gradient(grads[0], torch.ones(3, 4), torch.ones(3, 24))
-        assert not arena.squares.current()
 
 
 def without_a_joint_product(model, plain, what, joined, call=None):
     """The values are bit-identical to those of plain layers, because plain layers are called."""
     call = call or (lambda module: module(rows()))
-    with GradientAccumulator(Arena(model), "fused"):
+    with products_add(Arena(model)):
         same(call(model).detach(), call(plain).detach(), what)
     assert not joined, what
 
@@ -426,16 +411,12 @@ def test_without_gradients_with_other_weights_and_under_transforms_the_layers_ar
 
     for call in (without_gradients, other_weights, jacobian):
         without_a_joint_product(*heads(), call.__name__, joined, call)
-    model, plain = heads()
-    with GradientAccumulator(Arena(model), "arena"):
-        same(model(rows()).detach(), plain(rows()).detach(), "mode arena")
-    assert not joined
 
 
 def test_a_weight_that_is_trained_later_is_plain_again(joined):
     model, plain = heads()
     x = rows()
-    with GradientAccumulator(Arena(model), "fused"):
+    with products_add(Arena(model)):
         for module in (model, plain):
             module.w_k.weight.requires_grad_(True)
             module(x).sin().sum().backward()
@@ -462,7 +443,7 @@ def test_frozen_weights_lie_side_by_side_and_keep_every_bit(device):
         for name, t in model.state_dict().items():
             same(t, wanted[name], f"{what}: {name}")
 
-    with GradientAccumulator(Arena(model), "fused"):
+    with products_add(Arena(model)):
         unchanged("in the product")
         joint = fused_forward(model.w_q).joint
         assert joint.grad is None and joint.weight.shape == (45, 24)
@@ -482,8 +463,8 @@ def test_frozen_weights_lie_side_by_side_and_keep_every_bit(device):
         unchanged("loaded")
     unchanged("after close()")
     assert not any(map(fused_forward, model.modules()))
-    # A second accumulator does it again.
-    with GradientAccumulator(Arena(heads(device)[0]), "fused"):
+    # A second time.
+    with products_add(Arena(heads(device)[0])):
         pass
 
 
@@ -499,7 +480,7 @@ def test_weights_in_one_memory_stay_in_it(joined):
             model[1].w_k.weight = model[0].w_k.weight
         model.register_parameter("trained", nn.Parameter(torch.ones(24)))
         want = [part(rows()) for part in model]
-        with GradientAccumulator(Arena(model), "fused"):
+        with products_add(Arena(model)):
             for part, y in zip(model, want):
                 got = part(rows() * model.trained)
                 close(got, y, tie)
@@ -510,19 +491,19 @@ def test_weights_in_one_memory_stay_in_it(joined):
 def test_a_frozen_weight_that_was_moved_is_an_error_with_a_way_out():
     model, _ = heads()
     arena = Arena(model)
-    accumulator = GradientAccumulator(arena, "fused")
+    adding = Products(arena)
     model.w_k.weight.data = model.w_k.weight.data.clone()
     with pytest.raises(ArgumentError, match="a frozen weight no longer lies where"):
-        model(rows()).sum().backward()
-    accumulator.close()
-    with GradientAccumulator(arena, "fused"):
+        adding.begin_backward()
+    adding.close()
+    with products_add(arena):
         model(rows()).sum().backward()
 
 
 def test_merging_saving_and_loading_are_as_before(joined, tmp_path):
     model, plain = adapted()
     x = tokens()
-    with GradientAccumulator(Arena(model), "fused"):
+    with products_add(Arena(model)):
         ga.save_lora(model, tmp_path / "joint")
         ga.save_lora(plain, tmp_path / "plain")
         # The order of a file's metadata is not fixed.
@@ -554,12 +535,20 @@ def test_merging_saving_and_loading_are_as_before(joined, tmp_path):
 
 
 @needs_a_cpp_compiler
-@pytest.mark.parametrize("targets", [("w_q", "w_v"), ALL], ids="+".join)
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize(
+    "device, targets",
+    [
+        ("cpu", ("w_q", "w_v")),
+        ("simt", ALL),
+        pytest.param("cuda", ("w_q", "w_v"), marks=pytest.mark.gpu),
+        pytest.param("cuda", ALL, marks=pytest.mark.gpu),
+    ],
+    indirect=["device"],
+)
 def test_compiled_whole_it_has_the_sums_of_eager_and_copies_nothing(device, targets):
     """Gate and up are one product, too."""
     missed = torch._dynamo.utils.ReinplaceCounters
-    model, _ = adapted(device, targets=targets, also=BLOCK_NORMS)
+    model, _ = adapted(device, targets=targets, layers=1, also=BLOCK_NORMS)
     results = []
     torch._dynamo.reset()
     missed.clear()
@@ -567,14 +556,13 @@ def test_compiled_whole_it_has_the_sums_of_eager_and_copies_nothing(device, targ
         for compiled in (False, True):
             module = copy.deepcopy(model)
             arena = Arena(module)
-            with GradientAccumulator(arena, "fused") as accumulator:
+            with products_add(arena):
                 if compiled:
                     module.compile(dynamic=False, fullgraph=True)
                 objective(module(tokens(device, 1))).backward()
                 with torch.profiler.profile(record_shapes=True) as profile:
                     y = module(tokens(device, 2))
                 objective(y).backward()
-                accumulator.finish()
                 results.append((y.detach(), arena.grads.clone()))
     finally:
         torch._dynamo.reset()
@@ -583,8 +571,8 @@ def test_compiled_whole_it_has_the_sums_of_eager_and_copies_nothing(device, targ
     operations = [name for name, _ in events].count("gpuaccel::lora_linears")
     products = [shapes[:2] for name, shapes in events if name == "aten::mm"]
     gate_and_up = products.count([[3 * T, 64], [64, 2 * 96]])
-    # Of two blocks; inside the operation the product is an aten::mm, too.
-    assert operations == (4 if "up" in targets else 2) and gate_and_up == 2
+    # Inside the operation the product is an aten::mm, too.
+    assert operations == (2 if "up" in targets else 1) and gate_and_up == 1
     for what, want, got in zip(("logits", "sums"), *results, strict=True):
         close(got, want, what)
 
@@ -604,12 +592,11 @@ def test_compiled_the_sums_of_the_factors_are_bit_identical_to_those_of_eager(de
         for compiled in (False, True):
             module = copy.deepcopy(model)
             arena = Arena(module)
-            with GradientAccumulator(arena, "fused") as accumulator:
+            with products_add(arena):
                 if compiled:
                     module.compile(dynamic=False, fullgraph=True)
                 for some in (None, [module.w_q.lora_B.weight, module.w_v.lora_A.weight]):
                     module(x).backward(dy, inputs=some)
-                    accumulator.finish()
                     results.append({name: t.clone() for name, t in sums(arena).items()})
     finally:
         torch._dynamo.reset()

@@ -1,18 +1,18 @@
-"""Layers of mode "fused" under everything that autograd offers beside backward(): the gradients are
+"""Layers whose products add, under everything that autograd offers beside backward(): the gradients are
 those of the same layers in plain torch, or a sentence of ours says what to do instead."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from helpers import EVERYWHERE, differ
+from helpers import EVERYWHERE, close, products_add
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn.fused_linear import fused_forward, fused_linears
-from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 
 DEVICES = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -50,13 +50,6 @@ def loss_of(model, tokens):
     return model(tokens).square().mean()
 
 
-def close(got, want, what, bound=1e-5):
-    assert (got is None) == (want is None), f"{what}: {got} is not {want}"
-    if want is not None:
-        size = want.detach().abs().max().clamp(min=1e-6)
-        assert (got - want).abs().max() <= bound * size, f"{what}: {differ(got, want)}"
-
-
 def pair(device):
     """(a model, the same model for plain torch)."""
     torch.manual_seed(0)
@@ -65,10 +58,6 @@ def pair(device):
 
 
 # ---- what each returns or leaves behind ----
-
-
-def grads_left(model):
-    return [p.grad for p in model.parameters()]
 
 
 def grad_of_all(model, device):
@@ -166,14 +155,13 @@ RETURNING = {
 def test_what_is_returned_is_as_in_torch_and_the_arena_stays_empty(device, case):
     model, plain = pair(device)
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused") as accumulator:
+    with products_add(arena):
         assert fused_forward(model.q).joint is not None
         results = RETURNING[case](model, device)
         wanted = RETURNING[case](plain, device)
         for k, (got, want) in enumerate(zip(results, wanted, strict=True)):
             close(got, want, f"result {k}")
-        assert not arena.grads.any() and not any(accumulator.received)
-        assert grads_left(model) == [None] * len(arena.params)
+        assert not arena.grads.any() and not any(arena.has_gradient())
         # The next backward adds.
         loss_of(model, tokens_on(device)).backward()
         loss_of(plain, tokens_on(device)).backward()
@@ -193,6 +181,11 @@ def gradient_penalty(model, device):
     (y.mean() + slope.square().mean()).backward()
 
 
+def keeping_its_graph(model, device):
+    """Twice: the first `.grad` has a graph that the second backward adds to."""
+    loss_of(model, tokens_on(device)).backward(create_graph=True)
+
+
 def some_inputs(model, device):
     loss_of(model, tokens_on(device)).backward(inputs=[model.k.weight, model.first.bias])
 
@@ -202,7 +195,7 @@ def mapped_forward(model, device):
 
 
 def late_hooks(model, device):
-    """Hooks that were not there when the accumulator was made."""
+    """Hooks that were not there when the products were made."""
     seen = []
     for p in (model.embedding.weight, model.first.weight, model.k.weight):
         p.register_hook(lambda grad: seen.append(grad.detach().clone()) or 2 * grad)
@@ -227,6 +220,7 @@ def hooks_taken_away(model, device):
 ADDING = {
     "weights computed from the parameters": weights_computed_from_parameters,
     "a gradient penalty": gradient_penalty,
+    "backward(create_graph=True)": keeping_its_graph,
     "backward(inputs=)": some_inputs,
     "vmap around the forward": mapped_forward,
     "late hooks": late_hooks,
@@ -240,7 +234,7 @@ ADDING = {
 @DEVICES
 def test_what_is_added_is_as_in_torch(device, case, times):
     model, plain = pair(device)
-    with GradientAccumulator(Arena(model), "fused"):
+    with products_add(Arena(model)):
         for _ in range(times):
             results = ADDING[case](model, device) or []
             wanted = ADDING[case](plain, device) or []
@@ -253,16 +247,13 @@ def test_what_is_added_is_as_in_torch(device, case, times):
 def test_a_second_derivative_under_autocast_leads_through_the_casts():
     """The casts of weights and inputs are inside of the layers. torch's own are outside."""
     results = []
-    for model, mode in zip(pair("cpu"), ("fused", None)):
-        with torch.autocast("cpu", torch.bfloat16):
+    model, plain = pair("cpu")
+    for model, adding in ((model, products_add(Arena(model))), (plain, contextlib.nullcontext())):
+        with adding, torch.autocast("cpu", torch.bfloat16):
             x = embedded_on("cpu").requires_grad_()
-            if mode:
-                accumulator = GradientAccumulator(Arena(model), mode)
             (slope,) = torch.autograd.grad(model.features(x).sum(), x, create_graph=True)
         weights = [model.first.weight, model.q.weight, model.k.weight, model.last.weight]
         results.append(torch.autograd.grad(slope.square().sum(), [x, *weights], allow_unused=True))
-        if mode:
-            accumulator.close()
     for k, (got, want) in enumerate(zip(*results, strict=True)):
         close(got, want, f"derivative {k}", bound=5e-2)
 
@@ -272,7 +263,7 @@ def test_functional_call_inside_of_torch_compile_uses_the_weights_it_is_given(fu
     torch._dynamo.reset()
     model, plain = pair("cpu")
     arena = Arena(model)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         tokens = tokens_on("cpu")
 
         def loss(module, params):
@@ -296,31 +287,20 @@ def test_functional_call_inside_of_torch_compile_uses_the_weights_it_is_given(fu
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize("mode", ["host", "arena", "fused"])
-def test_a_backward_that_keeps_its_graph_is_refused(mode):
-    """The sums in an arena have none, and .grad would silently be a constant."""
-    model, _ = pair("cpu")
-    with GradientAccumulator(arena := Arena(model), mode):
-        message = r"the gradient of \S+ has a graph of its own.*torch.autograd.grad"
-        with pytest.raises(ArgumentError, match=message):
-            loss_of(model, tokens_on("cpu")).backward(create_graph=True)
-        loss_of(model, tokens_on("cpu")).backward()
-        assert arena.grads.isfinite().all()
-
-
 def test_a_compiler_that_hands_on_a_copy_of_the_sum_is_refused_and_says_what_to_do():
     torch._dynamo.reset()
     model, plain = pair("cpu")
-    with GradientAccumulator(arena := Arena(model), "fused"):
+    with products_add(Arena(model)):
         compiled = torch.compile(model, backend="aot_eager")
-        message = "other than inductor.*compile with backend='inductor'.*or accumulate in mode"
+        message = "other than inductor.*compile with backend='inductor'"
         with pytest.raises(ArgumentError, match=message):
             loss_of(compiled, tokens_on("cpu")).backward()
-        # The partial sum is dropped, and the layers go on uncompiled.
+        # The layers go on uncompiled.
+        model.zero_grad()
         loss_of(model, tokens_on("cpu")).backward()
         loss_of(plain, tokens_on("cpu")).backward()
         for name, p in plain.named_parameters():
-            close(dict(zip(arena.parameter_names(), grads_left(model)))[name], p.grad, name)
+            close(model.get_parameter(name).grad, p.grad, name)
     torch._dynamo.reset()
 
 
@@ -337,18 +317,17 @@ def hook_late(model, loss):
     "act, message",
     [
         (ask_for_gradients, r"torch.autograd.grad\(\) asks for the gradient of first.weight"),
-        (hook_late, "first.weight got a hook after its accumulator was made"),
+        (hook_late, "first.weight got a hook after the TrainStep was made"),
     ],
 )
 def test_a_compiled_layer_says_that_it_returns_no_gradient(act, message, monkeypatch):
     """Its backward was traced, and calls the operation whatever it is asked for."""
     model, _ = pair("cpu")
-    with GradientAccumulator(arena := Arena(model), "fused"):
+    with products_add(arena := Arena(model)):
         loss = model.first(embedded_on("cpu")).square().sum()
         # As when autograd's function was traced.
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        with pytest.raises(ArgumentError, match=f"{message}.*or accumulate in mode 'arena'"):
+        with pytest.raises(ArgumentError, match=f"{message}.*do not compile it, or register"):
             act(model, loss)
-        # What backward had added to the bias before is dropped: no sum is exposed.
+        assert model.first.weight.grad is None
         assert not arena.grad_views[arena.number_of(model.first.weight)].any()
-        assert all(p.grad is None for p in arena.parameters())

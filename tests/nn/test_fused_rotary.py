@@ -1,5 +1,5 @@
 """q, k and v of one product that is rotated in place: the values and gradients of separate layers
-and rotate(), in every mode of autograd."""
+and rotate(), under all that autograd offers."""
 
 import copy
 import shutil
@@ -7,14 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EVERYWHERE, KERNELS, differ, same
+from helpers import EVERYWHERE, KERNELS, close, products_add, same, sums
 from torch import nn
 
 from gpuaccel import backends
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn import fused_linear, fused_rotary
 from gpuaccel.ops import rotary_table, rotate
-from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 
 NAMES = ("w_q", "w_k", "w_v")
@@ -63,18 +62,6 @@ def inputs(device, dtype=torch.float32, seed=1):
     return x.to(device, dtype).requires_grad_()
 
 
-def close(got, want, what, bound):
-    """The largest difference, as a part of the largest value."""
-    assert got.shape == want.shape and got.dtype == want.dtype, what
-    assert (got.double() - want.double()).abs().max() <= bound * want.double().abs().max(), (
-        f"{what}: {differ(got, want)}"
-    )
-
-
-def sums(arena):
-    return dict(zip([s.name for s in arena.segments], arena.grad_views))
-
-
 @pytest.fixture
 def rotated(monkeypatch):
     """Grows with each product that is rotated in place."""
@@ -97,7 +84,7 @@ def test_values_and_gradients_are_those_of_separate_layers(device, dtype, bound,
     """Without our kernels, rotate() runs as before: `cpu` is backend torch."""
     layer, plain = pair(device, dtype)
     arena = Arena(layer)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         for seed in (1, 2):
             x, twin = (inputs(device, dtype, seed) for _ in range(2))
             for name, got, want in zip(NAMES, layer.heads(x), plain.heads(twin), strict=True):
@@ -118,7 +105,7 @@ def test_values_and_gradients_are_those_of_separate_layers(device, dtype, bound,
 def test_in_fp32_q_and_k_have_rotates_bits(device, rotated):
     layer, _ = pair(device)
     x = inputs(device)
-    with GradientAccumulator(Arena(layer), "fused"):
+    with products_add(Arena(layer)):
         q, k, v = layer.heads(x)
         plain = fused_linear.fused_linears(x, layer.w_q, layer.w_k, layer.w_v)
         q0, k0, v0 = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in plain)
@@ -132,7 +119,7 @@ def test_in_fp32_q_and_k_have_rotates_bits(device, rotated):
 def test_nothing_is_copied(device, rotated):
     """q, k and v are the product's output itself, and their gradients go into one tensor."""
     layer, _ = pair(device)
-    with GradientAccumulator(Arena(layer), "fused"):
+    with products_add(Arena(layer)):
         q, k, v = layer.heads(inputs(device))
         storages = {t.untyped_storage().data_ptr() for t in (q, k, v)}
         assert len(storages) == 1 and rotated == [True]
@@ -143,7 +130,7 @@ def test_nothing_is_copied(device, rotated):
 def test_autocast_rotates_in_its_dtype(device, rotated):
     layer, plain = pair(device)
     x, arena = inputs(device), Arena(layer)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         with torch.autocast(device, torch.bfloat16):
             got, want = layer(x), plain(x)
         assert got.dtype == torch.bfloat16 and rotated == [True]
@@ -154,7 +141,7 @@ def test_autocast_rotates_in_its_dtype(device, rotated):
             close(sums(arena)[name], p.grad, f"sum of {name}", 2e-2)
 
 
-# ---- modes of autograd ----
+# ---- what autograd offers ----
 
 SOME = [("w_q",), ("w_k",), ("w_v",), ("w_q", "w_v"), ()]
 
@@ -166,7 +153,7 @@ def test_a_backward_for_some_weights_adds_or_returns_only_those(device, some, ro
     x, arena = inputs(device), Arena(layer)
     plain(x).sin().sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()} | {"x": x.grad}
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         names = [f"{name}.weight" for name in some] or ["x"]
         leaves = [x if name == "x" else layer.get_parameter(name) for name in names]
         returned = torch.autograd.grad(layer(x).sin().sum(), leaves)
@@ -187,7 +174,7 @@ def test_second_derivatives_are_those_of_torch(device, rotated):
     results = []
     for layer in pair(device):
         x = inputs(device)
-        with GradientAccumulator(Arena(layer), "fused") as accumulator:
+        with products_add(arena := Arena(layer)):
             # Attention written out: torch's fused kernels have no second derivative.
             q, k, v = layer.heads(x)
             k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
@@ -196,7 +183,7 @@ def test_second_derivatives_are_those_of_torch(device, rotated):
             grads = torch.autograd.grad(y, [x, *weights], create_graph=True)
             penalty = sum(g.square().sum() for g in grads)
             results.append(torch.autograd.grad(penalty, [x, *weights]))
-            assert not accumulator.arena.grads.any()
+            assert not arena.grads.any()
     assert rotated == [True]
     for name, got, want in zip(("x", *NAMES), *results, strict=True):
         close(got, want, f"second derivative by {name}", 1e-4)
@@ -206,7 +193,7 @@ def test_second_derivatives_are_those_of_torch(device, rotated):
 def test_frozen_weights_and_one_output_that_is_not_used(device, rotated):
     layer, plain = pair(device)
     x, arena = inputs(device), Arena(layer)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         for module in (layer, plain):
             module.w_k.weight.requires_grad_(False)
             q, _, v = module.heads(x)
@@ -218,7 +205,7 @@ def test_frozen_weights_and_one_output_that_is_not_used(device, rotated):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_elsewhere_it_is_rotate_bit_for_bit(device, rotated):
-    """Without gradients, in other modes, with other weights, with hooks, under torch.func."""
+    """Where autograd adds, without gradients, with other weights or hooks, under torch.func."""
     layer, plain = pair(device)
     x = inputs(device)
     want = [t.detach() for t in plain.heads(x)]
@@ -227,11 +214,9 @@ def test_elsewhere_it_is_rotate_bit_for_bit(device, rotated):
         for name, got, wanted in zip(NAMES, layer.heads(x), want, strict=True):
             same(got.detach(), wanted, f"{what}: {name}")
 
-    as_before("without an accumulator")
     arena = Arena(layer)
-    with GradientAccumulator(arena, "arena"):
-        as_before("mode arena")
-    with GradientAccumulator(arena, "fused"):
+    as_before("autograd adds")
+    with products_add(arena):
         with torch.no_grad():
             as_before("without gradients")
         handle = layer.w_v.register_forward_hook(lambda layer, x, y: y)
@@ -265,7 +250,7 @@ def test_compiled_whole_it_has_the_sums_of_eager_and_copies_nothing(device, dtyp
         for compiled in (False, True):
             module, x = copy.deepcopy(layer), inputs(device, dtype)
             arena = Arena(module)
-            with GradientAccumulator(arena, "fused"):
+            with products_add(arena):
                 if compiled:
                     module.compile(dynamic=False, fullgraph=True)
                 y = module(x)
@@ -287,7 +272,7 @@ def test_it_compiles_before_anything_has_chosen_a_backend(monkeypatch):
     layer, _ = pair("cpu")
     torch._dynamo.reset()
     try:
-        with GradientAccumulator(Arena(layer), "fused"):
+        with products_add(Arena(layer)):
             monkeypatch.setattr(backends, "_current", None)
             layer.compile(dynamic=False, fullgraph=True)
             layer(inputs("cpu")).sum().backward()
