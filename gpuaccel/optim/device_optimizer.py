@@ -464,7 +464,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         keys = self.rule.keys_of(group)
         tensors = tuple(state[key] if key in keys else None for key in self.rule.state_keys)
         macros = self.rule.macros_of(group)
-        return Job(i, g, p, grad, tensors, state["step"], copy, macros)
+        # A master is a Parameter of a class of its own.
+        weight = p if self.arena is None else p.detach()
+        return Job(i, g, weight, grad, tensors, state["step"], copy, macros)
 
     def _members(self) -> "list[tuple[int, Tensor, int]]":
         """(group, parameter, number) of each parameter."""

@@ -259,7 +259,7 @@ class ListGraphs:
         # it before backward.
         in_key = step.divide == "micro_batches" or self._token_dtype is None
         count = len(micros) if in_key else 0
-        received = frozenset[int]()
+        received = 0
         try:
             # All captures come before the first sum.
             for micro in micros:
@@ -285,11 +285,11 @@ class ListGraphs:
             self._token_dtype = None if tokens is None else tokens.dtype
             return self.step.arena.has_gradient()
 
-    def _add_micro(self, micro, count: int) -> "frozenset[int]":
+    def _add_micro(self, micro, count: int) -> int:
         """Captured: one micro-batch, added to the sums.
 
         Returns:
-            The tensors that got a gradient.
+            Which tensors got a gradient, a bit for each.
         """
         arena = self.step.arena
         tensors = TensorsOfBackward()
@@ -302,19 +302,19 @@ class ListGraphs:
         if tokens is not None:
             self.tokens += tokens
         arena.clear_gradients()
-        return frozenset(tensors.indices)
+        return sum(1 << i for i in tensors.indices)
 
-    def _warm_up_update(self, received: "frozenset[int]"):
+    def _warm_up_update(self, received: int):
         totals = Totals(self.loss, self.tokens, self.rows, self.micro_batches)
         self.step.mean_loss(totals)
         self.step.divisor(totals)
 
-    def _update(self, received: "frozenset[int]") -> dict:
+    def _update(self, received: int) -> dict:
         """Captured: the update, with the gradients of the tensors `received`."""
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
         totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
-        step.arena.set_gradients([i in received for i in range(len(step.arena.params))])
+        step.arena.set_gradients([received >> i & 1 == 1 for i in range(len(step.arena.params))])
         with step.accumulation_window():
             output = step.update(totals)
         self._zero_totals()
