@@ -1,13 +1,13 @@
 """The Richards curve and its gated unit: the values and every gradient are those of the formula, in
 float64, written down here once more."""
 
-import contextlib
 import copy
 import math
 
 import numpy
 import pytest
 import torch
+from helpers import EVERYWHERE, KERNELS, same
 from richards_formula import close, exact, values_of
 from torch import nn
 
@@ -22,8 +22,6 @@ from gpuaccel.nn.richards_glu import (
     RichardsGLU,
 )
 
-PLACES = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
-KERNELS = PLACES[1:]
 ODD = dict(nu=0.3, k=1.7, m=0.4, beta=2.5, T=0.6, a=-1.3, c=0.2, s=1.4, b=-0.3)
 CASES = [
     ("none", None, {}),
@@ -46,7 +44,7 @@ def curve(variant, birch, values, device, learn=NAMES, **more):
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str
 )
 @pytest.mark.parametrize("variant, birch, values", CASES, ids=str)
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_values_and_all_ten_derivatives_are_those_of_float64(
     device, variant, birch, values, dtype, bound
 ):
@@ -72,7 +70,7 @@ def test_values_and_all_ten_derivatives_are_those_of_float64(
 
 @pytest.mark.parametrize("rows, dim, hidden", [(1, 3, 5), (15, 12, 10), (70, 16, 64)])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_the_gated_unit_and_all_its_gradients_are_those_of_float64(
     device, dtype, bound, rows, dim, hidden
 ):
@@ -148,7 +146,7 @@ def test_two_runs_have_the_same_bits_and_rows_do_not_depend_on_the_others(device
     assert torch.equal(op(y, *thetas)[0][17:40], op(y[17:40], *thetas)[0])
 
 
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_shapes_strides_and_nothing_at_all(device):
     c = curve("none", None, ODD, device)
     x = torch.randn(4, 6, 10, device=device)
@@ -169,7 +167,7 @@ def test_shapes_strides_and_nothing_at_all(device):
     assert layer(torch.randn(2, 0, 4, device=device)).shape == (2, 0, 4)
 
 
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_far_out_the_curve_is_flat_and_finite(device):
     for variant, birch, values in CASES:
         c = curve(variant, birch, values, device)
@@ -226,7 +224,7 @@ def test_a_bounded_temperature_stays_in_its_bounds():
     assert torch.isfinite(free(torch.randn(9))).all(), "a positive parameter stays above 1e-6"
 
 
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_opcheck_passes(device):
     x, c = torch.randn(3, 8, device=device), curve("none", None, ODD, device)
     layer = RichardsGLU(4, 4, device=device)
@@ -253,32 +251,21 @@ class Net(nn.Module):
         return self.head(self.glu(self.norm(self.embedding(tokens))))
 
 
-def trained(device, steps=3, **options):
+def trained(device, **options):
     torch.manual_seed(4)
     net = Net().to(device)
-    with ga.TrainStep(net, ga.AdamW(ga.Arena(net), lr=1e-2, max_norm=1.0), **options) as step:
-        generator = torch.Generator().manual_seed(5)
-        losses = [
-            step(
-                tuple(torch.randint(0, 31, (2, 4, 9), generator=generator).to(device).unbind())
-            ).loss
-            for _ in range(steps)
-        ]
-        return torch.stack(losses), [p.detach().clone() for p in net.parameters()]
+    opt = ga.AdamW(ga.Arena(net), lr=1e-2, max_norm=1.0)
+    with ga.TrainStep(net, opt, micro_batches=2, deterministic=True, **options) as step:
+        data = torch.randint(0, 31, (3, 2, 4, 9), generator=torch.Generator().manual_seed(5))
+        losses = [step(tuple(batch.to(device))).loss for batch in data]
+        return torch.stack(losses), *[p.detach().clone() for p in net.parameters()]
 
 
-@pytest.mark.parametrize("mode", ["arena", "fused"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_in_a_train_step_replay_has_eagers_bits(device, mode):
-    options = dict(micro_batches=2, accumulate=mode)
-    with ga.deterministic() if device == "cuda" else contextlib.nullcontext():
-        eager, replayed = (
-            trained(device, **options),
-            trained(device, replay=ga.training.Replay(policy="require"), **options),
-        )
-    assert torch.equal(eager[0], replayed[0]), (eager[0], replayed[0])
-    for a, b in zip(eager[1], replayed[1]):
-        assert torch.equal(a, b), f"largest difference {(a - b).abs().max():.3g}"
+def test_in_a_train_step_replay_has_eagers_bits(device):
+    replayed = trained(device, replay=ga.training.Replay(policy="require"))
+    for got, want in zip(replayed, trained(device), strict=True):
+        same(got, want)
 
 
 def test_compiled_it_computes_the_same():
@@ -294,7 +281,7 @@ def test_compiled_it_computes_the_same():
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_under_autocast_the_products_are_bf16_and_the_curves_stay_fp32(device):
     layer = RichardsGLU(8, 12, device=device)
     x = torch.randn(5, 8, device=device)
