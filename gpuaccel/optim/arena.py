@@ -691,7 +691,8 @@ class Arena:
         """
         self._fresh_bytes = 0
         indices, given = [], []
-        for i in range(first, len(self.params) if last is None else last):
+        last = len(self.params) if last is None else last
+        for i in range(first, last):
             grad = self.params[i].grad
             if grad is None or grad.data_ptr() == self._grad_addresses[i]:
                 continue
@@ -700,12 +701,12 @@ class Arena:
             check_gradient(self.segments[i].name, grad, self.segments[i].shape, self.device)
             indices.append(i)
             given.append(grad.detach())
-        if not indices:
-            return
-        for i in indices:
+        for i in range(first, last):
             # Its memory was replaced (`p.grad.data = ...`).
             if self.grad_views[i].data_ptr() != self._grad_addresses[i]:
                 self.grad_views[i].data = own_storage(self.slice(self.grads, i))
+        if not indices:
+            return
         views = [self.grad_views[i] for i in indices]
         torch._foreach_copy_(views, given)
         for i in indices:
@@ -889,13 +890,27 @@ class Arena:
                 raise _not_trained(name)
 
     @torch.no_grad()
-    def publish(self):
+    def publish(self, optimizer: "torch.optim.Optimizer | None" = None):
         """Round the masters into the bf16 parameters.
 
-        Runs by itself after a step of an optimizer over parameters()."""
-        if self.bf16_weights is not None:
+        Runs by itself after a step of an optimizer over parameters().
+
+        Args:
+            optimizer: only its masters: the others may be in use by a backward that still runs.
+        """
+        if self.bf16_weights is None:
+            return
+        pairs = self._bf16_pairs
+        if optimizer is not None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            pairs = [pair for pair in pairs if id(pair[1]) in held]
+        if len(pairs) == len(self._bf16_pairs):
             self.bf16_weights.copy_(self.weights)
             self.weights_written()
+        elif pairs:
+            params, masters = zip(*pairs)
+            torch._foreach_copy_(params, masters)
+            self.weights_current()
 
     @torch.no_grad()
     def adopt(self, everything: bool = False):
@@ -1045,7 +1060,7 @@ def _follow_optimizers(arena):
         arena = weak()
         if arena is not None and not getattr(optimizer, "publishes", False):
             if arena.is_updated_by(optimizer):
-                arena.publish()
+                arena.publish(optimizer)
 
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
 

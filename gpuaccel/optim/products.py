@@ -119,6 +119,8 @@ class Products:
 
     def __init__(self, arena: Arena):
         self.arena = arena
+        # Slices whose memory was replaced (`p.grad.data = ...`) have their addresses again.
+        arena.collect(graphs=False)
         # Products added to each tensor in this backward, and in the one before.
         self.added = [0] * len(arena.segments)
         self.added_before = self.added
@@ -238,6 +240,8 @@ class Products:
                     "(module.to(...) or .data = ... moved it): close the TrainStep before, and "
                     "make a new one after"
                 )
+        # As in __init__().
+        self.arena.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
     def report(self, tensors: "list[int]"):

@@ -1,331 +1,30 @@
-"""What users do to gradients between backward() and step(), and after it: every mode as torch."""
+"""What users do to gradients before, in and after a backward counts over an arena as in torch."""
 
+import contextlib
 import copy
 import io
+import os
 import pickle
+import random
 
 import pytest
 import torch
-from helpers import differ
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import CUDA, EVERYWHERE, differ, generator
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.errors import ArgumentError
 from gpuaccel.graphs.snapshot import preserved
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.optim import Products
 from gpuaccel.optim.arena import Arena
 
-DTYPES = [torch.float32, torch.bfloat16]
-OPTIMIZERS = ["SGD", "torch.AdamW", "ga.AdamW"]
-
-
-class Net(nn.Module):
-    """A layer that mode "fused" fuses, and a parameter that it does not."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.linear = nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.zeros(3))
-        with torch.no_grad():
-            for p in self.parameters():
-                # Exact in bf16.
-                p.copy_(torch.randint(-8, 9, p.shape, generator=generator) / 8)
-
-    def forward(self, x, weight):
-        return (self.linear(x) * weight + self.scale * weight.sum()).sum()
-
-
-def optimizer_of(name, parameters, arena=None):
-    if name == "SGD":
-        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
-    if name == "ga.AdamW" and arena is not None:
-        return ga.AdamW(arena, lr=0.25, weight_decay=0.1, on_nonfinite="propagate")
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.25)
-
-
-class Run:
-    """A module, its optimizer, and `params`, the tensors whose gradients are edited.
-
-    through: whose these are, "arena" (what the optimizer updates) or "model"."""
-
-    def __init__(self, optimizer, mode=None, dtype=torch.float32, through="arena"):
-        self.model = Net().to(dtype)
-        self.arena = None
-        self.params = updated = list(self.model.parameters())
-        if mode is not None:
-            self.arena = Arena(self.model)
-            updated = self.arena.parameters()
-            self.accumulator = GradientAccumulator(self.arena, mode)
-        if through == "arena":
-            self.params = updated
-        self.opt = optimizer_of(optimizer, updated, self.arena)
-        # Only the optimizer's own zero_grad() knows of the sums that ga.AdamW has cleared.
-        self.zero_grad = self.opt.zero_grad
-        if through == "model" and optimizer != "ga.AdamW":
-            self.zero_grad = self.model.zero_grad
-        self.norm = None
-
-    def act(self, action, k):
-        """Action number k of a sequence. The same k has the same numbers in every run."""
-        params = self.params
-        if action == "backward":
-            generator = torch.Generator().manual_seed(k)
-            x = torch.randint(-2, 3, (2, 4), generator=generator).float()
-            weight = torch.randint(-2, 3, (3,), generator=generator).float()
-            dtype = self.model.scale.dtype
-            self.model(x.to(dtype), weight.to(dtype)).backward()
-        elif action == "clip":
-            self.norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
-        elif action == "halve":
-            for p in params:
-                if p.grad is not None:
-                    p.grad.mul_(0.5)
-        elif action == "replace":
-            params[0].grad = torch.full_like(params[0], 3.0)
-        elif action == "remove":
-            params[1].grad = None
-        elif action == "zero_grad":
-            self.zero_grad()
-        elif action == "model.zero_grad":
-            self.model.zero_grad()
-        elif action == "zero_grad in place":
-            self.zero_grad(set_to_none=False)
-        elif action == "step":
-            self.opt.step()
-
-    def close(self):
-        if self.arena is not None:
-            self.arena.release()
-
-
-def compare(run, reference, what, bound, gradients=True):
-    if reference.norm is not None:
-        torch.testing.assert_close(run.norm.float(), reference.norm, rtol=bound, atol=bound)
-    for i, (p, q) in enumerate(zip(run.params, reference.params, strict=True)):
-        if gradients:
-            assert (p.grad is None) == (q.grad is None), f"{what}: .grad {i} is {p.grad}"
-            if q.grad is not None:
-                grad = p.grad.float()
-                assert torch.allclose(grad, q.grad, rtol=bound, atol=bound), (
-                    f"{what}: .grad {i}: {differ(grad, q.grad)}"
-                )
-        weight = p.float()
-        assert torch.allclose(weight, q, rtol=bound, atol=bound), (
-            f"{what}: weight {i}: {differ(weight, q)}"
-        )
-
-
-def follow(actions, optimizer, mode, dtype, through="arena"):
-    """Do the same with an arena and with plain parameters; compare after every action."""
-    # A sum in bf16 is rounded after an edit; all others are exact up to the order of operations.
-    bound = 0.05 if dtype == torch.bfloat16 else 1e-5
-    run = Run(optimizer, mode, dtype, through)
-    reference = Run("torch.AdamW" if optimizer == "ga.AdamW" else optimizer)
-    try:
-        for k, action in enumerate(actions):
-            run.act(action, k)
-            reference.act(action, k)
-            cleared = optimizer == "ga.AdamW" and "step" in actions[: k + 1]
-            compare(run, reference, f"{actions[: k + 1]}", bound, not cleared)
-    finally:
-        run.close()
-
-
-BETWEEN = [
-    ["backward", "zero_grad", "backward", "step"],
-    ["backward", "zero_grad in place", "backward", "step"],
-    ["backward", "zero_grad in place", "step"],
-    ["backward", "zero_grad", "step"],
-    ["backward", "backward", "zero_grad", "backward", "step"],
-    ["backward", "backward", "zero_grad in place", "backward", "step"],
-    ["backward", "backward", "zero_grad", "step"],
-    ["backward", "clip", "step"],
-    ["backward", "backward", "clip", "step"],
-    ["backward", "clip", "backward", "clip", "step"],
-    ["backward", "halve", "step"],
-    ["backward", "halve", "backward", "step"],
-    ["backward", "replace", "step"],
-    ["backward", "replace", "backward", "step"],
-    ["backward", "remove", "step"],
-    ["backward", "remove", "backward", "step"],
-    ["backward", "remove", "backward", "remove", "step"],
-]
-AFTER = [
-    ["backward", "step", "zero_grad", "step"],
-    ["backward", "step", "zero_grad in place", "step"],
-    ["backward", "step", "zero_grad in place", "step", "zero_grad in place", "step"],
-    ["backward", "step", "zero_grad in place", "backward", "step"],
-    ["backward", "remove", "step", "zero_grad in place", "step"],
-    ["backward", "step", "zero_grad in place", "zero_grad", "step"],
-    ["backward", "zero_grad in place", "step", "zero_grad in place", "step"],
-]
-
-
-@pytest.mark.parametrize("actions", BETWEEN + AFTER, ids=", ".join)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_done_to_gradients_counts_as_in_torch(mode, dtype, optimizer, actions):
-    follow(actions, optimizer, mode, dtype)
-
-
-BY_THE_MODULE = [
-    ["backward", "model.zero_grad", "backward", "step"],
-    ["backward", "model.zero_grad", "step"],
-    ["backward", "backward", "model.zero_grad", "clip", "backward", "clip", "step"],
-    ["backward", "clip", "model.zero_grad", "backward", "backward", "step"],
-]
-
-
-@pytest.mark.parametrize("actions", BETWEEN + BY_THE_MODULE + AFTER, ids=", ".join)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_done_to_gradients_of_bf16_parameters_counts(mode, optimizer, actions):
-    follow(actions, optimizer, mode, torch.bfloat16, through="model")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_fp32_sum_is_the_gradient_of_a_bf16_parameter_and_of_its_master(mode):
-    run = Run("SGD", mode, torch.bfloat16)
-    for _ in range(2):
-        run.act("backward", 0)
-        for p, master, view in zip(run.arena.params, run.arena.masters, run.arena.grad_views):
-            assert p.grad is view and master.grad is view
-            assert p.dtype == torch.bfloat16
-            assert p.grad.dtype == torch.float32
-    run.close()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fresh_gradient_of_a_bf16_parameter_stays_bf16(mode):
-    """Also one that an operation with an fp32 tensor makes, as in torch."""
-    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    model = nn.ParameterList([weight])
-    reference = weight.detach().clone().requires_grad_()
-    x = torch.tensor([1.0009765625, 3.0, 1 / 3])
-    arena = Arena(model)
-    with GradientAccumulator(arena, mode):
-        for p in (weight, reference):
-            (p * x).sum().backward()
-            (p * x.double()).sum().backward()
-        torch.testing.assert_close(weight.grad, reference.grad.float(), rtol=2**-8, atol=0)
-        exact = 2 * x.bfloat16().float()
-        torch.testing.assert_close(
-            weight.grad, exact, rtol=2**-8 if mode == "autograd" else 0, atol=0
-        )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_after_close_a_bf16_model_is_ordinary(mode):
-    run, reference = Run("SGD", mode, torch.bfloat16), Run("SGD", dtype=torch.bfloat16)
-    run.act("backward", 0)
-    run.close()
-    assert all(p.grad is None for p in run.model.parameters())
-    for dtype in (torch.bfloat16, torch.float32):
-        for one in (run, reference):
-            one.model.to(dtype)
-            one.model.zero_grad()
-            one.act("backward", 1)
-        for p, q in zip(run.model.parameters(), reference.model.parameters()):
-            assert p.grad.dtype == dtype
-            assert torch.equal(p.grad, q.grad)
-    arena = Arena(run.model)
-    with GradientAccumulator(arena, mode):
-        run.act("backward", 1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_bf16_model_with_exposed_sums_is_copied_and_pickled(mode):
-    run = Run("SGD", mode, torch.bfloat16, "model")
-    run.act("backward", 0)
-    saved = io.BytesIO()
-    torch.save(run.model.state_dict(), saved)
-    saved.seek(0)
-    loaded = Net().to(torch.bfloat16)
-    loaded.load_state_dict(torch.load(saved))
-    copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded]
-    for model in copies:
-        for p, q in zip(model.parameters(), run.params):
-            assert torch.equal(p, q)
-            assert p.grad is None
-        model(torch.ones(2, 4).bfloat16(), torch.ones(3).bfloat16()).backward()
-        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    assert all(p.grad is not None for p in run.params)
-    run.close()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_second_accumulator_continues_the_sums_of_bf16_parameters(mode):
-    run, reference = Run("SGD", mode, torch.bfloat16, "model"), Run("SGD")
-    run.act("backward", 0), reference.act("backward", 0)
-    run.accumulator.close()
-    run.accumulator = GradientAccumulator(run.arena, mode)
-    compare(run, reference, "continued", 1e-5)
-    for k, action in enumerate(["backward", "clip", "step"], 1):
-        run.act(action, k), reference.act(action, k)
-    compare(run, reference, "continued", 0.05)
-    run.close()
-
-
-def allowed(actions, optimizer):
-    """Without what ga.AdamW refuses, or documents to be cleared: steps that use sums again."""
-    if optimizer != "ga.AdamW":
-        return actions
-    result, cleared = [], False
-    for action in actions:
-        if cleared and "zero_grad" not in action:
-            result.append("zero_grad")
-        result.append(action)
-        cleared = action == "step"
-    return result
-
-
-ACTIONS = ["backward", "backward", "clip", "halve", "replace", "remove", "zero_grad"]
-ACTIONS += ["zero_grad in place", "step", "step"]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=8))
-def test_any_sequence_of_actions_ends_where_torch_ends(mode, dtype, optimizer, actions):
-    follow(allowed(["backward", *actions], optimizer), optimizer, mode, dtype)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=8))
-def test_any_sequence_through_bf16_parameters_ends_where_torch_ends(mode, optimizer, actions):
-    actions = allowed(["backward", *actions], optimizer)
-    follow(actions, optimizer, mode, torch.bfloat16, through="model")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("between", [[], ["clip"], ["model.zero_grad"]])
-def test_a_second_step_without_a_backward_is_refused_before_anything_changes(mode, between):
-    run = Run("ga.AdamW", mode)
-    for k, action in enumerate(["backward", "step", *between]):
-        run.act(action, k)
-    weights = run.arena.weights.clone()
-    with pytest.raises(ArgumentError, match="no gradient: the step before it has used and cleared"):
-        run.opt.step()
-    assert torch.equal(run.arena.weights, weights)
-    run.opt.zero_grad()
-    run.opt.step()
-    assert torch.equal(run.arena.weights, weights)
-    run.close()
-
-
-# ---- a backward that raises ----------------------------------------------------------------------
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+# Random sequences in all, over all settings. 1,000 take about a minute.
+SEQUENCES = int(os.environ.get("GPUACCEL_SEQUENCES", "200"))
+OPTIMIZERS = ["SGD", "torch.AdamW", "Muon", "ga.AdamW", "ga.AdamW of parameters"]
+ADDING = ["autograd", "products"]
+# The dtype of the weights, and whose gradients are edited: the optimizer's or the model's.
+WEIGHTS = [("fp32", "arena"), ("bf16", "arena"), ("bf16", "model")]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Raises(torch.autograd.Function):
@@ -338,95 +37,613 @@ class Raises(torch.autograd.Function):
         raise ZeroDivisionError("on purpose")
 
 
-def backward_that_raises(run):
-    """The gradients of `scale` and of linear.bias are there when it raises, that of the weight
-    not."""
-    model = run.model
-    x = torch.ones(2, 4, dtype=model.scale.dtype)
-    h = nn.functional.linear(x, Raises.apply(model.linear.weight), model.linear.bias)
-    with pytest.raises(ZeroDivisionError):
-        (h + model.scale).sum().backward()
+class Net(nn.Module):
+    """A layer whose product can add, and a parameter of which autograd adds.
+
+    Gradients are small whole numbers, exact in bf16, and do not depend on the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.zeros(3))
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.randint(-8, 9, p.shape, generator=generator(i)) / 8)
+
+    def forward(self, x, weight):
+        return (self.linear(x) * weight + self.scale * weight.sum()).sum()
+
+    def loss(self, k):
+        """That of batch k."""
+        x, weight = (torch.randint(-2, 3, s, generator=generator(k)) for s in ((2, 4), (3,)))
+        dtype = self.scale.dtype
+        # With create_graph=True each gradient has a graph of its own.
+        return self(x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_())
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_backward_that_raises_drops_the_windows_sum_at_once(mode, dtype, before, optimizer):
-    run, reference = Run(optimizer, mode, dtype), Run("torch.AdamW")
-    if optimizer == "SGD":
-        reference.opt = optimizer_of("SGD", reference.params)
-    for k in range(before):
-        run.act("backward", k)
-    backward_that_raises(run)
-    if (mode, dtype) == ("autograd", torch.float32):
-        # As torch keeps it.
-        for k in range(before):
-            reference.act("backward", k)
-        backward_that_raises(reference)
-        assert reference.model.scale.grad is not None
-        compare(run, reference, "raised", 1e-5)
-        run.opt.zero_grad(), reference.opt.zero_grad()
-    else:
-        assert all(p.grad is None for p in [*run.params, *run.model.parameters()])
-        run.act("clip", 0)
-        assert run.norm == 0
-    run.opt.step(), reference.opt.step()
-    for k, action in enumerate(["backward", "backward", "step"]):
-        run.act(action, k), reference.act(action, k)
-    compare(run, reference, "after it", 0.05 if dtype == torch.bfloat16 else 1e-5, gradients=False)
+class Several:
+    """Several optimizers, each over some of the parameters."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def step(self):
+        for opt in self.optimizers:
+            opt.step()
+
+    def zero_grad(self, set_to_none=True):
+        for opt in self.optimizers:
+            opt.zero_grad(set_to_none)
+
+
+def optimizer_of(name, parameters, arena=None):
+    if name == "SGD":
+        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
+    if name == "ga.AdamW" and arena is not None:
+        return ga.AdamW(arena, lr=0.25, weight_decay=0.1, on_nonfinite="propagate")
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() < 2]
+    if name == "Muon":
+        return Several(torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.25))
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    make = torch.optim.AdamW if name == "torch.AdamW" or arena is None else ga.AdamW
+    return make(groups, lr=0.25)
+
+
+class Run:
+    """A module, its optimizer, and `params`, the tensors whose gradients are edited.
+
+    adding: who adds, "autograd" or "products"; None: a plain model of torch, without an arena.
+    through: whose the `params` are, "arena" (what the optimizer updates) or "model"."""
+
+    def __init__(
+        self, optimizer, adding=None, weights="fp32", through="arena", device="cpu", model=None
+    ):
+        self.model = model or Net().to(device, DTYPES[weights])
+        self.arena = self.products = self.norm = None
+        self.params = self.updated = list(self.model.parameters())
+        if adding is not None:
+            self.arena = Arena(self.model)
+            self.updated = self.arena.parameters()
+            if adding == "products":
+                self.products = Products(self.arena)
+        if through == "arena":
+            self.params = self.updated
+        self.opt = optimizer_of(optimizer, self.updated, self.arena)
+
+    def backward(self, loss, **kwargs):
+        if self.products is not None:
+            self.products.begin_backward()
+        loss.backward(**kwargs)
+
+    def act(self, action, k):
+        """Action number k of a sequence. The same k has the same numbers in every run."""
+        params, linear = self.params, self.model.linear
+        given = [p for p in params if p.grad is not None]
+        if action == "backward":
+            self.backward(self.model.loss(k))
+        elif action == "with a graph":
+            self.backward(self.model.loss(k), create_graph=True)
+        elif action == "raise":
+            # After the gradients of `scale` and the bias, before that of the weight.
+            x = torch.ones(2, 4, dtype=linear.weight.dtype, device=linear.weight.device)
+            h = nn.functional.linear(x, Raises.apply(linear.weight), linear.bias)
+            # Unless the weight is frozen.
+            with contextlib.suppress(ZeroDivisionError):
+                self.backward((h + self.model.scale).sum())
+        elif action == "autograd.grad":
+            wanted = [p for p in self.model.parameters() if p.requires_grad]
+            self.returned = torch.autograd.grad(self.model.loss(k), wanted)
+        elif action == "freeze":
+            linear.weight.requires_grad_(False)
+        elif action == "unfreeze":
+            linear.weight.requires_grad_(True)
+        elif action == "clip":
+            self.norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+        elif action == "halve":
+            for p in given:
+                with torch.no_grad():
+                    p.grad.mul_(0.5)
+        elif action == "data":
+            for p in given:
+                p.grad.data = p.grad.data.sign() / 4
+        elif action == "replace":
+            params[0].grad = torch.full_like(params[0], 3.0)
+        elif action == "remove":
+            params[1].grad = None
+        elif action == "zero_grad":
+            self.opt.zero_grad()
+        elif action == "zero_grad in place":
+            self.opt.zero_grad(set_to_none=False)
+        elif action == "model.zero_grad":
+            self.model.zero_grad()
+        elif action == "model.zero_grad in place":
+            self.model.zero_grad(set_to_none=False)
+        elif action == "step":
+            self.opt.step()
+        else:
+            raise ValueError(action)
+
+    def close(self):
+        if self.arena is not None:
+            self.arena.release()
+
+
+def compare(run, reference, what, bound):
+    """Norm, gradients, fp32 weights (masters), and bf16 weights, which are rounded masters."""
+
+    def close(got, want, name):
+        got, want = got.detach().float().cpu(), want.detach()
+        assert torch.allclose(got, want, rtol=bound, atol=bound), (
+            f"{what}: {name}: {differ(got, want)}"
+        )
+
+    if reference.norm is not None:
+        close(run.norm, reference.norm, "norm")
+    for i, (p, q) in enumerate(zip(run.params, reference.params, strict=True)):
+        assert (p.grad is None) == (q.grad is None), f"{what}: .grad {i} is {p.grad}, not {q.grad}"
+        if q.grad is not None:
+            close(p.grad, q.grad, f".grad {i}")
+    for i, (p, q) in enumerate(zip(run.updated, reference.params, strict=True)):
+        close(p, q, f"weight {i}")
+    for i, (p, master) in enumerate(zip(run.model.parameters(), run.updated, strict=True)):
+        assert torch.equal(p, master.to(p.dtype)), f"{what}: weight {i} is not its rounded master"
+
+
+def follow(sequences, optimizer, adding, weights, through, device="cpu"):
+    """Do the same with an arena and with plain fp32 parameters; compare after every action."""
+    exact = 1e-5 if optimizer.startswith("ga.") or device != "cpu" else 0
+    for actions in sequences:
+        # These leave the model bf16 gradients, whose norm is bf16.
+        low = through == "model" and not {"with a graph", "replace", "raise"}.isdisjoint(actions)
+        bound = 2**-6 if low and "clip" in actions else exact
+        run = Run(optimizer, adding, weights, through, device)
+        reference = Run(optimizer)
+        try:
+            for k, action in enumerate(actions):
+                run.act(action, k), reference.act(action, k)
+                compare(run, reference, ", ".join(actions[: k + 1]), bound)
+        finally:
+            run.close()
+
+
+BEFORE_A_STEP = [
+    ["zero_grad", "backward"],
+    ["zero_grad in place", "backward"],
+    ["zero_grad in place"],
+    ["zero_grad"],
+    ["model.zero_grad", "backward"],
+    ["model.zero_grad in place"],
+    ["backward", "zero_grad", "backward"],
+    ["backward", "zero_grad in place", "backward"],
+    ["clip"],
+    ["backward", "clip"],
+    ["clip", "backward", "clip"],
+    ["clip", "model.zero_grad", "backward", "backward"],
+    ["halve", "backward"],
+    ["data"],
+    ["data", "backward"],
+    ["data", "zero_grad in place", "backward"],
+    ["data", "zero_grad", "backward", "data"],
+    ["replace"],
+    ["replace", "backward"],
+    ["remove"],
+    ["remove", "backward"],
+    ["remove", "backward", "remove"],
+    ["with a graph"],
+    ["with a graph", "backward"],
+    ["zero_grad", "with a graph", "clip", "with a graph"],
+    ["with a graph", "zero_grad in place", "backward"],
+    ["with a graph", "halve", "data"],
+    ["autograd.grad"],
+    ["autograd.grad", "clip", "backward", "autograd.grad"],
+    ["raise"],
+    ["raise", "backward"],
+    ["zero_grad", "raise", "backward"],
+    ["zero_grad", "raise", "replace"],
+    ["freeze", "backward"],
+    ["freeze", "zero_grad", "backward"],
+    ["freeze", "zero_grad", "backward", "unfreeze", "backward"],
+]
+AFTER_A_STEP = [
+    ["step"],
+    ["backward", "step"],
+    ["zero_grad", "step"],
+    ["zero_grad in place", "step"],
+    ["zero_grad in place", "step", "zero_grad in place", "step"],
+    ["zero_grad in place", "backward", "step"],
+    ["zero_grad in place", "zero_grad", "step"],
+    ["model.zero_grad in place", "step", "model.zero_grad", "backward", "step"],
+    ["clip", "step"],
+    ["data", "step", "backward", "step"],
+    ["freeze", "zero_grad", "backward", "step", "unfreeze", "zero_grad", "backward", "step"],
+]
+FIXED = [["backward", *actions, "step"] for actions in BEFORE_A_STEP]
+FIXED += [["backward", "step", *actions] for actions in AFTER_A_STEP]
+
+
+def in_all_settings(test):
+    for name, values in (("optimizer", OPTIMIZERS), ("adding", ADDING), ("weights", WEIGHTS)):
+        ids = " ".join if name == "weights" else str
+        test = pytest.mark.parametrize(name, values, ids=ids)(test)
+    return test
+
+
+@in_all_settings
+def test_what_is_done_to_gradients_counts_as_in_torch(optimizer, adding, weights):
+    follow(FIXED, optimizer, adding, *weights)
+
+
+ACTIONS = ["backward", "step"] * 4 + ["zero_grad", "zero_grad in place"] * 2
+ACTIONS += ["model.zero_grad", "model.zero_grad in place", "clip", "halve", "data", "replace"]
+ACTIONS += ["remove", "with a graph", "autograd.grad", "raise", "freeze", "unfreeze"]
+
+
+@in_all_settings
+def test_any_sequence_of_actions_ends_where_torch_ends(optimizer, adding, weights):
+    draw = random.Random(f"{optimizer} {adding} {weights}")
+    count = -(-SEQUENCES // (len(OPTIMIZERS) * len(ADDING) * len(WEIGHTS)))
+    sequences = [["backward", *draw.choices(ACTIONS, k=12)] for _ in range(count)]
+    follow(sequences, optimizer, adding, *weights)
+
+
+@pytest.mark.parametrize("device", ["simt", CUDA], indirect=True)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=" ".join)
+def test_so_it_counts_in_a_step_by_kernels(weights, device):
+    follow(FIXED, "ga.AdamW", "autograd", *weights, device)
+
+
+@pytest.fixture(params=[(a, w) for a in ADDING for w in DTYPES], ids=" ".join)
+def pair(request):
+    """A model over an arena and a plain fp32 one, both with SGD."""
+    adding, weights = request.param
+    run = Run("SGD", adding, weights, "model")
+    yield run, Run("SGD")
     run.close()
 
 
-@pytest.mark.parametrize("mode", ["host", "arena", "fused"])
-def test_gradients_set_after_a_backward_that_raised_are_kept(mode):
-    run = Run("SGD", mode)
-    backward_that_raises(run)
-    run.act("replace", 0)
-    weight = run.params[0].detach().clone()
-    run.act("step", 1)
-    assert torch.equal(run.params[0], weight - 0.25 * 3.0)
-    run.close()
+def in_turn(actions, *runs):
+    for k, action in enumerate(actions):
+        for run in runs:
+            run.act(action, k)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_exposed_after_finish_leaves_the_same_sums(mode):
-    run, reference = Run("SGD"), Run("SGD")
-    arena = Arena(run.model)
-    with pytest.raises(ArgumentError, match="'never'; expected.*backward.*finish"):
-        GradientAccumulator(arena, mode, exposed_after="never")
-    with GradientAccumulator(arena, mode, exposed_after="finish") as accumulator:
-        for action in ["backward", "zero_grad", "backward", "backward"]:
-            run.act(action, 0), reference.act(action, 0)
-        if mode == "host":
-            # No gradient was exposed, so that zero_grad() had none to drop.
-            reference.act("backward", 0)
-            assert all(p.grad is None for p in run.params) and not arena.grads.any()
-        accumulator.finish()
-        compare(run, reference, mode, 1e-5)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_exposed_after_finish_costs_bf16_parameters_nothing(mode):
-    run = Run("SGD", dtype=torch.bfloat16)
-    arena = Arena(run.model)
-    with GradientAccumulator(arena, mode, exposed_after="finish") as accumulator:
+def test_the_fp32_sum_is_the_gradient_of_a_parameter_and_of_its_master(pair):
+    run, _ = pair
+    for _ in range(2):
         run.act("backward", 0)
-        accumulator.finish()
-        for p, master, view in zip(arena.params, arena.masters, arena.grad_views):
-            assert p.grad is None and not p._backward_hooks
-            assert p.grad_dtype == torch.bfloat16
-            assert master.grad is view
+        for p, master, view in zip(run.arena.params, run.arena.masters, run.arena.grad_views):
+            assert p.grad is view and master.grad is view and view.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["arena", "fused"])
-def test_a_warm_up_that_raises_leaves_the_windows_sum(mode, dtype):
-    run, reference = Run("SGD", mode, dtype), Run("SGD")
-    run.act("backward", 0), reference.act("backward", 0)
+def test_returned_gradients_are_torchs_and_are_added_to_nothing(pair):
+    in_turn(["backward", "autograd.grad"], *pair)
+    for got, want, p in zip(pair[0].returned, pair[1].returned, pair[0].params):
+        assert torch.equal(got.float(), want) and got.dtype == p.dtype
+
+
+def test_a_gradients_own_gradient_is_torchs(pair):
+    """A gradient penalty: the second backward goes through `.grad` of the first."""
+    for run in pair:
+        x = torch.ones(2, 4, dtype=run.model.scale.dtype)
+        for _ in range(2):
+            h = run.model.linear(x).square() + run.model.scale.square()
+            run.backward(h.sum(), create_graph=True)
+            grads = [p.grad for p in run.params]
+            run.opt.zero_grad()
+            run.backward(sum(grad.float().square().sum() for grad in grads))
+    compare(*pair, "penalty", 2**-5 if pair[0].params[0].dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_gradient_of_another_dtype_counts(pair):
+    """An operation with an fp32 or fp64 tensor makes one."""
+    for run in pair:
+        for dtype in (torch.float32, torch.float64):
+            run.backward((run.model.scale * torch.tensor([1.0, 0.5, 3.0], dtype=dtype)).sum())
+    compare(*pair, "other dtypes", 0)
+
+
+def test_closed_in_the_middle_the_sum_goes_on(pair):
+    run, reference = pair
+    in_turn(["backward", "backward"], *pair)
+    if run.products is not None:
+        run.products.close()
+        run.products = Products(run.arena)
+    in_turn(["backward", "clip", "step"], *pair)
+    compare(run, reference, "goes on", 0)
+
+
+def test_a_warm_up_that_raises_leaves_the_sum(pair):
+    run, reference = pair
+    in_turn(["backward"], *pair)
     with preserved([run.model], "cpu"):
-        backward_that_raises(run)
-    for k, action in enumerate(["backward", "step"], 1):
-        run.act(action, k), reference.act(action, k)
-    compare(run, reference, mode, 1e-5)
+        run.act("raise", 0)
+    in_turn(["backward", "step"], *pair)
+    compare(run, reference, "after the warm-up", 0)
+
+
+def test_a_released_model_is_ordinary(pair):
+    run, _ = pair
+    low = Net().to(run.model.scale.dtype)
+    run.act("backward", 0)
+    low.loss(0).backward()
     run.close()
+    for dtype in (None, torch.bfloat16, torch.float32):
+        for p, q in zip(run.model.parameters(), low.parameters()):
+            assert p.grad.dtype == q.dtype and torch.equal(p.grad, q.grad)
+        if dtype is not None:
+            for model in (run.model, low):
+                model.to(dtype).zero_grad()
+                model.loss(1).backward()
+    Arena(run.model).release()
+
+
+def test_a_model_is_copied_and_pickled_without_its_sums(pair):
+    run, _ = pair
+    run.act("backward", 0)
+    saved = io.BytesIO()
+    torch.save(run.model.state_dict(), saved)
+    saved.seek(0)
+    loaded = Net().to(run.model.scale.dtype)
+    loaded.load_state_dict(torch.load(saved))
+    sums = run.arena.grads.clone()
+    for model in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded):
+        assert all(map(torch.equal, model.parameters(), run.params))
+        model.zero_grad()
+        model.loss(0).backward()
+        for p, q in zip(model.parameters(), run.params):
+            assert p.grad.dtype == p.dtype and torch.equal(p.grad.float(), q.grad)
+    assert torch.equal(run.arena.grads, sums)
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+class Hook:
+    """On each parameter, it runs when backward has added to `.grad`."""
+
+    tensors = ()  # what an optimizer updates
+
+    def register(self, model):
+        for i, p in enumerate(model.parameters()):
+            p.register_post_accumulate_grad_hook(lambda p, i=i: self(i, p))
+
+    def __call__(self, i, p):
+        """p is parameter i."""
+
+    def result(self):
+        """i -> what it has seen of parameter i."""
+        return {}
+
+
+class Sees(Hook):
+    def __init__(self):
+        self.gradients = {}
+
+    def __call__(self, i, p):
+        self.gradients.setdefault(i, []).append(p.grad.float().clone())
+
+    def result(self):
+        return {i: torch.stack(grads) for i, grads in self.gradients.items()}
+
+
+class Clamps(Sees):
+    def __call__(self, i, p):
+        p.grad.clamp_(-1.5, 1.5)
+        super().__call__(i, p)
+
+
+class Assigns(Sees):
+    def __call__(self, i, p):
+        p.grad.data = p.grad.data.sign()
+        super().__call__(i, p)
+
+
+class TakesAway(Hook):
+    """Adds up on its own, as for sums on the host."""
+
+    def __init__(self):
+        self.sums = {}
+
+    def __call__(self, i, p):
+        self.sums[i] = self.sums.get(i, 0) + p.grad.double()
+        p.grad = None
+
+    def result(self):
+        return self.sums
+
+
+class Steps(Hook):
+    """An optimizer for each parameter, which steps in backward."""
+
+    make = torch.optim.AdamW
+
+    def __init__(self):
+        self.optimizers = {}
+
+    def __call__(self, i, p):
+        opt = self.optimizers.setdefault(i, self.make([self.tensors[i]], lr=0.125))
+        opt.step()
+        opt.zero_grad()
+
+
+class OursSteps(Steps):
+    make = ga.AdamW
+
+
+def check_seen(got, want):
+    assert got.keys() == want.keys()
+    for i in want:
+        torch.testing.assert_close(got[i], want[i])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [Sees, Clamps, Assigns, TakesAway, Steps, OursSteps])
+@pytest.mark.parametrize("weights", DTYPES)
+@pytest.mark.parametrize("adding", ADDING)
+def test_a_hook_sees_the_sum_so_far_and_acts_as_in_torch(adding, weights, kind, when):
+    """Registered before or after the arena is made."""
+
+    def trained(adding, weights, when):
+        model, hook = Net().to(DTYPES[weights]), kind()
+        if when == "before":
+            hook.register(model)
+        run = Run("torch.AdamW", adding, weights, model=model)
+        if when == "after":
+            hook.register(model)
+        hook.tensors = run.updated
+        for k, action in enumerate(["backward", "backward", "step", "zero_grad"] * 3):
+            run.act(action, k)
+        run.close()
+        return run.updated, hook.result()
+
+    ours, seen = trained(adding, weights, when)
+    theirs, want = trained(None, "fp32", "after")
+    check_seen(seen, want)
+    for p, q in zip(ours, theirs):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+# ---- in a TrainStep ------------------------------------------------------------------------------
+
+STEPS = [
+    ("cpu", {}),
+    ("cpu", {"deterministic": True}),
+    ("simt", {}),
+    ("simt", {"deterministic": True}),
+    ("simt", {"replay": "graph"}),
+    pytest.param("cuda", {}, marks=pytest.mark.gpu),
+    pytest.param("cuda", {"replay": "graph"}, marks=pytest.mark.gpu),
+]
+in_each_step = pytest.mark.parametrize("device, options", STEPS, indirect=["device"])
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, batch):
+        x, y = batch
+        return nn.functional.mse_loss(self.head(self.backbone(x)), y)
+
+
+def batch(k, device="cpu"):
+    return tuple(torch.randn(6, n, generator=generator(k)).to(device) for n in (8, 1))
+
+
+def torchs_steps(model, opt, count, before_step=lambda k: None):
+    """So many steps of two micro-batches each."""
+    for k in range(count):
+        before_step(k)
+        for micro in zip(*[t.chunk(2) for t in batch(k, next(model.parameters()).device)]):
+            (model(micro) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    return list(model.parameters())
+
+
+def arena_of(model):
+    """As torch's: weight decay for all."""
+    return Arena(model, decay=lambda name, p: True)
+
+
+def close_to(model, want):
+    for (name, p), q in zip(model.named_parameters(), want, strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")
+
+
+def our_steps(model, opt, count, options, before_step=lambda k: None, after=lambda: None):
+    """The same by a TrainStep. after: called when it is made."""
+    device = next(model.parameters()).device
+    with ga.TrainStep(model, opt, Layers.__call__, micro_batches=2, **options) as step:
+        after()
+        for k in range(count):
+            before_step(k)
+            step(batch(k, device))
+        assert step.replays == options.get("replay", "eager"), step.reason
+
+
+@in_each_step
+@pytest.mark.parametrize("kind", [Sees, Clamps, Assigns])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_in_a_step_acts_as_in_torch(when, kind, device, options):
+    model, hook = Layers().to(device), kind()
+    if when == "before":
+        hook.register(model)
+    opt = ga.AdamW(arena_of(model), lr=0.01)
+    our_steps(model, opt, 4, options, after=lambda: when == "after" and hook.register(model))
+    plain, reference = Layers(), kind()
+    reference.register(plain)
+    close_to(model, torchs_steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), 4))
+    if "replay" not in options:  # a replay runs what the hook has launched, and not Python
+        check_seen({i: t.cpu() for i, t in hook.result().items()}, reference.result())
+
+
+@in_each_step
+def test_data_assigned_before_a_step_does_no_lasting_harm(device, options):
+    """The optimizer of that step knows nothing of the arena."""
+
+    def first_step(model, parameters):
+        model(batch(9, device=parameters[0].device)).backward()
+        for p in parameters:
+            p.grad.data = p.grad.data.clamp(-0.05, 0.05)
+        torch.optim.SGD(parameters, lr=1.0).step()
+        model.zero_grad()
+
+    model, plain = Layers().to(device), Layers()
+    arena = arena_of(model)
+    first_step(model, arena.parameters()), first_step(plain, list(plain.parameters()))
+    our_steps(model, ga.AdamW(arena, lr=0.01), 3, options)
+    close_to(model, torchs_steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), 3))
+
+
+def frozen(model, late):
+    """Before step k: the backbone is frozen until step 2, or from step 2 to step 4."""
+    return lambda k: model.backbone.requires_grad_(k >= 2 if late else not 2 <= k < 4)
+
+
+@in_each_step
+@pytest.mark.parametrize("late", [True, False])
+def test_weights_frozen_for_a_while_keep_their_moments(late, device, options):
+    """An arena over all weights, of which some are frozen later on."""
+    model, plain = Layers().to(device), Layers()
+    opt = ga.AdamW(arena_of(model), lr=0.01, weight_decay=0.1)
+    our_steps(model, opt, 6, options, frozen(model, late))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
+    close_to(model, torchs_steps(plain, theirs, 6, frozen(plain, late)))
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_weights_unfrozen_behind_an_arenas_back_join_a_new_one_and_moments_are_carried(device):
+    """The moments of those that were trained before are handed on by name."""
+
+    def own_steps(model, opt, count):
+        for k in range(count):
+            model(batch(k, device)).backward()
+            opt.step(), opt.zero_grad()
+
+    model, plain = Layers().to(device), Layers().to(device)
+    for m in (model, plain):
+        m.backbone.requires_grad_(False)
+    arena = arena_of(model)
+    opt = ga.AdamW(arena, lr=0.01)
+    theirs = torch.optim.AdamW(plain.head.parameters(), lr=0.01)
+    own_steps(model, opt, 3), own_steps(plain, theirs, 3)
+    for m in (model, plain):
+        m.backbone.requires_grad_(True)
+    theirs.add_param_group({"params": list(plain.backbone.parameters())})
+    states = {name: opt.state[p] for name, p in arena.named_parameters().items()}
+    arena.release()
+    arena = arena_of(model)
+    opt = ga.AdamW(arena, lr=0.01)
+    for name, p in arena.named_parameters().items():
+        if name in states:
+            opt.state[p] = dict(states[name])
+    own_steps(model, opt, 3), own_steps(plain, theirs, 3)
+    close_to(model, [p.cpu() for p in plain.parameters()])
