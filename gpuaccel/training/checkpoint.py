@@ -8,7 +8,8 @@
 Requirements that led to this design:
 * a process killed at any moment leaves the previous checkpoint: the file is written aside, synced,
   then renamed;
-* a damaged or foreign file changes nothing: it is verified before the first tensor is copied;
+* a damaged or foreign file changes nothing: its digests and its values are checked, and all that
+  may fail is done, before the first tensor is copied;
 * the arena's views survive a load: tensors are copied into, never replaced;
 * any tool can read the weights: they are safetensors entries `model.<name in the state dict>`.
 
@@ -22,9 +23,12 @@ them writes its share (checkpoint_shards.py). Either is loaded by one process an
 ranks, and none of them holds more of the state than it trains with, and one tensor.
 """
 
+import copy
 import pathlib
 import random
 import re
+import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,10 +42,11 @@ from ..nn import frozen_state_dict
 from ..optim import Arena
 from .checkpoint_file import (
     Contents,
+    Stored,
     describe,
     pack,
     read_checkpoint,
-    unpack,
+    refusing,
     write_file,
 )
 from .models import uncompiled
@@ -130,17 +135,11 @@ def _optimizer_state(groups, optimizer) -> "tuple[dict[str, Any], dict]":
                     if shares is not None and key in shares.keys:
                         value = shares.range_of(parameter, value)
                     tensors[stored_name] = value
-                    values[key] = {"!stored": stored_name}
-                else:
-                    values[key] = pack(value, stored_name)
+                    value = Stored(stored_name)
+                values[key] = pack(value, stored_name)
             state["parameters"][name] = describe(parameter)
             state["values"][name] = values
     return tensors, state
-
-
-def _stored_name(value) -> "str | None":
-    """The name of the tensor that a value of `_optimizer_state` stands for, if it is one."""
-    return value.get("!stored") if isinstance(value, dict) else None
 
 
 # ---- a state that is spread over ranks ---------------------------------------------------------
@@ -191,26 +190,43 @@ def random_state() -> Tensor:
     return torch.cat(list(_torch_random_state().values()))
 
 
-def _python_random_state() -> dict:
-    state: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = state
+def _python_random_state(python: Any = random, numpy: Any = np.random) -> dict:
+    name, keys, position, has_gauss, cached = numpy.get_state()
     return {
-        "python": random.getstate(),
+        "python": python.getstate(),
         "numpy": (name, keys.tolist(), position, has_gauss, cached),
     }
 
 
-def _restore_random_state(contents: Contents, rank: int):
-    values = unpack(contents.state["random"])
-    random.setstate(values["python"])
-    np.random.set_state(values["numpy"])
+def _random_states(contents: Contents, rank: int) -> tuple:
+    """The state of Python's, NumPy's, torch's CPU and torch's GPU generator for a rank.
+
+    Each is tried on a generator that is thrown away."""
+    values = contents.state["random"]
+    python, numpy = random.Random(), np.random.RandomState()
+    python.setstate(values["python"])
+    numpy.set_state(values["numpy"])
+    # NumPy takes any position, and would read beyond the end of its state.
+    if values != _python_random_state(python, numpy) or not 0 <= values["numpy"][2] <= 624:
+        raise ValueError("no generator has the random state of Python or NumPy")
+    python.gauss(0.0, 1.0)
     cpu = contents.tensor("rng.cpu")
-    cuda = contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0]
-    if rank:
-        # A rank that the checkpoint does not know keeps its own.
-        name = f"rng.rank{rank}"
-        both = contents.tensor(name) if name in contents else random_state()
-        cpu, cuda = both.tensor_split([len(cpu)])
+    names = [name for name in contents.entries if name.startswith("rng.rank")]
+    states = {name: contents.tensor(name).tensor_split([len(cpu)]) for name in names}
+    states["rng.rank0"] = (cpu, contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0])
+    for cpu, cuda in states.values():
+        torch.Generator().set_state(cpu.clone())
+        # A seed and an offset of 8 bytes each. The offset is a multiple of 4.
+        if cuda.dtype != torch.uint8 or len(cuda) not in (0, 16) or any(cuda[8:9] % 4):
+            raise ValueError(f"no CUDA generator has the random state {cuda.tolist()[:20]}")
+    # A rank that the checkpoint does not know keeps its own.
+    own = random_state().tensor_split([len(cpu)])
+    return (values["python"], values["numpy"], *states.get(f"rng.rank{rank}", own))
+
+
+def _restore_random_states(python, numpy, cpu: Tensor, cuda: Tensor):
+    random.setstate(python)
+    np.random.set_state(numpy)
     torch.set_rng_state(cpu.clone())
     if len(cuda) and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda.clone())
@@ -364,6 +380,44 @@ def _check_class(path, stored: dict, thing):
         )
 
 
+def _kind(value):
+    kinds: "list[Any]" = [bool, (int, float), str, (list, tuple), dict, Tensor]
+    return next((kind for kind in kinds if isinstance(value, kind)), type(value))
+
+
+def _check_like(path, stored, current, name: str):
+    """A stored value is of the kind of the one that it replaces, so that it can take its place.
+
+    Raises:
+        CheckpointError: it names a value.
+    """
+    stored, current = (
+        v.item() if isinstance(v, np.generic) or isinstance(v, Tensor) and v.numel() == 1 else v
+        for v in (stored, current)
+    )
+    fits = current is None or _kind(stored) == _kind(current)
+    if fits and isinstance(current, dict):
+        # A Counter has any keys. Later versions of torch have more flags.
+        is_counter = isinstance(current, Counter)
+        for key, value in current.items():
+            if key in stored or not (is_counter or isinstance(value, bool)):
+                _check_like(path, stored.get(key), value, f"{name}[{key!r}]")
+    elif fits and isinstance(current, (list, tuple)):
+        fits = len(stored) == len(current)
+        for i, (value, other) in enumerate(zip(stored, current)):
+            _check_like(path, value, other, f"{name}[{i}]")
+    elif fits and isinstance(current, Tensor):
+        fits = stored.shape == current.shape
+    elif fits and _kind(current) == (int, float):
+        # OverflowError for an int that nothing can compute with.
+        float(stored)
+    if not fits:
+        raise CheckpointError(
+            f"{path} is damaged or of something else: {name} is {reprlib.repr(stored)}, expected "
+            f"a value such as {reprlib.repr(current)}"
+        )
+
+
 def _check_optimizer(path, contents: Contents, optimizer, groups):
     stored = contents.state["optimizer"]
     _check_class(path, stored, optimizer)
@@ -377,32 +431,60 @@ def _check_optimizer(path, contents: Contents, optimizer, groups):
             f"{path} does not fit this optimizer: its groups have {list(map(len, stored_names))} "
             f"parameters, expected {list(map(len, names))}, the same ones in each"
         )
-    shares = _shares_of(optimizer)
-    spread = () if shares is None else shares.keys
+    # The tensors are those of which the values say so, each at its own place.
+    tensors = {name: name for name in contents.entries if name.startswith("optim.")}
+    values = {
+        f"optim.{name}.{key}": value.name
+        for name in parameters
+        for key, value in stored["values"][name].items()
+        if isinstance(value, Stored)
+    }
+    if values != tensors:
+        name = min(name for name, _ in values.items() ^ tensors.items())
+        raise CheckpointError(f"{path} is damaged: {name} is not the tensor of its value")
+    rule = getattr(optimizer, "rule", None)
     for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            full_name = _stored_name(stored["values"][name].get(key))
-            if full_name and isinstance(value, Tensor):
-                # Of a spread state a part is here, of a tensor like the parameter.
-                expected = describe(parameter if key in spread else value)
-                _check_same(
-                    path,
-                    {full_name: contents.entries[full_name]},
-                    {full_name: expected},
-                    "optimizer",
-                )
+        state = optimizer.state.get(parameter, {})
+        for key, value in stored["values"][name].items():
+            current, full_name = state.get(key), f"optim.{name}.{key}"
+            if not isinstance(value, Stored):
+                _check_like(path, value, current, full_name)
+                continue
+            # Ours is like the parameter; a part of it may be here.
+            if rule is not None and key in rule.state_keys:
+                current = parameter
+            if isinstance(current, Tensor):
+                entry = {full_name: contents.entries[full_name]}
+                _check_same(path, entry, {full_name: describe(current)}, "optimizer")
 
 
 # ---- loading -------------------------------------------------------------------------------------
 
 
+def _new_options(path, contents: Contents, optimizer) -> "list[dict]":
+    """What each parameter group gets of its stored hyper-parameters."""
+    options = []
+    for number, group in enumerate(optimizer.param_groups):
+        stored = contents.state["optimizer"]["groups"][number]["options"]
+        kept = ("params", *IMPLEMENTATION)
+        new = {key: value for key, value in stored.items() if key not in kept}
+        # A scheduler adds some, which a group may lack here, or have here only.
+        names = (group.keys() & (new.keys() | optimizer.defaults.keys())).difference(kept)
+        current = {key: group[key] for key in names}
+        _check_like(path, new, current, f"the options of parameter group {number}")
+        for key in new:
+            old = current.get(key)
+            if isinstance(old, Tensor):
+                new[key] = torch.as_tensor(new[key], dtype=old.dtype).reshape(old.shape)
+        options.append(new)
+    return options
+
+
 def _restore_group(group: dict, options: dict):
     """Hyper-parameters. A tensor is filled in place: a captured graph reads it there."""
     for key, value in options.items():
-        if key in IMPLEMENTATION and key in group:
-            continue
-        if isinstance(group.get(key), Tensor) and not isinstance(value, Tensor):
-            group[key].fill_(value)
+        if isinstance(group.get(key), Tensor):
+            group[key].copy_(value)
         else:
             group[key] = value
 
@@ -415,10 +497,11 @@ def _restore_parameter_state(parameter, group, current: dict, values: dict, cont
     for key in current.keys() - values.keys():
         del current[key]
     for key, value in values.items():
-        name = _stored_name(value)
-        if name is None:
-            current[key] = unpack(value)
-        elif shares is not None and key in shares.keys:
+        if not isinstance(value, Stored):
+            current[key] = value
+            continue
+        name = value.name
+        if shares is not None and key in shares.keys:
             shares.restore(parameter, current, key, name, contents)
         elif isinstance(current.get(key), Tensor):
             current[key].copy_(contents.tensor(name))
@@ -428,18 +511,52 @@ def _restore_parameter_state(parameter, group, current: dict, values: dict, cont
             current[key] = contents.tensor(name).to(parameter.device, copy=True)
 
 
-def _restore_optimizer(contents: Contents, optimizer, groups):
-    stored = contents.state["optimizer"]
+def _restore_optimizer(contents: Contents, optimizer, groups, options: "list[dict]"):
     shares = _shares_of(optimizer)
-    for group, stored_group, members in zip(optimizer.param_groups, stored["groups"], groups):
-        _restore_group(group, unpack(stored_group["options"]))
+    for group, new, members in zip(optimizer.param_groups, options, groups):
+        _restore_group(group, new)
         for name, parameter in members.items():
-            values = stored["values"][name]
+            values = contents.state["optimizer"]["values"][name]
             if values:
                 current = optimizer.state[parameter]
                 _restore_parameter_state(parameter, group, current, values, contents, shares)
             else:
                 optimizer.state.pop(parameter, None)
+
+
+def _check_position(path, stored, current, name: str):
+    """The whole numbers of a data position are whole numbers."""
+    for key, value in current.items() if isinstance(current, dict) else ():
+        if isinstance(value, int) and type(stored.get(key, value)) is not type(value):
+            raise CheckpointError(
+                f"{path} is damaged or of something else: {name}[{key!r}] is "
+                f"{reprlib.repr(stored[key])}, expected a value such as {value}"
+            )
+
+
+def _load_state_dicts(path, state: dict, batches, scheduler):
+    """Restore both; where one of them refuses its state, neither.
+
+    Only they themselves can tell whether a state is theirs, and they may find out late."""
+    things = []
+    for thing, name, check in (
+        (batches, "batches", _check_position),
+        (scheduler, "scheduler", _check_like),
+    ):
+        if thing is not None:
+            values, before = state[name]["values"], copy.deepcopy(thing.state_dict())
+            with refusing(path):
+                check(path, values, before, f"the state of {name}")
+            things.append((thing, values, before))
+    try:
+        for thing, values, _ in things:
+            thing.load_state_dict(values)
+    except Exception as error:
+        refused = _class_name(thing)
+        for thing, _, before in things:
+            thing.load_state_dict(before)
+        words = error if isinstance(error, GpuaccelError) else repr(error)
+        raise CheckpointError(f"{path} does not fit this {refused}: {words}") from error
 
 
 @torch.no_grad()
@@ -496,6 +613,7 @@ def load_checkpoint(
     weights = _model_tensors(path, model)
     masters = _master_tensors(arena)
     groups: "list[dict[str, Tensor]]" = []
+    options: "list[dict]" = []
 
     _check_tensors(path, contents, "model.", weights, "model")
     if arena is not None:
@@ -508,20 +626,19 @@ def load_checkpoint(
             )
     if optimizer is not None:
         groups = _optimizer_groups(path, model, optimizer, arena)
-        _check_optimizer(path, contents, optimizer, groups)
+        with refusing(path):
+            _check_optimizer(path, contents, optimizer, groups)
+            options = _new_options(path, contents, optimizer)
     if scheduler is not None:
         _check_class(path, state["scheduler"], scheduler)
     if restore_rng:
         generators = {"rng.cpu": torch.get_rng_state()}
         _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
+        with refusing(path):
+            random_states = _random_states(contents, rank)
+    _load_state_dicts(path, state, batches, scheduler)
 
-    # All of it fits. The data position goes first: only `batches` itself can tell whether it
-    # belongs to the same text.
-    if batches is not None:
-        try:
-            batches.load_state_dict(unpack(state["batches"]["values"]))
-        except GpuaccelError as error:
-            raise CheckpointError(f"{path} does not fit these batches: {error}") from error
+    # All of it fits.
     uncompiled(model).load_state_dict(
         {name.removeprefix("model."): contents.tensor(name) for name in weights}
     )
@@ -530,12 +647,10 @@ def load_checkpoint(
     if arena is not None:
         arena.weights_current()
     if optimizer is not None:
-        _restore_optimizer(contents, optimizer, groups)
-    if scheduler is not None:
-        scheduler.load_state_dict(unpack(state["scheduler"]["values"]))
+        _restore_optimizer(contents, optimizer, groups, options)
     if restore_rng:
-        _restore_random_state(contents, rank)
-    return {"step": contents.step, "extra": unpack(state["extra"])}
+        _restore_random_states(*random_states)
+    return {"step": contents.step, "extra": state["extra"]}
 
 
 # ---- a folder of checkpoints ---------------------------------------------------------------------

@@ -3,7 +3,7 @@ safetensors without pickle, verified by sha256 when it is read.
 
     write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
     contents = read_checkpoint(path)
-    contents.tensor("model.head.weight"), contents.step, unpack(contents.state["extra"])
+    contents.tensor("model.head.weight"), contents.step, contents.state["extra"]
 
 The metadata of a safetensors file hold the format, the step, one sha256 per tensor, one over all
 of it, and as JSON the state: everything that is no tensor. Any tool that reads safetensors can read
@@ -16,18 +16,22 @@ The folder is written by checkpoint_shards.py.
 """
 
 import collections
+import contextlib
 import hashlib
 import json
 import math
 import pathlib
+import reprlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, GpuaccelError
 from ..files import damage, digest, written_aside
 
 FORMAT = "gpuaccel-checkpoint-1"
@@ -57,7 +61,7 @@ class Contents:
 
     Args:
         step: optimizer steps done.
-        state: JSON; `unpack` restores the values that `pack` made.
+        state: what STATE describes.
         shapes: [dtype, shape] of the tensors that are stored as flat ranges.
 
     Attributes:
@@ -77,7 +81,9 @@ class Contents:
 
     def add(self, name: str, tensor: Tensor, sha256: str, first: int = 0):
         """Add a whole tensor, or the range of it that begins with element `first`."""
-        self.entries.setdefault(name, describe(tensor))
+        expected, dtype = self.entries.setdefault(name, describe(tensor))[0], describe(tensor)[0]
+        if dtype != expected:
+            raise ValueError(f"a range of {name} is {dtype}, expected {expected}")
         self._ranges.setdefault(name, []).append((first, tensor.reshape(-1), sha256))
 
     @property
@@ -133,6 +139,13 @@ def describe(tensor: Tensor) -> list:
 # ---- Python values as JSON -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Stands in the state for a value that is a tensor of the checkpoint, of this name."""
+
+    name: str
+
+
 def pack(value, name: str):
     """A JSON value from which `unpack` restores `value`.
 
@@ -152,6 +165,8 @@ def pack(value, name: str):
         kind = "!counter" if isinstance(value, collections.Counter) else "!dict"
         items = [[pack(key, name), pack(item, f"{name}[{key!r}]")] for key, item in value.items()]
         return {kind: items}
+    if isinstance(value, Stored):
+        return {"!stored": value.name}
     if isinstance(value, Tensor) and value.dtype in DTYPE_NAMES:
         return {"!tensor": [DTYPE_NAMES[value.dtype], value.tolist()]}
     raise CheckpointError(
@@ -160,20 +175,111 @@ def pack(value, name: str):
     )
 
 
-def unpack(value):
-    """The value from which `pack` made this."""
+def unpack(value, where: str = "value"):
+    """The value from which `pack` made this.
+
+    Args:
+        value: of json.loads.
+        where: what to call it in an error.
+
+    Raises:
+        ValueError: for what `pack` does not make; for some of it TypeError, KeyError or
+            RecursionError.
+    """
     if isinstance(value, list):
-        return [unpack(item) for item in value]
+        return [unpack(item, where) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
+    if kind == "!stored":
+        return Stored(parse(content, str, where))
+    parse(content, list, where)
     if kind == "!tensor":
         dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
         return torch.tensor(content[1], dtype=dtypes[content[0]])
     if kind == "!tuple":
-        return tuple(unpack(item) for item in content)
-    items = {unpack(key): unpack(item) for key, item in content}
-    return collections.Counter(items) if kind == "!counter" else items
+        return tuple(unpack(item, where) for item in content)
+    items = {unpack(key, where): unpack(item, where) for key, item in content}
+    return {"!dict": dict, "!counter": collections.Counter}[kind](items)
+
+
+def parse(value, form, where: str):
+    """What a JSON value stands for, if it is of a form.
+
+    Args:
+        value: of json.loads.
+        form: a type; [form] for a list of these; (form, form) for a list of two; {str: form} for a
+            dict with any names; {"name": form} for a dict that has at least these names (those that
+            end in "?" may be absent; others are left out); or a function as `unpack`.
+        where: what to call the value in the error.
+
+    Raises:
+        ValueError: for a value of another form. It says where; and what a function raises.
+    """
+    if isinstance(form, type):
+        if type(value) is not form:
+            raise ValueError(f"{where} is {reprlib.repr(value)}, expected {form.__name__}")
+        return value
+    if isinstance(form, (list, tuple)):
+        forms = form * len(parse(value, list, where)) if isinstance(form, list) else form
+        if len(value) != len(forms):
+            raise ValueError(f"{where} has {len(value)} values, expected {len(forms)}")
+        return [parse(item, f, f"{where}[{i}]") for i, (item, f) in enumerate(zip(value, forms))]
+    if not isinstance(form, dict):
+        return form(value, where)
+    parse(value, dict, where)
+    if str in form:
+        form = dict.fromkeys(value, form[str])
+    absent = [name for name in form if name not in value and not name.endswith("?")]
+    if absent:
+        raise ValueError(f"{where} has no {absent[0]}")
+    names = {name.removesuffix("?"): f for name, f in form.items()}
+    return {n: parse(value[n], f, f"{where}.{n}") for n, f in names.items() if n in value}
+
+
+def _unpack_dict(value, where: str) -> dict:
+    return parse(unpack(value, where), dict, where)
+
+
+DESCRIPTION = (str, [int])
+# Everything in a checkpoint that is no tensor.
+STATE = {
+    "random": _unpack_dict,
+    "extra": unpack,
+    "optimizer?": {
+        "class": str,
+        "groups": [{"names": [str], "options": _unpack_dict}],
+        "parameters": {str: DESCRIPTION},
+        # A Stored for a tensor.
+        "values": {str: {str: unpack}},
+    },
+    "scheduler?": {"class": str, "values": unpack},
+    "batches?": {"values": unpack},
+}
+MANIFEST_FORM: "dict[str, Any]" = {
+    "step": int,
+    # Bytes, and sha256 of what the file says.
+    "files": {str: (int, str)},
+    "shapes": {str: DESCRIPTION},
+    "state": STATE,
+}
+
+
+@contextlib.contextmanager
+def refusing(path: pathlib.Path):
+    """An error that values of an unexpected kind cause in the block becomes a CheckpointError.
+
+    For code that changes nothing. That the digests fit does not say who wrote the values."""
+    try:
+        yield
+    except GpuaccelError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        # RecursionError is a RuntimeError.
+        words = str(e) if isinstance(e, ValueError) else repr(e)
+        raise CheckpointError(
+            f"{path} is damaged: its content is not what save_checkpoint writes ({words})"
+        ) from e
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -372,12 +478,7 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> "tuple[dict[str, Ten
 
 def _verify(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: dict) -> "dict[str, str]":
     """The sha256 of each tensor of a file; CheckpointError where it is not the one it says."""
-    try:
-        digests = dict(json.loads(metadata["digests"]))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: its list of digests cannot be read ({error})"
-        ) from error
+    digests = parse(json.loads(metadata["digests"]), {str: str}, "digests")
     for name in sorted(tensors.keys() | digests.keys()):
         if name not in tensors or name not in digests:
             raise CheckpointError(
@@ -411,10 +512,12 @@ def read_file(path: pathlib.Path) -> Contents:
             the error names the tensor.
     """
     tensors, metadata = _read_safetensors(path, FORMAT)
-    digests = _verify(path, tensors, metadata)
-    contents = Contents(int(metadata["step"]), json.loads(metadata["state"]))
-    for name, tensor in tensors.items():
-        contents.add(name, tensor, digests[name])
+    with refusing(path):
+        digests = _verify(path, tensors, metadata)
+        state = parse(json.loads(metadata["state"]), STATE, "state")
+        contents = Contents(int(metadata["step"]), state)
+        for name, tensor in tensors.items():
+            contents.add(name, tensor, digests[name])
     return contents
 
 
@@ -431,17 +534,17 @@ def _read_manifest(folder: pathlib.Path) -> dict:
             f"{path} cannot be read ({error.strerror}); expected a checkpoint written by "
             "save_checkpoint"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: it cannot be read ({error})") from error
     sha256 = _manifest_sha256(manifest)
     if sha256 != expected:
         raise CheckpointError(f"{path} is damaged: it has sha256 {sha256}, expected {expected}")
-    if manifest["format"] != SHARDS_FORMAT:
+    if manifest.get("format") != SHARDS_FORMAT:
         raise CheckpointError(
-            f"{folder} is not a checkpoint of this version: its format is {manifest['format']!r}, "
-            f"expected {SHARDS_FORMAT!r}"
+            f"{folder} is not a checkpoint of this version: its format is "
+            f"{manifest.get('format')!r}, expected {SHARDS_FORMAT!r}"
         )
-    return manifest
+    return parse(manifest, MANIFEST_FORM, "manifest")
 
 
 def _check_files(folder: pathlib.Path, files: "dict[str, list]"):
@@ -459,12 +562,16 @@ def _check_files(folder: pathlib.Path, files: "dict[str, list]"):
             )
 
 
+def _firsts(metadata) -> "dict[str, int]":
+    return parse(json.loads(metadata["state"]), {str: int}, "firsts")
+
+
 def _verify_shard(path: pathlib.Path, sha256: str):
     """Read all of a shard; CheckpointError unless it is the one that the manifest means."""
     tensors, metadata = _read_safetensors(path, SHARDS_FORMAT)
     _verify(path, tensors, metadata)
     entries = {name: describe(tensor) for name, tensor in tensors.items()}
-    firsts = json.loads(metadata["state"])
+    firsts = _firsts(metadata)
     if metadata["sha256"] != sha256:
         raise CheckpointError(
             f"{path} is damaged or of another checkpoint: what it says has sha256 "
@@ -494,23 +601,26 @@ def read_folder(
     problem = ""
     manifest: dict = {}
     try:
-        manifest = _read_manifest(folder)
-        files = manifest["files"]
-        _check_files(folder, files)
-        for name in sorted(files)[rank::ranks]:
-            _verify_shard(folder / name, files[name][1])
+        with refusing(folder):
+            manifest = _read_manifest(folder)
+            files = manifest["files"]
+            _check_files(folder, files)
+            for name in sorted(files)[rank::ranks]:
+                with refusing(folder / name):
+                    _verify_shard(folder / name, files[name][1])
     except CheckpointError as error:
         problem = str(error)
     problems = [text for text in gather(problem) if text]
     if problems:
         raise CheckpointError(problems[0])
     contents = Contents(manifest["step"], manifest["state"], manifest["shapes"])
-    for name in sorted(manifest["files"]):
-        tensors, metadata = _read_safetensors(folder / name, SHARDS_FORMAT)
-        digests = json.loads(metadata["digests"])
-        firsts = json.loads(metadata["state"])
-        for key, tensor in tensors.items():
-            contents.add(key, tensor, digests[key], firsts.get(key, 0))
+    with refusing(folder):
+        for name in sorted(manifest["files"]):
+            tensors, metadata = _read_safetensors(folder / name, SHARDS_FORMAT)
+            digests = json.loads(metadata["digests"])
+            firsts = _firsts(metadata)
+            for key, tensor in tensors.items():
+                contents.add(key, tensor, digests[key], firsts.get(key, 0))
     gaps = contents.gaps()
     if gaps:
         raise CheckpointError(

@@ -13,6 +13,8 @@ import rank_checks as checks
 import shard_checks
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import gpuaccel as ga
 from gpuaccel.errors import CheckpointError
@@ -23,7 +25,12 @@ from gpuaccel.training.checkpoint import (
     older_whole_checkpoints,
     prune_checkpoints,
 )
-from gpuaccel.training.checkpoint_file import MANIFEST, read_checkpoint, shard_name
+from gpuaccel.training.checkpoint_file import (
+    MANIFEST,
+    read_checkpoint,
+    shard_name,
+    write_manifest,
+)
 
 RANKS = 4
 LOWS = [torch.float32, torch.bfloat16]
@@ -294,6 +301,27 @@ def test_all_ranks_refuse_what_one_of_them_finds(saved, workers):
     file.write_bytes(data)
     for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
         assert f"{file.name} is damaged: tensor " in message
+
+
+def test_all_ranks_refuse_a_value_of_another_kind(saved, workers):
+    """One that a single rank reads, in its file, and one that all read, in the manifest: no rank
+    waits for another one that has raised something else."""
+    file = saved / shard_name(1, RANKS)
+    data = file.read_bytes()
+    with safe_open(file, "pt") as shard:
+        metadata = shard.metadata()
+    save_file(load_file(file), file, {**metadata, "digests": "[" * 100_000})
+    manifest = json.loads((saved / MANIFEST).read_bytes())
+    manifest["files"][file.name][0] = file.stat().st_size
+    write_manifest(saved, manifest["files"], 2, manifest["state"], manifest["shapes"])
+    for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
+        assert f"{file.name} is damaged: its content is not what save_checkpoint" in message
+    file.write_bytes(data)
+    manifest["files"][file.name][0] = len(data)
+    manifest["state"]["optimizer"]["groups"] = {}
+    write_manifest(saved, manifest["files"], 2, manifest["state"], manifest["shapes"])
+    for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
+        assert "manifest.state.optimizer.groups is {}, expected list" in message
 
 
 def test_another_model(saved, refuse, written):

@@ -1,7 +1,9 @@
 """Checkpoints: a resumed run is bit-identical; no kill and no bad file harms a run."""
 
+import contextlib
 import copy
 import errno
+import hashlib
 import json
 import os
 import random
@@ -29,6 +31,7 @@ from gpuaccel.training.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from gpuaccel.training.checkpoint_file import read_checkpoint
 from gpuaccel.training.data import Batches
 
 
@@ -512,6 +515,267 @@ def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
         model.register_buffer("a", torch.eye(2).to_sparse())
         save_checkpoint(tmp_path / "c", model=model)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- files whose digests fit, and whose content does not -----------------------------------------
+
+ABSENT = object()
+DEEP = "100,000 lists, each in the one before"
+WRONG = {
+    "absent": ABSENT,
+    "None": None,
+    "text": "a",
+    "list": [[1]],
+    "dict": {},
+    "huge number": 10**400,
+    "tuple of a number": {"!tuple": 5},
+    "unknown kind": {"!x": []},
+    "uneven tensor": {"!tensor": ["F32", [[1], [1, 2]]]},
+    "nested too deep": DEEP,
+}
+
+
+def as_json(value) -> str:
+    return json.dumps(value).replace(json.dumps(DEEP), "[" * 100_000 + "]" * 100_000)
+
+
+def with_value(content, where, value):
+    """A copy of a JSON value with another one at a path into it."""
+    content = copy.deepcopy(content)
+    inner = content
+    for key in where[:-1]:
+        inner = inner[key]
+    if value is ABSENT:
+        del inner[where[-1]]
+    else:
+        inner[where[-1]] = value
+    return content
+
+
+def values_in(value, where=()):
+    """(path, value) of every value in a JSON value; of a list the first three."""
+    items = value.items() if isinstance(value, dict) else ()
+    for key, item in enumerate(value[:3]) if isinstance(value, list) else items:
+        yield (*where, key), item
+        yield from values_in(item, (*where, key))
+
+
+class Edited:
+    """A checkpoint whose content is edited, and whose digests are then computed again.
+
+    content: what is in the metadata: "state", "step" and "digests"; of a folder its manifest."""
+
+    def __init__(self, path):
+        self.path = path
+        if path.is_dir():
+            self.content = json.loads((path / checkpoint_file.MANIFEST).read_bytes())
+            del self.content["sha256"]
+            return
+        self.tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            self.metadata = file.metadata()
+        self.content = {key: json.loads(self.metadata[key]) for key in ("state", "digests")}
+        self.content["step"] = self.metadata["step"]
+
+    def write(self, content):
+        if self.path.is_dir():
+            text = as_json(content)
+            with contextlib.suppress(RecursionError):
+                sha256 = checkpoint_file._manifest_sha256(json.loads(text))
+                text = json.dumps({**json.loads(text), "sha256": sha256})
+            (self.path / checkpoint_file.MANIFEST).write_text(text)
+        else:
+            self.write_file(self.path, self.tensors, content)
+
+    def write_file(self, path, tensors, content):
+        content = {key: v if isinstance(v, str) else as_json(v) for key, v in content.items()}
+        metadata = {"state": "", "step": "", **self.metadata, **content}
+        entries = {name: checkpoint_file.describe(t) for name, t in tensors.items()}
+        facts = [metadata["format"], metadata["step"], metadata["state"]]
+        total = hashlib.sha256(json.dumps(facts).encode())
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+            digests = json.loads(metadata["digests"])
+            for name in sorted(digests):
+                total.update(json.dumps([name, *entries[name], digests[name]]).encode())
+        metadata["sha256"] = total.hexdigest()
+        absent = self.metadata.keys() - {"format", "sha256"} - content.keys()
+        save_file(tensors, path, {k: v for k, v in metadata.items() if k not in absent})
+
+    def write_tensors(self, changes):
+        tensors = {**self.tensors, **changes}
+        tensors = {name: t.contiguous() for name, t in tensors.items() if t is not ABSENT}
+        digests = {name: files.digest(t)[0] for name, t in tensors.items()}
+        self.write_file(self.path, tensors, {**self.content, "digests": digests})
+
+
+def in_two_shards(path):
+    """The folder that two ranks would have written; the optimizer's state lies in ranges."""
+    contents = read_checkpoint(path)
+    tensors = {name: contents.tensor(name) for name in contents.entries}
+    cut = [name for name, t in tensors.items() if name.startswith("optim.") and t.numel() > 1]
+    folder = path.with_suffix(".sharded")
+    folder.mkdir()
+    written = {}
+    for rank in range(2):
+        parts = {name: tensors[name].reshape(-1).tensor_split(2)[rank] for name in cut}
+        parts |= {n: t for n, t in tensors.items() if n not in cut and len(n) % 2 == rank}
+        firsts = {name: rank * (tensors[name].numel() // 2) for name in cut}
+        name = checkpoint_file.shard_name(rank, 2)
+        written[name] = checkpoint_file.write_shard(folder / name, parts, 3, firsts)
+    with safe_open(path, "pt") as file:
+        state = json.loads(file.metadata()["state"])
+    shapes = {name: contents.entries[name] for name in cut}
+    checkpoint_file.write_manifest(folder, written, 3, state, shapes)
+    return folder
+
+
+@pytest.fixture(params=["file", "folder"])
+def edited(request, saved):
+    return Edited(saved if request.param == "file" else in_two_shards(saved))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_value_of_another_kind_anywhere_is_refused(edited, wrong):
+    """In every value of the metadata, one at a time. `extra` may be anything, the step any whole
+    number, and a text of the scheduler any text."""
+    value = WRONG[wrong]
+    run = make("adamw", seed=8)
+    before = run.everything()
+    taken = []
+    for where, old in values_in(edited.content):
+        if old == value:
+            continue
+        edited.write(with_value(edited.content, where, value))
+        try:
+            load_checkpoint(edited.path, **run.parts())
+        except CheckpointError as error:
+            assert str(edited.path) in str(error)
+            assert run.everything() == before, where
+        else:
+            taken.append(where)
+            is_text = where[:2] == ("state", "scheduler") and type(value) is type(old) is str
+            is_step = where == ("step",) and isinstance(value, int)
+            assert is_text or is_step or where == ("state", "extra"), where
+            run = make("adamw", seed=8)
+            before = run.everything()
+    assert len(taken) < 10 < 100 < len(list(values_in(edited.content)))
+
+
+def last_state(state, first, last):
+    """A torch generator's state with other bytes in [first, last)."""
+    state = state.clone()
+    state[first:last] = 255
+    return state
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("model.head.weight", lambda t: ABSENT),
+        ("optim.head.weight.exp_avg", lambda t: ABSENT),
+        ("optim.head.weight.exp_avg", lambda t: t.view(8, 16)),
+        ("optim.head.weight.exp_avg", lambda t: t.double()),
+        ("optim.head.weight.other", lambda t: torch.ones(2)),
+        ("rng.cpu", lambda t: ABSENT),
+        ("rng.cpu", lambda t: t[:-1]),
+        ("rng.cpu", lambda t: t.float()),
+        ("rng.cpu", lambda t: t[None]),
+        ("rng.cpu", lambda t: last_state(t, 0, 100)),
+        ("rng.cuda", lambda t: torch.zeros(17, dtype=torch.uint8)),
+        ("rng.cuda", lambda t: torch.zeros(16)),
+        ("rng.cuda", lambda t: torch.full((16,), 255, dtype=torch.uint8)),
+        ("rng.rank1", lambda t: torch.zeros(5, dtype=torch.uint8)),
+        ("rng.rank1", lambda t: torch.zeros(5056, dtype=torch.uint8)),
+    ],
+)
+def test_a_tensor_that_is_none_of_the_run_is_refused(saved, name, change):
+    edited = Edited(saved)
+    edited.write_tensors({name: change(edited.tensors.get(name))})
+    for rank in (0, 1):
+        refuse(saved, ".", rank=rank)
+
+
+PYTHON = ("state", "random", "!dict", 0, 1, "!tuple")
+NUMPY = ("state", "random", "!dict", 1, 1, "!tuple")
+
+
+@pytest.mark.parametrize(
+    "where, value",
+    [
+        ((*PYTHON, 0), 2),
+        ((*PYTHON, 1, "!tuple", -1), 625),
+        ((*PYTHON, 1, "!tuple", 0), -1),
+        ((*PYTHON, 1, "!tuple", 0), 2**32),
+        ((*PYTHON, 1, "!tuple"), [1] * 624),
+        ((*NUMPY, 0), "PCG64"),
+        ((*NUMPY, 1), [1] * 625),
+        ((*NUMPY, 1), [1] * 623),
+        ((*NUMPY, 1, 0), 2**32),
+        ((*NUMPY, 2), 625),
+        ((*NUMPY, 2), -5),
+        (("state", "batches", "values", "!dict", 1, 1), 2.5),
+        (("state", "batches", "values", "!dict", 1, 1), True),
+        (("state", "batches", "values", "!dict", 0, 1), -1),
+        (("state", "batches", "values", "!dict", 2, 1), 10**30),
+        (("state", "optimizer", "groups", 0, "names", 0), "head.weight"),
+        (("state", "optimizer", "groups", 0, "options", "!dict", 0, 1), True),
+    ],
+)
+def test_a_value_of_the_right_kind_that_no_run_has_is_refused(edited, where, value):
+    edited.write(with_value(edited.content, where, value))
+    refuse(edited.path, ".")
+
+
+def test_the_error_says_which_value(edited):
+    options = ("state", "optimizer", "groups", 1, "options", "!dict", 0)
+    edited.write(with_value(edited.content, ("state", "optimizer", "groups", 1, "names"), 3))
+    refuse(edited.path, r"is damaged: .*state.optimizer.groups\[1\].names is 3, expected list")
+    edited.write(with_value(edited.content, options, ["lr", "fast"]))
+    refuse(edited.path, r"parameter group 1\['lr'\] is 'fast', expected a value such as 0\.0")
+
+
+@pytest.mark.parametrize("value", [ABSENT, -1, 1, 1.5, "a", None, 10**400, [], DEEP])
+def test_first_elements_of_ranges_that_do_not_fit_are_refused(saved, value):
+    folder = in_two_shards(saved)
+    name = checkpoint_file.shard_name(1, 2)
+    shard = Edited(folder / name)
+    firsts = with_value(shard.content["state"], ("optim.head.weight.exp_avg",), value)
+    offsets = json.loads(shard.metadata[checkpoint_file.TORCH_OFFSETS])
+    offsets["optim.head.weight.exp_avg"]["saved_offsets"] = [0 if value is ABSENT else value]
+    shard.metadata[checkpoint_file.TORCH_OFFSETS] = as_json(offsets)
+    shard.write({**shard.content, "state": firsts})
+    with safe_open(shard.path, "pt") as file:
+        sha256 = file.metadata()["sha256"]
+    edited = Edited(folder)
+    described = [shard.path.stat().st_size, sha256]
+    edited.write(with_value(edited.content, ("files", name), described))
+    refuse(folder, ".")
+
+
+class Stubborn:
+    """A state that is changed before the error."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+        if self.value == "refused":
+            raise KeyError("value")
+
+
+@pytest.mark.parametrize("stubborn", ["batches", "scheduler"])
+def test_a_state_that_is_refused_while_it_is_loaded_is_put_back(tmp_path, stubborn):
+    """That of the others, too."""
+    parts = {name: Stubborn("loaded") for name in ("batches", "scheduler")}
+    parts[stubborn] = Stubborn("refused")
+    path = save_checkpoint(tmp_path / "c", model=Net(), **parts)
+    changes = {name: Stubborn("before") for name in parts}
+    refuse(path, r"does not fit this Stubborn: KeyError\('value'\)", optimizer=None, **changes)
+    assert [thing.value for thing in changes.values()] == ["before"] * 2
 
 
 # ---- disks and kills -----------------------------------------------------------------------------
