@@ -1,4 +1,4 @@
-"""What the commands' parsers share: a subcommand with its help, and numbers with bounds."""
+"""What the commands' parsers share: a subcommand with its help, numbers with bounds, and paths."""
 
 import argparse
 import functools
@@ -18,6 +18,13 @@ def add_command(commands, name, run, summary):
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def path(text):
+    """A `type=` for add_argument: text that may be a path."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a path")
+    return text
 
 
 def number(least, most=None, kind=int):

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from .arguments import add_command
+from .arguments import add_command, path
 
 
 def add_parser(commands):
@@ -11,8 +11,9 @@ def add_parser(commands):
         commands, "compare", run, "compare runs from their files, on a page for a browser"
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="run", help="a folder of `train`, or a .jsonl or .csv file")
-    add("--out", default="compare.html", metavar="FILE", help="the page (compare.html)")
+    help = "a folder of `train`, or a .jsonl or .csv file"
+    add("runs", type=path, nargs="+", metavar="run", help=help)
+    add("--out", type=path, default="compare.html", metavar="FILE", help="the page (compare.html)")
 
 
 def run(args) -> int:

@@ -6,7 +6,7 @@ import pathlib
 from ..backends import backend
 from ..compiler import Kernel, compile, kernel_files, kernel_names, kernel_root, nvrtc
 from ..errors import ArgumentError
-from .arguments import add_command
+from .arguments import add_command, path
 
 HEADER = ("file", "kernel", "registers", "shared", "stack", "spill st", "spill ld", "cubin")
 
@@ -18,6 +18,7 @@ def add_parser(commands):
     )
     parser.add_argument(
         "file",
+        type=path,
         nargs="?",
         help="a topic of kernels_cu such as accumulate, or a .cu file (default: all of kernels_cu)",
     )

@@ -40,8 +40,8 @@ def main(argv=None) -> int:
     with StopSignals() as signals:
         try:
             status = _run(argv)
-        except KeyboardInterrupt:
-            print("gpuaccel: stopped", file=sys.stderr)
+        except KeyboardInterrupt as stop:
+            print(f"gpuaccel: {str(stop) or 'stopped'}", file=sys.stderr)
             return signals.status
     # ranks that were stopped do not know which signal their parent has got
     return signals.status if status == INTERRUPTED else status

@@ -103,42 +103,40 @@ def read_description(path):
         ) from None
 
 
-def open_run(folder, description, resume: bool, write=True, steps_done=0):
-    """Make a run's folder, or check that a resumed run is the one that the folder holds.
+def check_run(folder, description, resume: bool) -> dict:
+    """Check that a resumed run is the one that a folder holds, and that a new one finds none there.
 
-    description: what run.json keeps, RUN_OPTIONS among it. write: False on ranks that only check.
-    steps_done: of the checkpoint that is resumed. With no more `steps` the old ones stay.
-    Returns the description that the folder had, {} for a new run.
+    description: what run.json keeps, RUN_OPTIONS among it.
+    Returns the description that the folder has, {} for a new run.
     Raises CheckpointError for a run that would be started over or resumed as another one."""
-    run_file = folder / "run.json"
     checkpoint = latest_checkpoint(folder)
-    if checkpoint is not None and not resume:
+    if checkpoint is None:
+        return {}
+    if not resume:
         raise CheckpointError(
             f"{folder} already holds a run ({checkpoint.name}): --resume goes on with it, "
             "--out takes another folder"
         )
-    previous = {}
-    if checkpoint is not None:
-        previous = read_description(run_file)
-        changed = [
-            f"--{name.replace('_', '-')} was {previous.get(name)}, now {description[name]}"
-            for name in RUN_OPTIONS
-            if previous.get(name) != description[name]
-        ]
-        if changed:
-            raise CheckpointError(
-                f"{folder} holds another run and cannot be resumed like this: {'; '.join(changed)}"
-            )
-    if not write:
-        return previous
-    if steps_done >= description["steps"]:
-        description = {**description, "steps": previous.get("steps", description["steps"])}
+    previous = read_description(folder / "run.json")
+    changed = [
+        f"--{name.replace('_', '-')} was {previous.get(name)}, now {description[name]}"
+        for name in RUN_OPTIONS
+        if previous.get(name) != description[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{folder} holds another run and cannot be resumed like this: {'; '.join(changed)}"
+        )
+    return previous
+
+
+def write_run(folder, description):
+    """Write a run's run.json; missing folders are made. CheckpointError where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with written_aside(run_file) as file:
+        with written_aside(folder / "run.json") as file:
             file.write(json.dumps(description, indent=1).encode())
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be written ({error.strerror}): --out takes another folder"
         ) from error
-    return previous

@@ -16,7 +16,7 @@ from ..training import (
     load_checkpoint,
 )
 from ..training.checkpoint_file import DTYPE_NAMES, read_checkpoint
-from .arguments import add_command, number
+from .arguments import add_command, number, path
 from .run_folder import MAX_SEED, default_folder, read_description
 
 
@@ -25,6 +25,7 @@ def add_parser(commands):
     parser = add_command(commands, "sample", run, "write text with a trained model")
     parser.add_argument(
         "--checkpoint",
+        type=path,
         default=default_folder("tiny"),
         metavar="PATH",
         help="a file, or a run's folder (runs/tiny)",

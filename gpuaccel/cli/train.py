@@ -35,13 +35,13 @@ from ..training import (
     warmup_cosine,
     warmup_cosine_factor,
 )
-from .arguments import add_command, number
-from .run_folder import MAX_SEED, RUN_OPTIONS, default_folder, lock_run, open_run
+from .arguments import add_command, number, path
+from .run_folder import MAX_SEED, RUN_OPTIONS, check_run, default_folder, lock_run, write_run
 from .sample import sample_text
 from .signals import INTERRUPTED, StopAfterStep
 
 VAL_BATCHES = 8
-NEWEST = ""  # --resume without a name
+NEWEST = True  # --resume without a name
 
 
 class Recipe(NamedTuple):
@@ -80,6 +80,7 @@ def add_parser(commands):
     )
     add(
         "--text",
+        type=path,
         metavar="PATH",
         help="a text file, or a folder of *.txt, *.md, *.py (Python's standard library)",
     )
@@ -107,9 +108,10 @@ def add_parser(commands):
         metavar="N",
         help="of the weights, the order of the text and the sample (0)",
     )
-    add("--out", metavar="DIR", help="folder for checkpoints (runs/MODEL)")
+    add("--out", type=path, metavar="DIR", help="folder for checkpoints (runs/MODEL)")
     add(
         "--resume",
+        type=path,
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
@@ -206,6 +208,8 @@ def _launch_ranks(args) -> int:
             start=600.0,
             after_step=True,
         )
+    except KeyboardInterrupt:
+        raise _stopped_at_once(args.out) from None
     except RankError as error:
         checkpoint = latest_checkpoint(args.out)
         if checkpoint is None or checkpoint == checkpoint_before:
@@ -262,10 +266,9 @@ def _train(args) -> int:
     if isinstance(data.tokenizer, BPETokenizer):
         description["bpe"] = data.tokenizer.to_json()
     checkpoint = _checkpoint_to_resume(args)
-    done = 0 if checkpoint is None else _step_of(checkpoint)
-    previous = open_run(args.out, description, args.resume is not None, is_first_rank, done)
-    if is_first_rank and done:
-        _report_new_schedule(args, previous.get("steps"), done)
+    previous = check_run(args.out, description, args.resume is not None)
+    if is_first_rank and checkpoint is None:
+        write_run(args.out, description)
 
     torch.manual_seed(args.seed)
     model = config.build().to(device, dtype)
@@ -293,17 +296,30 @@ def _train(args) -> int:
             file=sys.stderr,
         )
 
-    result = _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint)
-    if result.stop_status and step.count < args.steps:
-        if is_first_rank:
-            print(
-                f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on",
-                file=sys.stderr,
-            )
-        return result.stop_status
-    if not is_first_rank:
-        return 0
-    final = meter.finish()
+    def after_first_step(done):
+        # A resume that fails leaves run.json as it was.
+        if is_first_rank and checkpoint is not None:
+            _report_new_schedule(args, previous.get("steps"), done)
+            write_run(args.out, description)
+
+    try:
+        result = _run_steps(
+            args, step, batches, val, ranks, is_first_rank, checkpoint, after_first_step
+        )
+        return _report(args, step, result, val, data.tokenizer) if is_first_rank else result.status
+    except KeyboardInterrupt:
+        raise _stopped_at_once(args.out) from None
+
+
+def _report(args, step, result: "_Steps", val, tokenizer) -> int:
+    """Say how a run has ended, with a sample; returns its exit status."""
+    if result.status:
+        print(
+            f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on",
+            file=sys.stderr,
+        )
+        return result.status
+    final = step.meter.finish()
     if result.steps_done:
         val_loss = result.val_loss
         print(
@@ -313,13 +329,13 @@ def _train(args) -> int:
         )
     else:
         print(f"{args.out} already is at step {step.count}: nothing to do, unless --steps is more")
-        val_loss = evaluate(model, val)
+        val_loss = evaluate(step.model, val)
     print(f"val loss {val_loss:.3f}")
-    problem = _describe_nonfinite(final.loss, val_loss, optimizer)
+    problem = _describe_nonfinite(final.loss, val_loss, step.opt)
     if problem:
         print(f"gpuaccel: {problem}; expected a smaller --lr", file=sys.stderr)
         return 1
-    print(sample_text(model, data.tokenizer, "def ", 200, 0.8, args.seed))
+    print(sample_text(step.model, tokenizer, "def ", 200, 0.8, args.seed))
     return 0
 
 
@@ -360,15 +376,17 @@ def _checkpoint_to_resume(args) -> "pathlib.Path | None":
     return path
 
 
-def _step_of(checkpoint: pathlib.Path) -> int:
-    """Steps done, as its name says; 0 for a name of one's own."""
-    number = checkpoint.stem.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
+def _stopped_at_once(out: pathlib.Path) -> KeyboardInterrupt:
+    """For a run that did not end after a step with a checkpoint: which one there is."""
+    newest = latest_checkpoint(out)
+    if newest is None:
+        return KeyboardInterrupt(f"stopped at once; {out} holds no checkpoint")
+    return KeyboardInterrupt(f"stopped at once; the newest checkpoint in {out} is {newest.name}")
 
 
 def _report_new_schedule(args, steps_before, done):
     """Say how the learning rate goes on where --steps is not what it was."""
-    if steps_before in (None, args.steps) or done >= args.steps:
+    if steps_before in (None, args.steps):
         return
     # the checkpoint holds the learning rate of the next step
     now = args.lr * warmup_cosine_factor(done, *_schedule(steps_before))
@@ -414,13 +432,17 @@ class _Steps:
     steps_done: int = 0
     first_loss: "float | None" = None
     val_loss: "float | None" = None  # the last one
-    # the exit status of a run that was stopped; 0: it was not
-    stop_status: int = 0
+    # the exit status of a run that was stopped before its last step; 0: it was not
+    status: int = 0
 
 
-def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _Steps:
+def _run_steps(
+    args, step, batches, val, ranks, is_first_rank, checkpoint, after_first_step
+) -> _Steps:
     """Go on from a checkpoint, if there is one, and train until args.steps, or until the run was
-    asked to stop."""
+    asked to stop.
+
+    after_first_step: called with the number of steps before that one."""
     result = _Steps()
     bar = None
     readings = train(
@@ -434,9 +456,12 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _S
         checkpoint_every=args.checkpoint_every,
         resume=checkpoint or False,
     )
+    # What is closed here writes the last checkpoint, whose errors Python's collector would drop.
+    readings = _with_command(readings, args)
     with StopAfterStep(launched=args.nproc is not None) as stop, contextlib.closing(readings):
-        for reading in _with_command(readings, args):
+        for reading in readings:
             if bar is None:
+                after_first_step(reading.step - 1)
                 quiet = args.no_progress or not is_first_rank
                 bar = progress_bar(args.steps, reading.step - 1, quiet)
             result.steps_done += 1
@@ -449,12 +474,14 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _S
             if ranks == 1 and stop.requested:
                 break
             if step.reducer is not None and step.reducer.asked_to_stop():
-                result.stop_status = INTERRUPTED
+                result.status = INTERRUPTED
                 break
     if bar is not None:
         bar.close()
     if stop.requested:
-        result.stop_status = stop.status
+        result.status = stop.status
+    if step.count >= args.steps:
+        result.status = 0
     return result
 
 
@@ -499,6 +526,7 @@ def _with_command(readings, args):
     except CheckpointError as error:
         if not error.older:
             raise
-        words = [word for word in args.words if word not in ("--resume", args.resume or "--resume")]
+        # The last --resume counts.
+        words = [word for word in args.words if args.resume != NEWEST or word != "--resume"]
         command = shlex.join([*words, "--resume", error.older[0].name])
         raise CheckpointError(f"{error}. To lose only what came after it: {command}") from error

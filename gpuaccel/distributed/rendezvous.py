@@ -62,12 +62,20 @@ def init_from_environment(timeout: float):
 
 
 def _check_environment():
-    absent = [name for name in VARIABLES if name not in os.environ]
+    absent = [name for name in VARIABLES if not os.environ.get(name)]
     if absent:
         raise ArgumentError(
             f"RANK is set, and {' and '.join(absent)} not; expected all of them, as torchrun sets "
             "them, or none for one process"
         )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        most = 65535 if name == "MASTER_PORT" else 10**9
+        if not value.isdecimal() or len(value) > 10 or int(value) > most:
+            raise ArgumentError(
+                f"{name} is {value!r}; expected a whole number from 0 to {most}, as torchrun sets "
+                "it"
+            )
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not 0 <= int(rank) < int(world_size):
         raise ArgumentError(

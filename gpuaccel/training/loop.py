@@ -290,18 +290,20 @@ def train(
     finally:
         if step.arena.device.type == "cuda":
             torch.cuda.synchronize(step.arena.device)
-        if rows:
-            rows.close()
-        # A checkpoint needs every rank: one that leaves alone must not wait for the others.
-        all_ranks_leave = (
-            reducer is None
-            or world == 1
-            or done
-            or (exhausted and end_together)
-            or reducer.asked_to_stop()
-        )
-        if all_ranks_leave and between_steps:
-            checkpoints.save()
+        try:
+            if rows:
+                rows.close()
+        finally:
+            # A checkpoint needs every rank: one that leaves alone must not wait for the others.
+            all_ranks_leave = (
+                reducer is None
+                or world == 1
+                or done
+                or (exhausted and end_together)
+                or reducer.asked_to_stop()
+            )
+            if all_ranks_leave and between_steps:
+                checkpoints.save()
 
 
 def _equally_long(batches: Iterable, reducer) -> bool:

@@ -1,6 +1,7 @@
 """The command line: its output, its exit status, and a run that survives a kill."""
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -178,6 +179,13 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
         (["train", "--timeout", "1e300"], "expected a number from 1 to 1000000"),
         (["sample", "--temperature", "inf"], "expected a number from 0 to 1000"),
         (["sample", "--tokens", "9" * 20], "expected a whole number from 1 to 1000000"),
+        (["train", "--out", ""], "--out: is ''; expected a path"),
+        (["train", "--text", ""], "--text: is ''; expected a path"),
+        (["train", "--resume="], "--resume: is ''; expected a path"),
+        (["train", "--resume", "a\0b"], "--resume: is 'a\\x00b'; expected a path"),
+        (["sample", "--checkpoint", ""], "--checkpoint: is ''; expected a path"),
+        (["kernels", ""], "file: is ''; expected a path"),
+        (["compare", "", "--out", "page.html"], "run: is ''; expected a path"),
     ],
 )
 def test_wrong_usage_is_status_2(words, expected, capsys):
@@ -185,6 +193,18 @@ def test_wrong_usage_is_status_2(words, expected, capsys):
     assert main(words) == 2
     err = capsys.readouterr().err
     assert err.startswith("usage: gpuaccel") and expected in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("RANK", "x"), ("WORLD_SIZE", "x"), ("LOCAL_RANK", "x"), ("MASTER_PORT", "abc")]
+)
+def test_a_variable_of_torchrun_that_is_no_number_is_one_line(name, value, monkeypatch, capsys):
+    whole = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for key, text in {**whole, name: value}.items():
+        monkeypatch.setenv(key, text)
+    assert main(["train", "--device", "cpu", "--out", "run"]) == 1
+    assert capsys.readouterr().err.startswith(f"gpuaccel: {name} is {value!r}; expected a whole")
+    assert not pathlib.Path("run").exists()
 
 
 def test_help_and_version_are_status_0(capsys):
@@ -432,6 +452,91 @@ def test_sigterm_saves_as_ctrl_c_does(tmp_path):
     assert (run.out / f"step-{stopped:08d}.safetensors").is_file()
 
 
+def stopped_in_the_last_checkpoint(save, words, monkeypatch):
+    """The exit status of a run that is stopped after its third step, with a last checkpoint that
+    `save` writes."""
+    train_module, loop = sys.modules["gpuaccel.cli.train"], sys.modules["gpuaccel.training.loop"]
+    show, written = train_module.show_progress, loop.save_checkpoint
+
+    def stop(bar, reading):
+        if reading.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        show(bar, reading)
+
+    monkeypatch.setattr(train_module, "show_progress", stop)
+    monkeypatch.setattr(
+        loop,
+        "save_checkpoint",
+        lambda path, step, **rest: (save if step == 3 else written)(path, step=step, **rest),
+    )
+    return main([*words, "--steps", "9"])
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    """The words of a run that has not been made."""
+    (tmp_path / "text").write_text(TEXT)
+    words = ["train", "--text", tmp_path / "text", "--out", tmp_path / "run", "--seq", 8]
+    return [*map(str, words), "--batch", "2", "--no-progress", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("every, newest", [("9", None), ("2", "step-00000002.safetensors")])
+def test_a_second_ctrl_c_in_the_last_checkpoint_says_which_one_there_is(
+    every, newest, new_run, tmp_path, monkeypatch, capsys, interruptible
+):
+    def save(path, **rest):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    words = [*new_run, "--checkpoint-every", every]
+    assert stopped_in_the_last_checkpoint(save, words, monkeypatch) == 130
+    run = tmp_path / "run"
+    there = (
+        f"the newest checkpoint in {run} is {newest}" if newest else f"{run} holds no checkpoint"
+    )
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == f"gpuaccel: stopped at once; {there}"
+    assert "checkpoint written" not in captured.err and captured.out == ""
+    assert [path.name for path in run.glob("step-*")] == ([newest] if newest else [])
+
+
+def test_an_error_in_the_last_checkpoint_of_a_stopped_run_is_said(
+    new_run, monkeypatch, capsys, interruptible
+):
+    def save(path, **rest):
+        raise ga.errors.CheckpointError(f"{path} cannot be written (No space left on device)")
+
+    assert stopped_in_the_last_checkpoint(save, new_run, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "step-00000003.safetensors cannot be written (No space" in said.splitlines()[-1]
+    assert "checkpoint written" not in said
+
+
+def test_a_log_whose_disk_is_full_costs_no_checkpoint(
+    new_run, tmp_path, monkeypatch, capsys, interruptible
+):
+    def close(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys.modules["gpuaccel.training.loop"].RunLog, "close", close)
+    assert main([*new_run, "--steps", "2"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device")
+    assert (tmp_path / "run" / "step-00000002.safetensors").exists()
+
+
+def test_ranks_that_are_stopped_at_once_leave_the_checkpoint_that_is_named(
+    tmp_path, monkeypatch, capsys
+):
+    def launch(*_, **__):
+        (tmp_path / "step-00000004.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["gpuaccel.cli.train"], "launch", launch)
+    assert main(["train", "--nproc", "2", "--out", str(tmp_path)]) == 130
+    said = f"stopped at once; the newest checkpoint in {tmp_path} is step-00000004.safetensors"
+    assert capsys.readouterr().err == f"gpuaccel: {said}\n"
+
+
 @pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize("seconds", [0, 0.2, 0.5, 1.0])
 def test_ctrl_c_while_torch_is_imported_is_one_line(seconds, tmp_path, interruptible):
@@ -490,12 +595,9 @@ def rows_of(path) -> "list[int]":
 
 
 @pytest.fixture
-def short_run(tmp_path):
+def short_run(new_run):
     """The words of a run of six steps with a checkpoint after every two, which has been made."""
-    (tmp_path / "text").write_text(TEXT)
-    words = ["train", "--text", tmp_path / "text", "--out", tmp_path / "run", "--seq", 8]
-    words += ["--batch", 2, "--checkpoint-every", 2, "--no-progress", "--device", "cpu"]
-    words = list(map(str, words))
+    words = [*new_run, "--checkpoint-every", "2"]
     assert main([*words, "--steps", "6"]) == 0
     return words
 
@@ -514,6 +616,22 @@ def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys
     assert "--steps was 6, now 8" in capsys.readouterr().err
     assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [line.split(",")[0] for line in log.read_text().split()] == ["step", *"5678"]
+
+
+def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    description = (folder / "run.json").read_bytes()
+    words = [*short_run, "--steps", "80", "--resume"]
+    assert main([*words, "--log", "/proc/nowhere/x.csv"]) == 1
+    newest = folder / "step-00000006.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert newest.name in said and "--steps was" not in said
+    assert (folder / "run.json").read_bytes() == description
+    assert main([*short_run, "--steps", "7", "--resume", "step-00000004.safetensors"]) == 0
+    assert "--steps was 6, now 7: the learning rate" in capsys.readouterr().err
+    assert json.loads((folder / "run.json").read_text())["steps"] == 7
 
 
 def test_resume_takes_the_checkpoint_that_it_names(short_run, tmp_path, capsys):

@@ -44,6 +44,35 @@ def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch)
         ga.Distributed()
 
 
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("RANK", "x", "0 to 1000000000"),
+        ("RANK", "", "0 to 1000000000"),
+        ("RANK", "-1", "0 to 1000000000"),
+        ("RANK", "9" * 5000, "0 to 1000000000"),
+        ("WORLD_SIZE", "1.0", "0 to 1000000000"),
+        ("LOCAL_RANK", "first", "0 to 1000000000"),
+        ("MASTER_PORT", "abc", "0 to 65535"),
+        ("MASTER_PORT", "65536", "0 to 65535"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(name, value, expected, monkeypatch):
+    for key, text in {**rank_environment(0, 1, 29500), name: value}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ga.errors.ArgumentError) as error:
+        ga.Distributed()
+    said = f"{name} is {value!r}; expected a whole number from {expected}, as torchrun sets it"
+    assert str(error.value) == said
+
+
+def test_an_empty_address_is_not_set(monkeypatch):
+    for key, text in {**rank_environment(0, 1, 29500), "MASTER_ADDR": ""}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ga.errors.ArgumentError, match="RANK is set, and MASTER_ADDR not"):
+        ga.Distributed()
+
+
 @pytest.mark.parametrize("rank", [1, 0])
 def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank):
     """Rank 1 finds nobody, rank 0 a port that is taken: within the time limit, in words."""
