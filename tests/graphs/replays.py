@@ -68,36 +68,13 @@ def frozen():
 
 
 def side_by_side():
-    """Its q, k and v are whole chunks of the arena: one product in mode "fused"."""
-    return ga.Transformer(
-        ga.preset(
-            "tiny",
-            vocab=V,
-            layers=2,
-            hidden=64,
-            intermediate=64,
-            heads=2,
-            kv_heads=1,
-            head_dim=64,
-            T=16,
-        )
-    )
+    """Its q, k and v are whole chunks of the arena: their products are one."""
+    return llama(hidden=64, head_dim=64)
 
 
 def llama(**changes):
-    return ga.Transformer(
-        ga.preset(
-            "tiny",
-            vocab=V,
-            layers=2,
-            hidden=HIDDEN,
-            intermediate=64,
-            heads=2,
-            kv_heads=1,
-            T=16,
-            **changes,
-        )
-    )
+    sizes = dict(vocab=V, layers=2, hidden=HIDDEN, intermediate=64, heads=2, kv_heads=1, T=16)
+    return ga.Transformer(ga.preset("tiny", **(sizes | changes)))
 
 
 def each(model, micro):
@@ -160,7 +137,7 @@ def make(
         loss,
         replay=replay,
         scheduler=warmup_cosine(opt, 2, schedule) if schedule else None,
-        **{"micro_batches": 2, "deterministic": device == "cuda", **options},
+        **{"micro_batches": 2, "deterministic": True, **options},
     )
     seed()
     return step
@@ -182,14 +159,13 @@ def drawn(device):
 
 
 def everything(model, opt, device):
-    """Copies of all that a step may change: weights, masters, buffers, gradient sums, the
-    optimizer's state, the generators."""
+    """Copies of all that a step may change: weights, masters, buffers, gradients, the optimizer's
+    state, the generators."""
     arena = Arena.of(model)
     found = dict(model.state_dict(keep_vars=False))
+    found |= {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     if arena is not None:
-        found |= {f"master of {name}": t for name, t in arena.named_master().items()} | {
-            "the sums": arena.grads
-        }
+        found |= {f"master of {name}": t for name, t in arena.named_master().items()}
     for g, group in enumerate(opt.param_groups):
         for i, p in enumerate(group["params"]):
             found |= {
