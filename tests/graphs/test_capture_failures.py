@@ -13,10 +13,8 @@ from helpers import KERNELS, same
 from replays import (
     LIMIT,
     LR,
-    Net,
     agree,
     batches,
-    compare,
     everything,
     healthy,
     lists,
@@ -29,7 +27,6 @@ from replays import (
     seed,
     small,
     takes_a_value,
-    torchs,
     trained,
     unchanged,
 )
@@ -37,7 +34,6 @@ from replays import (
 import gpuaccel as ga
 from gpuaccel.errors import CaptureError
 from gpuaccel.optim.adamw import AdamW
-from gpuaccel.training.step import TrainStep
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -204,10 +200,10 @@ def free_memory():
             runtime().cudaFree(address)
 
 
-def first_step(device, accumulate):
+def first_step(device):
     """What eager's first step leaves."""
     (batch,) = batches(device, n=1)
-    _, left, *_ = trained(make(device, "eager", accumulate=accumulate), [batch], device)
+    _, left, *_ = trained(make(device, "eager"), [batch], device)
     return left
 
 
@@ -234,10 +230,9 @@ def fails_in_words(device, fault, instead, where):
     healthy(device)
 
 
-@pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device, fault, instead", [*FAULTS, *ALLOCATIONS], indirect=["device"])
 def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before(
-    device, fault, instead, accumulate
+    device, fault, instead
 ):
     """Weights, sums, moments and generators; and once the line is gone the step is eager's first
     step."""
@@ -252,8 +247,8 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
         return total, tokens
 
     (batch,) = batches(device, n=1)
-    want = first_step(device, accumulate)
-    with make(device, "graph", loss=loss, accumulate=accumulate) as step:
+    want = first_step(device)
+    with make(device, "graph", loss=loss) as step:
         for attempt in (batch, [batch, batch]):
             with (
                 unchanged(step.model, step.opt, device),
@@ -261,8 +256,7 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
             ):
                 step(attempt)
             names_the_line(info, fault, instead)
-            assert step.count == 0 and not step.arena.grads.any()
-            assert not any(step.accumulator.received)
+            assert step.count == 0 and not any(step.arena.has_gradient())
         broken = False
         step(batch)
         agree(everything(step.model, step.opt, device), want)
@@ -322,10 +316,10 @@ def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
             pytest.raises(ValueError, match="^my own$"),
         ):
             step(batch)
-        assert step.replays == "graph" and step.count == 0 and not step.arena.grads.any()
+        assert step.replays == "graph" and step.count == 0 and not any(step.arena.has_gradient())
         broken = False
         step(batch)
-        agree(everything(step.model, step.opt, device), first_step(device, "arena"))
+        agree(everything(step.model, step.opt, device), first_step(device))
     healthy(device)
 
 
@@ -404,47 +398,6 @@ def test_without_anything_that_records_every_step_runs_eagerly_and_says_why(devi
     plain = make(device, "eager")
     assert plain.replays == "eager" and plain.reason == "replay is 'eager'"
     plain.close()
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_accumulation_on_the_host_is_replayed_only_where_the_host_is_the_device(device):
-    data = batches(device, n=4, bad=(2,))
-    if device == "cpu":
-        compare(device, data, accumulate="host")
-        return
-    wanted, left, *_ = trained(make(device, "eager", accumulate="host"), data, device)
-    step = make(device, "graph", accumulate="host", policy="auto")
-    with pytest.warns(UserWarning, match="every step runs eagerly"):
-        outs, mine, *_ = trained(step, data, device)
-    outputs_agree(outs, wanted)
-    agree(mine, left)
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_clipping_that_asks_the_host_goes_on_in_eager(device):
-    found = {}
-    for replay in ("eager", "graph"):
-        torch.manual_seed(0)
-        model = Net().to(device)
-        step = TrainStep(
-            model,
-            torchs(model, device),
-            loss_fn,
-            clip="item",
-            max_norm=LIMIT,
-            replay=replay,
-            deterministic=device == "cuda",
-        )
-        seed()
-        with (
-            pytest.warns(UserWarning, match="every step runs eagerly: .*the host would wait")
-            if replay == "graph"
-            else contextlib.nullcontext()
-        ):
-            found[replay] = trained(step, batches(device, n=3), device)
-        assert step.replays == "eager"
-    outputs_agree(found["graph"][0], found["eager"][0])
-    agree(found["graph"][1], found["eager"][1])
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)

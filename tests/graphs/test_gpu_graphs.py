@@ -36,25 +36,24 @@ from gpuaccel.errors import CaptureError
 from gpuaccel.optim.adamw import AdamW
 
 
-@pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_a_model_of_transformers_as_it_comes_replays_alike_twice_and_follows_eager(
-    device, kind, accumulate
+    device, kind
 ):
     data = batches(device, n=6)
     wanted, *_ = trained(
-        make(device, "eager", net=theirs(kind), loss=their_loss, accumulate=accumulate),
+        make(device, "eager", net=theirs(kind), loss=their_loss),
         data,
         device,
     )
     first, one, *_ = trained(
-        make(device, "graph", net=theirs(kind), loss=their_loss, accumulate=accumulate),
+        make(device, "graph", net=theirs(kind), loss=their_loss),
         data,
         device,
     )
     second, two, *_ = trained(
-        make(device, "graph", net=theirs(kind), loss=their_loss, accumulate=accumulate),
+        make(device, "graph", net=theirs(kind), loss=their_loss),
         data,
         device,
     )
@@ -64,12 +63,11 @@ def test_gpu_a_model_of_transformers_as_it_comes_replays_alike_twice_and_follows
     assert all(abs(a - b) < 0.1 for a, b in losses), losses
 
 
-@pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", ["blocks", "whole"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_a_compiled_model_is_replayed_with_the_bits_of_its_eager_launches(
-    device, compiled, dtype, accumulate
+    device, compiled, dtype
 ):
     compiler_or_skip()
 
@@ -85,19 +83,17 @@ def test_gpu_a_compiled_model_is_replayed_with_the_bits_of_its_eager_launches(
         batches(device, n=6, bad=(3,)),
         net=net,
         dtype=dtype,
-        accumulate=accumulate,
         compile=compiled == "whole",
     )
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("how", ["whole", "list"])
-@pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-def test_gpu_a_replayed_step_never_waits_and_is_one_launch(device, accumulate, how):
+def test_gpu_a_replayed_step_never_waits_and_is_one_launch(device, how):
     """Under a schedule, with two lengths in turn; a list of K micro-batches is K + 1 launches."""
     data = batches(device, n=8) if how == "whole" else lists(device) + lists(device)[:2]
-    step = make(device, "graph", accumulate=accumulate)
+    step = make(device, "graph")
     for batch in data:
         step(batch)  # captures every kind
     with no_waiting():
@@ -223,11 +219,8 @@ def test_gpu_other_threads_may_use_the_gpu_during_a_capture(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(
-    device, accumulate, dtype
-):
+def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(device, dtype):
     """Attention is long enough for torch's fast backward, which is not deterministic by itself."""
 
     def net():
@@ -246,7 +239,7 @@ def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(
         )
 
     data = batches(device, n=6, rows=8, lengths=(64, 32), bad=(3,))
-    how = {"net": net, "dtype": dtype, "accumulate": accumulate}
+    how = {"net": net, "dtype": dtype}
     wanted = compare(device, data, **how)
     outs, left, *_ = trained(make(device, "graph", **how), data, device)
     outputs_agree(outs, wanted)

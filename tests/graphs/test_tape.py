@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import products_add
 from torch import get_rng_state, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -497,14 +498,13 @@ def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay()
     plain.load_state_dict(layer.state_dict())
     arena = ga.Arena(layer)
     x = torch.randn(3, 8)
-    with ga.GradientAccumulator(arena, "fused") as accumulator:
-        layer(x).sum().backward()  # opens the window
+    with products_add(arena):
+        layer(x).sum().backward()
         tape, _ = taped(lambda: layer(x).sum().backward())
         tape.replay()
         for _ in range(3):
             plain(x).sum().backward()
         torch.testing.assert_close(arena.grad_views[0], plain.weight.grad)
-        accumulator.zero_()
 
 
 # ---- the graph ----
