@@ -694,7 +694,7 @@ class Arena:
         last = len(self.params) if last is None else last
         for i in range(first, last):
             grad = self.params[i].grad
-            if grad is None or grad.data_ptr() == self._grad_addresses[i]:
+            if grad is None or _address(grad) == self._grad_addresses[i]:
                 continue
             if grad.requires_grad and not graphs:
                 continue
@@ -719,7 +719,7 @@ class Arena:
             i: index of the tensor in `segments`.
         """
         grad = self.params[i].grad
-        if grad is None or grad.data_ptr() == self._grad_addresses[i]:
+        if grad is None or _address(grad) == self._grad_addresses[i]:
             return grad
         self.collect(i, i + 1)
         return self.params[i].grad
@@ -1002,7 +1002,12 @@ def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
 
     def ready(p: Tensor):
         grad = p.grad
-        if grad is not None and grad.data_ptr() != addresses[i]:
+        try:
+            is_fresh = grad is not None and grad.data_ptr() != addresses[i]
+        except RuntimeError:
+            # A sparse gradient, which collect() refuses.
+            is_fresh = True
+        if is_fresh:
             arena = weak()
             if arena is not None:
                 arena._is_fresh(grad)
@@ -1010,6 +1015,11 @@ def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
             listener.gradient_complete(i)
 
     return ready
+
+
+def _address(grad: Tensor) -> int:
+    """0 for a sparse tensor, which has none, and which check_gradient() refuses."""
+    return grad.data_ptr() if grad.layout is torch.strided else 0
 
 
 def _in_an_arena(p: Tensor) -> bool:
