@@ -21,7 +21,7 @@ from ..training import latest_checkpoint
 # torch's generators take more, but the number of an epoch is added.
 MAX_SEED = 2**63 - 1
 # The options that decide a run's numbers: a resumed run must have the same.
-RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "accumulate", "lr", "seed")
+RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "lr", "seed")
 
 
 def default_folder(model: str) -> str:

@@ -93,12 +93,6 @@ def add_parser(commands):
         metavar="N",
         help="parts that a batch is divided into, over all ranks (1 each)",
     )
-    add(
-        "--accumulate",
-        choices=("host", "autograd", "arena", "fused"),
-        default="arena",
-        help="how gradients are added up (arena)",
-    )
     # A step of AdamW changes a weight by about the learning rate.
     add("--lr", type=number(0, 1, float), metavar="X", help="learning rate (by preset)")
     add(
@@ -278,7 +272,6 @@ def _train(args) -> int:
         model,
         optimizer,
         micro_batches=micro_batches,
-        accumulate=args.accumulate,
         compile=args.compile,
         meter=meter,
         distributed=distributed,

@@ -618,6 +618,13 @@ def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys
     assert [line.split(",")[0] for line in log.read_text().split()] == ["step", *"5678"]
 
 
+def test_a_run_of_a_version_with_modes_of_accumulation_is_resumed(short_run, tmp_path):
+    path = tmp_path / "run" / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "accumulate": "arena"}))
+    assert main([*short_run, "--steps", "7", "--resume"]) == 0
+    assert rows_of(tmp_path / "run" / "metrics.jsonl")[-1] == 7
+
+
 def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, capsys):
     folder = tmp_path / "run"
     description = (folder / "run.json").read_bytes()
