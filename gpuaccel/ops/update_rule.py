@@ -624,17 +624,8 @@ def _fused_batches(
 def _fused_takes(j: Job) -> bool:
     """Can rule.fused update this tensor? It takes dense tensors of one dtype."""
     tensors = [j.weight, j.grad, *[t for t in j.state if t is not None]]
-    plain = all([t.dtype == j.weight.dtype and is_plain(t) for t in tensors])
+    plain = all([t.dtype == j.weight.dtype and type(t) in (Tensor, Parameter) for t in tensors])
     return plain and j.weight.numel() > 0 and dense(j.weight)
-
-
-def is_plain(t: Tensor) -> bool:
-    """Whether a tensor's elements lie in its memory: no DTensor, and the like.
-
-    Args:
-        t: a tensor, or a parameter of any class, as the arena's masters are.
-    """
-    return type(t) is Tensor or issubclass(type(t), Parameter)
 
 
 def _reference_update(rule, j, step, group, factor, keep, seed):

@@ -38,7 +38,6 @@ from ..ops import (
     check_max_norm,
     clip_kernel,
     dense,
-    is_plain,
     kernel_takes,
     launch_begin,
     launch_update,
@@ -843,7 +842,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 def _kernels_take(job: Job) -> bool:
     """Do our kernels take this tensor?"""
     tensors = job.weight, job.grad
-    plain = all(is_plain(t) and t.dtype in KINDS for t in tensors)
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in tensors)
     same_dtype = all(t is None or t.dtype == job.weight.dtype for t in job.state)
     return plain and same_dtype and dense(job.weight)
 

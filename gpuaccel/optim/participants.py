@@ -12,8 +12,14 @@ class ArenaParticipant:
         self.arena = arena
 
     def graph_key(self):
-        """Which weights are trained, and which have a gradient: that decides what is added to."""
-        return tuple([(p.requires_grad, p.grad is None) for p in self.arena.params])
+        """Which weights are trained, which have a gradient (that decides what is added to), and the
+        tensor hooks, whose operations are captured with the backward."""
+        return tuple(
+            [
+                (p.requires_grad, p.grad is None, *(p._backward_hooks or ()))
+                for p in self.arena.params
+            ]
+        )
 
     def tensors_changed_by_step(self) -> "list[Tensor]":
         buffers = [self.arena.weights, self.arena.bf16_weights, self.arena.grads]

@@ -58,7 +58,7 @@ class _ProductSlice:
 
     def with_hooks(self) -> "list[int]":
         """As GradientSlice says."""
-        return [k for k, i in enumerate(self.tensors) if self.arena.params[i]._backward_hooks]
+        return [k for k, i in enumerate(self.tensors) if _has_hooks(self.arena.params[i])]
 
     def before_product(self, added: "list[bool] | None") -> "list[Rows]":
         """As GradientSlice says; neighbours are joined. Outside of backward no product counts."""
@@ -133,7 +133,7 @@ class Products:
             # Not the attribute, which a parametrization would compute.
             i = index.get(id(layer._parameters.get("weight")))
             # A weight with hooks needs its gradient from autograd.
-            if i is None or arena.params[i]._backward_hooks:
+            if i is None or _has_hooks(arena.params[i]):
                 continue
             fused = _fuse(layer, arena.grad_views[i])
             if fused is not None:
@@ -257,6 +257,12 @@ class Products:
         self._slices = []
         if self.close in self.arena.before_release:
             self.arena.before_release.remove(self.close)
+
+
+def _has_hooks(p: nn.Parameter) -> bool:
+    """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
+    # The arena itself has one hook.
+    return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > 1
 
 
 def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":

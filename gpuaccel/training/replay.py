@@ -108,6 +108,7 @@ class StepGraphs:
 
     def capture(self, batch):
         """Capture for this kind of batch, and take no step."""
+        self.check_hooks()
         self._check()
         self._before_batch(batch)
         self.batch_graphs.capture(batch)
@@ -127,6 +128,17 @@ class StepGraphs:
     def _eager_step(self, batch) -> dict:
         """Captured: the whole step."""
         return vars(self.step.eager_step(batch))
+
+    def check_hooks(self):
+        """CaptureError for a hook that a replay would not call: eager steps refuse it as well."""
+        arena = self.step.arena
+        for segment, p in zip(arena.segments, arena.params):
+            # The arena itself has one.
+            if len(p._post_accumulate_grad_hooks or ()) > 1:
+                raise CaptureError(
+                    f"{segment.name} has a hook of register_post_accumulate_grad_hook(), which a "
+                    "replay would not call. Instead: remove it, or use replay='eager'"
+                )
 
     def _check(self):
         """CaptureError for a closed step, and for gradients of a backward outside of the step.

@@ -289,12 +289,15 @@ class TrainStep:
             ArgumentError: for a batch that does not divide into micro-batches, for a loss that is
                 not one element, for a weight that was unfrozen since, and after close().
             CaptureError: for a replayed step that cannot be captured, or does not match its graph
-                any more.
+                any more; with replay="graph" also for a weight with a hook of
+                `register_post_accumulate_grad_hook`, which a replay would not call.
             RankError: where another rank is lost, or its weights differ.
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
         self.arena.check_trainable()
+        if self._graphs is not None:
+            self._graphs.check_hooks()
         batch = with_dicts(batch)
         timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:

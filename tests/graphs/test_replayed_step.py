@@ -4,6 +4,7 @@ On a GPU these are CUDA graphs; on the CPU, under backend simt, a tape stands in
 same claims hold.
 """
 
+import contextlib
 import copy
 import itertools
 import json
@@ -12,7 +13,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import KERNELS, same
+from helpers import EVERYWHERE, KERNELS, same
 from replays import (
     HIDDEN,
     LIMIT,
@@ -623,6 +624,62 @@ def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
         step.opt.max_norm = None
         with pytest.raises(CaptureError, match="in another mode"):
             step(batch)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_hook_that_a_replay_would_not_call_is_refused_by_name_on_every_backend(device):
+    """Also one that is registered when the graph is there."""
+    (batch,) = batches(device, n=1)
+    message = r"head.weight has a hook of register_post_accumulate_grad_hook\(\).*replay='eager'"
+    captures = (
+        pytest.warns(UserWarning) if device == "cpu" and "torch" in ga.backend().name else None
+    )
+    with captures or contextlib.nullcontext():
+        step = make(device, "graph", policy="auto")
+    with step:
+        for _ in range(2):
+            handle = step.model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+            for refused in (step, step.capture):
+                with (
+                    unchanged(step.model, step.opt, device),
+                    pytest.raises(CaptureError, match=message),
+                ):
+                    refused(batch)
+            handle.remove()
+            step(batch)
+        assert step.count == 2
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_tensor_hook_is_captured_and_another_one_needs_another_graph(device, counts):
+    handles = []
+
+    def between(step, k):
+        if k in (1, 2, 3):
+            [handle.remove() for handle in handles]
+            hook = [lambda g: 3 * g, lambda g: -g, None][k - 1]
+            handles[:] = [step.model.head.weight.register_hook(hook)] if hook else []
+
+    data = batches(device, n=5, lengths=(8,))
+    wanted = compare(device, data, between, opt={"max_norm": None}, schedule=None)
+    assert counts.captures == 3
+    plain, *_ = trained(make(device, "eager", opt={"max_norm": None}, schedule=None), data, device)
+    assert [a.norm == b.norm for a, b in zip(wanted, plain)] == [True] + [False] * 4
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_deterministic_launched_step_calls_every_hook(device):
+    """Of weights whose gradients products would add, and of others."""
+    step, seen = make(device, "eager"), []
+    hooked = {"head.weight", "blocks.0.1.weight", "blocks.0.1.bias", "embedding.weight"}
+    for name in hooked:
+        p = step.model.get_parameter(name)
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.append((name, p.grad.abs().sum() > 0))
+        )
+    with step:
+        step(batches(device, n=1)[0])
+    assert sorted(seen) == sorted([(name, True) for name in hooked] * 2)
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])
