@@ -4,7 +4,6 @@ import torch
 from helpers import Blocks, bits, differ, filled, generator, same
 from torch import nn
 
-from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 
 # How far two implementations of the same formula may drift apart in a dozen steps of fp32: a few
@@ -74,7 +73,7 @@ def unchanged(before, optimizer, *more):
     assert not wrong, f"tensors {wrong} of weights, states and gradients were changed"
 
 
-def check_arena(arena, cleared=True):
+def check_arena(arena):
     """Masters, copies and padding as an arena promises."""
     for s, master, p in zip(arena.segments, arena.masters, arena.params):
         if master is not p:
@@ -86,16 +85,12 @@ def check_arena(arena, cleared=True):
     assert not arena.weights.cpu()[~used].any() and not arena.grads.cpu()[~used].any(), (
         "padding was written"
     )
-    if cleared:
-        assert not arena.grads.any(), f"sums were not cleared: {arena.grads.abs().max()}"
-        assert all(p.grad is None for p in (*arena.params, *arena.masters))
 
 
 class Training:
-    """An optimizer over "parameters", "arena" or "arena without accumulator", and its gradients."""
+    """An optimizer over "parameters" or an "arena", and its gradients."""
 
     def __init__(self, make, what, device, dtype=torch.float32, **kwargs):
-        self.what = what
         if what == "parameters":
             self.take(make(params_of(device, dtype=dtype), **kwargs))
         else:
@@ -108,24 +103,23 @@ class Training:
             self.params = [p for group in opt.param_groups for p in group["params"]]
             self.watched, self.bad_name = [], "parameter 4 of shape (4097,)"
             return
-        self.model, self.params = opt.arena.module, opt.arena.masters
-        self.accumulator = GradientAccumulator(opt.arena) if self.what == "arena" else None
+        self.params = opt.arena.masters
         self.watched = [t for t in (opt.arena.weights, opt.arena.bf16_weights) if t is not None]
         self.bad_name = opt.arena.segments[3].name
 
     def backward(self, k, bad=None):
         """Gradients of step k; bad: NaN or infinity, which one of them has."""
-        if self.what == "parameters":
+        self.opt.zero_grad()
+        if self.arena is None:
             give(k, self.params)
             if bad is not None:
                 self.params[4].grad[4096] = bad
             return
-        grads = filled(self.model, k)
+        model = self.arena.module
+        grads = filled(model, k)
         if bad is not None:
             grads[3][4096] = bad
-        if self.accumulator is None:
-            self.model.zero_grad()
-        self.model(grads).backward()
+        model(grads).backward()
 
     def step(self, k):
         self.backward(k)
@@ -133,10 +127,8 @@ class Training:
 
     def gradients(self):
         """What the next step reads, in the order of `params`."""
-        if self.what == "arena without accumulator":
-            return [p.grad for p in self.arena.params]
         return [p.grad for p in self.params]
 
     def close(self):
-        if self.what != "parameters":
+        if self.arena is not None:
             self.arena.release()
