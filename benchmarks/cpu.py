@@ -30,7 +30,6 @@ import gpuaccel as ga  # noqa: E402
 MICRO_BATCHES, ROWS, T = 4, 8, 64
 ROUNDS = 60
 THREADS = (1, 2)
-OURS = ("autograd", "arena", "fused")
 
 
 def milliseconds(functions: dict, rounds: int = ROUNDS) -> dict:
@@ -88,11 +87,11 @@ def torch_step(config):
     return step
 
 
-def our_step(config, accumulate: str):
-    """A function that takes one step of TrainStep in a mode."""
+def our_step(config):
+    """A function that takes one step of TrainStep."""
     model = build(config, device="cpu")
     optimizer = ga.AdamW(ga.Arena(model), **SETTINGS, max_norm=1.0)
-    step = ga.TrainStep(model, optimizer, micro_batches=MICRO_BATCHES, accumulate=accumulate)
+    step = ga.TrainStep(model, optimizer, micro_batches=MICRO_BATCHES)
     batch = token_batch(config.vocab, ROWS, T, device="cpu")
     return lambda: step(batch)
 
@@ -108,10 +107,7 @@ def measure() -> dict:
     for threads in THREADS:
         torch.set_num_threads(threads)
         rows = results["rows"][threads] = {"clipping and AdamW": measure_tail(config)}
-        steps = {"torch": torch_step(config)}
-        steps |= {mode: our_step(config, mode) for mode in OURS}
-        rows["step"] = milliseconds(steps)
-        del steps
+        rows["step"] = milliseconds({"torch": torch_step(config), "ours": our_step(config)})
     return results
 
 

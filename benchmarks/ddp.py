@@ -8,11 +8,10 @@ DistributedDataParallel with no_sync() in all micro-batches but the last; eager,
 compiled with the whole step captured in one CUDA graph, the model as one compiled graph or split at
 DDP's buckets (DDPOptimizer); and FSDP2 as torchtitan sets it up (fsdp.py), each block compiled, no
 reshard after forward, bf16 parameters and fp32 reduction, launched and captured in one CUDA graph.
-Ours: bf16 weights with fp32 masters, launched from Python (mode
-`arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by copy
-engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, hierarchical (four GPUs as
-two machines of two, with NCCL between them), and other bucket sizes. Our tokens/s are also compared
-with those of torch's fastest row in the same run.
+Ours: bf16 weights with fp32 masters, launched from Python, and compiled and replayed as one CUDA
+graph: all-reduce in fp32, by copy engines and by NCCL, in bf16, sharded (by copy engines, too),
+ordered, hierarchical (four GPUs as two machines of two, with NCCL between them), and other bucket
+sizes. Our tokens/s are also compared with those of torch's fastest row in the same run.
 
 Each group of variants has its own base, the same step without communication: on one GPU while the
 others rest (`one GPU`, the reference of the rates), and on all GPUs at once (`each for itself`:
@@ -68,9 +67,7 @@ def fsdp_captured(**options) -> Variant:
 
 
 def replayed(options=None, **more) -> Variant:
-    return Variant(
-        "ours", compiled=True, replayed=True, accumulate="fused", options=options, **more
-    )
+    return Variant("ours", compiled=True, replayed=True, options=options, **more)
 
 
 BUCKET = {"bucket_cap_mb": 100}

@@ -77,7 +77,6 @@ class Variant:
     make: str
     compiled: bool = False
     replayed: bool = False
-    accumulate: str = "arena"
     options: "dict | None" = None
     optimize_ddp: bool = False
     counts: tuple = ()
@@ -353,7 +352,6 @@ class Ours:
                 model,
                 self.optimizer,
                 micro_batches=max(bench.micro_batches),
-                accumulate=variant.accumulate,
                 compile=variant.compiled and bench.compile,
                 replay=Replay(policy="require") if graph else "eager",
                 distributed=Distributed(**variant.options) if reduces else None,

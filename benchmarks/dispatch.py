@@ -18,7 +18,7 @@ Without any, all of them are measured and the result is written.
    and compiled. Beside them reference_poly_attention (fp32, gathered), and flash attention, another
    function. Peaks of memory at T = 2,048 and 4,096.
 3. layers: both layers of poly-7m and whole training steps, T = 512, by batch. Ours: bf16 weights
-   with fp32 masters, ga.AdamW, mode `fused`, replayed. torch: the same model in its own operations,
+   with fp32 masters, ga.AdamW, replayed. torch: the same model in its own operations,
    bf16 autocast, foreach clip, fused AdamW, launched from Python; its blocks compiled (they share
    one compilation), launched and replayed. The CPU: backend `torch`, fp32, all cores, two sequences
    at a time, because that is faster.

@@ -59,7 +59,7 @@ def layers_of(config, **options) -> dict:
 
 def our_step(model, **options) -> TrainStep:
     optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
-    return TrainStep(model, optimizer, accumulate="fused", **options)
+    return TrainStep(model, optimizer, **options)
 
 
 def step_times(runs: dict) -> "dict[str, float]":

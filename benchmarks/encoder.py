@@ -23,8 +23,8 @@ all of them are measured and the result is written.
    are compared bit by bit. Rows without a token must stay as they were.
 3. positions: the gradient of wpe against torch's sum over the batch.
 4. segments: finding them, against torch.sort(stable=True).
-5. step: a whole step of GPT-2 124M, 16 x 1024 tokens by Zipf's law, bf16 autocast, mode `fused`,
-   replayed, in turns: with torch's embeddings in the encoder's place, with ours, and with ours and
+5. step: a whole step of GPT-2 124M, 16 x 1024 tokens by Zipf's law, bf16 autocast, replayed, in
+   turns: with torch's embeddings in the encoder's place, with ours, and with ours and
    deterministic=True. Then 200 deterministic steps are taken twice, side by side, and weights and
    losses are compared. Each variant has a process of its own.
 """
@@ -417,7 +417,7 @@ def segments(counts=COUNTS, vocabs=VOCABS) -> list:
 
 
 class TorchEmbedding(nn.Embedding):
-    """torch's forward and backward: mode `fused` does not replace those of a subclass."""
+    """torch's forward and backward: ours do not replace those of a subclass."""
 
 
 class TorchEncoder(nn.Module):
@@ -451,7 +451,6 @@ def train_step(config, variant: str) -> TrainStep:
     return TrainStep(
         model,
         optimizer,
-        accumulate="fused",
         autocast=torch.bfloat16,
         replay=Replay(policy="require"),
         deterministic=variant == EXACT_STEP,

@@ -491,7 +491,6 @@ def grammar():
     others = [
         option("--model", ["tiny"]),
         option("--text", ["text"], files),
-        option("--accumulate", ["host", "autograd", "arena", "fused"]),
         option("--out", runs),
         option("--log", ["lines.jsonl", "lines.csv"], files),
         option("--replay", ["eager", "graph"]),

@@ -3,8 +3,8 @@
 Needs a GPU and about two minutes.
 
 llama-350m, AdamW, clipped at 1.0. Plain torch: fp32 weights, bf16 autocast, autograd, foreach clip,
-fused AdamW, nothing compiled. Ours: bf16 weights with fp32 masters in an arena, ga.AdamW; launched
-in mode `arena` (TrainStep's default), replayed in mode `fused`.
+fused AdamW, nothing compiled. Ours: bf16 weights with fp32 masters in an arena, ga.AdamW, launched
+and replayed.
 
 1. Bits: 100 steps with a cosine schedule, dropout, clipping, one NaN, alternating T = 128 and 96,
    two micro-batches. Deterministic: losses and weights that differ between eager and replay, and
@@ -60,14 +60,13 @@ NAN_STEP = 30
 DROPOUT = 0.1
 
 
-def ours(config, replay: str = "graph", accumulate: str = "fused", **options) -> TrainStep:
+def ours(config, replay: str = "graph", **options) -> TrainStep:
     model = build(config, torch.bfloat16)
     optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
     return TrainStep(
         model,
         optimizer,
         replay=Replay(policy="require") if replay == "graph" else replay,
-        accumulate=accumulate,
         **options,
     )
 
@@ -148,7 +147,6 @@ def trained(config, replay: str, deterministic: bool, lengths) -> dict:
         optimizer,
         loss_fn,
         micro_batches=2,
-        accumulate="fused",
         scheduler=warmup_cosine(optimizer, STEPS // 10, STEPS),
         replay=Replay(policy="require") if replay == "graph" else replay,
         deterministic=deterministic,
@@ -326,7 +324,7 @@ def pictures(config) -> dict:
     """Spans of a step, eager and replayed, and the nodes and edges of its graph."""
     batch, spans, graph = token_batch(config.vocab, 1, config.T), {}, {}
     for name, replay in (("eager", "eager"), ("replay", "graph")):
-        step = ours(config, replay, "arena")
+        step = ours(config, replay)
         for _ in range(5):
             step(batch)
         runs = sorted((whole(lambda: step(batch)) for _ in range(3)), key=lambda r: facts(r)["us"])
@@ -367,7 +365,7 @@ def measure(
         release()
         keep(capture_s={name: workers.ask(name, "seconds") for name in (WHOLE, BLOCKS)})
         workers.close(WHOLE, BLOCKS)
-        steps = {PLAIN: Plain(config), EAGER: ours(config, "eager", "arena"), REPLAY: ours(config)}
+        steps = {PLAIN: Plain(config), EAGER: ours(config, "eager"), REPLAY: ours(config)}
         keep(speed=speed(steps, workers, config, shapes))
     last_rows, last_T = shapes[-1]
     what = f"llama-350m, batch {last_rows}, T = {last_T}"

@@ -8,7 +8,7 @@ batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay, clipped at 1.0
 
 torch, peft: get_peft_model; fp32 factors, as it makes them, and bf16 autocast; compiled, foreach
 clip, AdamW fused and capturable, one CUDA graph.
-Ours: ga.apply_lora; bf16 factors with fp32 masters, mode `fused`, compiled, replayed.
+Ours: ga.apply_lora; bf16 factors with fp32 masters, compiled, replayed.
 
 B is zero at first, so both begin with the same loss. The limit (limits.py) is that of the frozen
 model: the factors' own products are not in it.

@@ -3,8 +3,8 @@
 Needs a C++ compiler and transformers, a GPU for the columns that run there, and a few minutes.
 Nothing is downloaded: models are made from small configs, with weights drawn from a seed.
 
-Eight models are trained for some steps of several micro-batches with clipping and AdamW: in each
-accumulation mode, on each backend, eager and replayed. The same steps in plain torch
+Eight models are trained for some steps of several micro-batches with clipping and AdamW: on each
+backend, eager and replayed. The same steps in plain torch
 (`torch.nn.utils.clip_grad_norm_`, `torch.optim.AdamW`) begin with the same weights and see the same
 batches on the same device. Compared are the loss of each step, and weights and buffers at the end.
 
@@ -38,7 +38,6 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.optim.accumulate import MODES
 
 ROWS, T, VOCAB, CHANNELS = 4, 12, 67, 32
 MICRO_BATCHES, STEPS = 2, 4
@@ -286,7 +285,7 @@ def plain(task: Task, device: str):
     return losses, values(model)
 
 
-def ours(task: Task, device: str, mode: str, replay: str):
+def ours(task: Task, device: str, replay: str, deterministic: bool = False):
     """(losses, values, how the steps ran, why) of the same steps in a ga.TrainStep."""
     model, batches = task.on(device)
     arena = ga.Arena(model)
@@ -298,8 +297,8 @@ def ours(task: Task, device: str, mode: str, replay: str):
             opt,
             task.loss_fn,
             micro_batches=MICRO_BATCHES,
-            accumulate=mode,
             replay=replay,
+            deterministic=deterministic,
         ) as step,
     ):
         # A step that cannot be captured warns; its reason goes into the table.
@@ -323,11 +322,10 @@ def same_bits(got, wanted) -> bool:
     return losses == wanted[0] and all(torch.equal(t, wanted[1][name]) for name, t in state.items())
 
 
-def cell(task: Task, column: str, mode: str, references: dict, eager_runs: dict) -> dict:
-    """One cell of the table.
+def cell(task: Task, column: str, references: dict) -> dict:
+    """One cell of the table. Bits are those of deterministic steps.
 
-    references: device -> plain()'s result, filled here.
-    eager_runs: (backend, device) -> the eager result of this mode, filled here."""
+    references: device -> plain()'s result, filled here."""
     backend, device, replay = COLUMNS[column]
     if unavailable(column):
         return {"ran": None, "reason": unavailable(column)}
@@ -335,38 +333,31 @@ def cell(task: Task, column: str, mode: str, references: dict, eager_runs: dict)
         references[device] = plain(task, device)
     with ga.use_backend(backend):
         try:
-            *got, ran, reason = ours(task, device, mode, replay)
+            *got, ran, reason = ours(task, device, replay)
+            bits = [
+                ours(task, device, kind, deterministic=True)[:2]
+                for kind in ("eager", "graph")
+                if ran == "graph"
+            ]
         except Exception as error:
             traceback.print_exc(limit=-3)
             return {"ran": None, "reason": f"{type(error).__name__}: {error}".split("\n")[0]}
     result = {"ran": ran, **compared(got, references[device])}
-    if replay == "eager":
-        eager_runs[backend, device] = got
-    elif ran == "eager":
+    if bits:
+        result["equals_eager"] = same_bits(*bits)
+    elif replay == "graph":
         result["reason"] = reason
-    elif (backend, device) in eager_runs:
-        eager = eager_runs[backend, device]
-        result["equals_eager"] = same_bits(got, eager)
-        if not result["equals_eager"]:
-            # Torch's own operations may add in an order of chance.
-            with ga.use_backend(backend):
-                again = ours(task, device, mode, "eager")[:2]
-            result["eager_equals_eager"] = same_bits(again, eager)
     return result
 
 
-def measure(models=tuple(MODELS), modes=MODES, columns=tuple(COLUMNS), steps: int = STEPS) -> dict:
-    """model -> mode -> column -> cell."""
+def measure(models=tuple(MODELS), columns=tuple(COLUMNS), steps: int = STEPS) -> dict:
+    """model -> column -> cell."""
     clock = Clock()
     results: dict = {}
     for name in models:
         task = Task(name, steps)
         references: dict = {}
-        for mode in modes:
-            eager_runs: dict = {}
-            results.setdefault(name, {})[mode] = {
-                column: cell(task, column, mode, references, eager_runs) for column in columns
-            }
+        results[name] = {column: cell(task, column, references) for column in columns}
         clock.say(name)
     return results
 
@@ -385,6 +376,12 @@ def exact_products():
 # ---- the result file ----------------------------------------------------------------------------
 
 
+def cells_of(row: dict) -> dict:
+    """The cells of a model. In an older file, which has several modes of accumulation: of `fused`,
+    whose products add, as they do today in replayed steps."""
+    return row.get("fused", row)
+
+
 def write(path: pathlib.Path, results: dict, steps: int):
     """Write the results. Cells that could not run here are those of the file, if it has them."""
     old = json.loads(path.read_text()) if path.is_file() else {"results": {}, "columns": {}}
@@ -395,17 +392,16 @@ def write(path: pathlib.Path, results: dict, steps: int):
         "transformers": importlib.metadata.version("transformers"),
         "date": here["date"],
     }
-    for model, modes in results.items():
-        for mode, cells in modes.items():
-            row = merged.setdefault(model, {}).setdefault(mode, {})
-            for column, value in cells.items():
-                if unavailable(column):
-                    row.setdefault(column, value)
-                else:
-                    row[column] = value
-                    device = COLUMNS[column][1]
-                    on = here["gpu"] if device == "cuda" else "CPU"
-                    columns[column] = {"on": on, **versions}
+    for model, cells in results.items():
+        row = merged[model] = cells_of(merged.get(model, {}))
+        for column, value in cells.items():
+            if unavailable(column):
+                row.setdefault(column, value)
+            else:
+                row[column] = value
+                device = COLUMNS[column][1]
+                on = here["gpu"] if device == "cuda" else "CPU"
+                columns[column] = {"on": on, **versions}
     result = {
         **here,
         "columns": columns,
@@ -420,16 +416,15 @@ def write(path: pathlib.Path, results: dict, steps: int):
 def show(results: dict):
     rows = []
     reasons = []
-    for model, modes in results.items():
-        for mode, cells in modes.items():
-            rows.append((f"{model}, {mode}", *(show_cell(value) for value in cells.values())))
-            reasons += [
-                f"{model}, {mode}, {column}: {value['reason']}"
-                for column, value in cells.items()
-                if "reason" in value and not unavailable(column)
-            ]
+    for model, cells in results.items():
+        rows.append((model, *(show_cell(value) for value in cells.values())))
+        reasons += [
+            f"{model}, {column}: {value['reason']}"
+            for column, value in cells.items()
+            if "reason" in value and not unavailable(column)
+        ]
     title = "weights: largest difference from plain torch, in learning rates"
-    show_table(title, rows, ["", *next(iter(next(iter(results.values())).values()))])
+    show_table(title, rows, ["", *next(iter(results.values()))])
     print(*reasons, sep="\n")
 
 
@@ -443,15 +438,12 @@ def show_cell(value: dict) -> str:
         words.append("DIFFERS")
     if value.get("equals_eager") is False:
         words.append("not eager's bits")
-    if value.get("eager_equals_eager") is False:
-        words.append("(nor has eager)")
     return " ".join(words)
 
 
 def arguments(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS), help="names, joined by commas")
-    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--backends", default="torch,simt,cuda")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "models.json")
@@ -463,9 +455,7 @@ def main():
     backends = options.backends.split(",")
     columns = [column for column, (backend, *_) in COLUMNS.items() if backend in backends]
     with exact_products():
-        results = measure(
-            options.models.split(","), options.modes.split(","), columns, options.steps
-        )
+        results = measure(options.models.split(","), columns, options.steps)
     show(results)
     write(options.out, results, options.steps)
 

@@ -164,13 +164,12 @@ GIVEN = {
     "torch, bf16 weights": "the same with bf16 weights, fp32 masters and fp32 sums of gradients, "
     "as FSDP2's mixed precision has them.",
     "torch, Liger-Kernel": "*torch, bf16 weights* with Liger-Kernel's fused linear cross-entropy.",
-    "ours": 'bf16 weights with fp32 masters, `accumulate="fused"`, `compile=True`, '
-    '`replay="graph"`.',
+    "ours": 'bf16 weights with fp32 masters, `compile=True`, `replay="graph"`.',
     "ours, deterministic": "the same with `deterministic=True`.",
     "torch, peft": "`get_peft_model`, fp32 factors beside bf16 weights, bf16 autocast, "
     "`torch.compile`, foreach clipping, AdamW `fused` and `capturable`, one CUDA graph.",
-    "ours, LoRA": "`ga.apply_lora`, bf16 factors with fp32 masters, "
-    '`accumulate="fused"`, `compile=True`, `replay="graph"`.',
+    "ours, LoRA": "`ga.apply_lora`, bf16 factors with fp32 masters, `compile=True`, "
+    '`replay="graph"`.',
 }
 
 
@@ -223,6 +222,13 @@ def step_markdown(cells: "list[tuple]") -> str:
     """A table of step_cells, without columns that are empty."""
     kept = [i for i in range(len(STEP_HEAD)) if any(row[i] for row in cells)]
     return markdown([STEP_HEAD[i] for i in kept], [[row[i] for i in kept] for row in cells])
+
+
+LAUNCHED = (
+    "*Launched*: the steps of *torch, bf16 weights* and *ours*, compiled and launched from Python, "
+    "by the host's clock. In torch's the gradients of micro-batches are added by autograd, in bf16 "
+    "or in fp32, or by a compiled function, whichever is fastest."
+)
 
 
 def longest_first(lengths) -> "list[str]":
@@ -321,15 +327,21 @@ def step_table() -> str:
         "256": {"ours": 1.40, "ours, deterministic": 1.2},
     }
     rows = [row for T in goals for row in step_cells(r[T], goals[T], f"T = {T}")]
+    steps, limits = by_length(r)
+    # Older results have none.
+    launched = {f"T = {T}, launched": some for T, some in r.get("launched", {}).items()}
+    for label, some in launched.items():
+        rows += step_cells(some, {"ours": 1.0}, label)
     return section(
         paragraph(
             "One optimizer step of `llama-350m`: batch 4, 4 micro-batches, AdamW, clipped at",
-            "1.0. All rows are compiled and replayed as one CUDA graph",
+            "1.0. All rows are compiled, and replayed as one CUDA graph unless they say *launched*",
             "(`benchmarks/step.py`, `benchmarks/step_variants.py`). What each was given:",
         ),
         given(dict.fromkeys(name for T in goals for name in r[T])),
+        paragraph(LAUNCHED) if launched else "",
         step_markdown(rows),
-        where_the_time_goes(*by_length(r)),
+        where_the_time_goes(steps | launched, limits),
         paragraph(at_the_limit(r)) if "limits" in r else "",
         left_out(r.get("left_out", {})),
         conditions(result),
@@ -345,6 +357,10 @@ def transformers_step_table() -> str:
         steps[label] = r["rows"]
         if "limit" in r:
             limits[label] = r["limit"]
+        if "launched" in r:
+            label += ", launched"
+            cells += step_cells(r["launched"], {"ours": 1.0}, label)
+            steps[label] = r["launched"]
     return section(
         paragraph(
             "One optimizer step of models of transformers, made from configs: `LlamaForCausalLM`",
@@ -353,6 +369,7 @@ def transformers_step_table() -> str:
             "(`benchmarks/transformers_step.py`). What each was given:",
         ),
         given(("torch", "torch, bf16 weights", "ours")),
+        paragraph(LAUNCHED) if any(label.endswith("launched") for label in steps) else "",
         step_markdown(cells),
         where_the_time_goes(steps, limits),
         conditions(result),
@@ -374,48 +391,6 @@ def lora_table() -> str:
         step_markdown(rows),
         where_the_time_goes(*by_length(r)),
         paragraph("The factors' own products are not in the limit.", at_the_limit(r)),
-        conditions(result),
-    )
-
-
-def train_table() -> str:
-    result = load("train")
-    rows = []
-    for mode, r in result["results"].items():
-        downloaded = r["ledger"]["copies"].get("DtoH", [0, 0])[1] / 2**20
-        rates = (f"{r[f'tokens_per_s, {k}'] / 1e3:,.1f}K" for k in (1, 4, 16))
-        rows.append(
-            (
-                f"`{mode}`",
-                *rates,
-                f"{r['accumulation_cost']:.2f}",
-                f"{r['mfu']:.0%}",
-                str(r["ledger"]["launches"]),
-                str(r["ledger"]["syncs"]),
-                f"{downloaded:,.0f} MiB",
-            )
-        )
-    return section(
-        paragraph(
-            "Whole training steps of `llama-350m`, launched from Python: bf16 with fp32 masters,",
-            "batch 4, T = 1024, compiled, clipped, torch's fused AdamW. The columns 1, 4 and 16",
-            "are tokens/s with that many micro-batches per step. Launches, host waits and",
-            "downloads are those of one step with 4.",
-        ),
-        markdown(
-            (
-                "accumulation",
-                "1",
-                "4",
-                "16",
-                "16 : 1",
-                "MFU",
-                "launches",
-                "host waits",
-                "downloaded",
-            ),
-            rows,
-        ),
         conditions(result),
     )
 
@@ -714,7 +689,7 @@ def encoder_step(step) -> str:
     return section(
         paragraph(
             f"One step of GPT-2 124M ({step['rows']} x {step['T']} tokens, bf16 autocast,",
-            "`fused`, replayed):",
+            "replayed):",
         ),
         markdown(("embeddings", "time", "against torch's"), rows),
         paragraph(
@@ -1073,7 +1048,6 @@ def accumulate_table() -> str:
         "torch._foreach_add_",
         "accumulate_v1, per tensor",
         "accumulate_v2, per tensor",
-        "accumulate_v3, per block",
         "accumulate_v3, one launch",
     )
     rows = []
@@ -1087,19 +1061,6 @@ def accumulate_table() -> str:
             if best and dtype == "float32":
                 share = against_goal(share, "94%", m["of_copy_rate"] >= 0.94)
             rows.append((f"{dtype}: {name}", f"{m['ms']:.2f} ms", share, ratio))
-    added, costs = r["micro_batch"], []
-    for mode, goal in (("autograd", None), ("arena", 0.05), ("fused", 0.03), ("host", None)):
-        cells = []
-        for kind in ("replayed", "launched"):
-            m = added[kind].get(mode)
-            if m is None:
-                cells.append("cannot be captured")
-                continue
-            text = f"{m['added']:+.1%}" if m["added"] < 2 else f"{1 + m['added']:.1f}x the time"
-            if goal is not None and kind == "replayed":
-                text = against_goal(text, f"{goal:+.0%}", m["added"] <= goal)
-            cells.append(text)
-        costs.append((f"`{mode}`", *cells))
     launch = r["launch_us"]
     ours = launch["gpuaccel, 3 arguments"]
     return section(
@@ -1108,14 +1069,6 @@ def accumulate_table() -> str:
             f"({r['addition']['tensors']} tensors) to the fp32 sum:",
         ),
         markdown(("gradients, by", "time", "of the copy rate", "against `_foreach_add_`"), rows),
-        paragraph(
-            "What accumulating adds to one micro-batch's compiled forward and backward",
-            "(`llama-350m`, bf16, batch 4, T = 1024). Replayed from a CUDA graph, the GPU is",
-            "measured; launched from Python, the host is measured too: on this machine the",
-            f"launches take {added['launched']['none']['ms']:.1f} ms and the GPU's work",
-            f"{added['replayed']['none']['ms']:.1f} ms.",
-        ),
-        markdown(("accumulation", "replayed", "launched from Python"), costs),
         paragraph("What one launch from Python costs the host, checks included:"),
         markdown(
             ("launch", "microseconds"),
@@ -1135,6 +1088,9 @@ def clip_table() -> str:
     rows = []
     for dtype in ("float32", "bfloat16"):
         for name in r[dtype]["over"]:
+            # Of an older result.
+            if name.endswith("after accumulate_v4"):
+                continue
             row = [f"{dtype}: {name}"]
             for case in ("over", "under"):
                 m = r[dtype][case][name].get("replayed")
@@ -1143,12 +1099,7 @@ def clip_table() -> str:
                 else:
                     goal = goals[case] if dtype == "float32" and name == ours else None
                     ratio = at_least(m["times_torch"], goal) if goal else f"{m['times_torch']:.2f}x"
-                    share = (
-                        "nothing to move"
-                        if m["of_copy_rate"] is None
-                        else f"{m['of_copy_rate']:.0%}"
-                    )
-                    row.append(f"{m['ms']:.3g} ms, {share}, {ratio}")
+                    row.append(f"{m['ms']:.3g} ms, {m['of_copy_rate']:.0%}, {ratio}")
                 row.append(f"{r[dtype][case][name]['launched']['ms']:.3g} ms")
             rows.append((*row, str(r[dtype]["host"][name]["syncs"])))
     errors = [
@@ -1214,20 +1165,30 @@ def small_rows(small, torch, ours, goal=None) -> str:
     return markdown(("by", "from Python, by the host's clock", "replayed"), rows)
 
 
+def tail_rows(measured: dict) -> dict:
+    """Variant -> measurement. Other rows of an older result also add gradients."""
+    old = ", sums there already"
+    rows = {name.removesuffix(old): m for name, m in measured.items() if name.endswith(old)}
+    return rows or measured
+
+
 def tail_table() -> str:
     result = load("tail")
     r = result["results"]
     dtypes = ("float32", "bfloat16")
     rows = []
     for dtype in dtypes:
-        for name, m in r[dtype]["replayed"].items():
-            ratio, share = f"{m['times_torch']:.2f}x", f"{m['of_copy_rate']:.0%}"
+        launched = tail_rows(r[dtype]["launched"])
+        for name, m in tail_rows(r[dtype]["replayed"]).items():
+            share = f"{m['of_copy_rate']:.0%}"
             if dtype == "float32" and name == "ours":
-                ratio = at_least(m["times_torch"], 1.45)
                 share = against_goal(share, "93%", m["of_copy_rate"] >= 0.93)
-            launched = f"{r[dtype]['launched'][name]['ms']:.2f} ms"
-            rows.append((f"{dtype}: {name}", f"{m['ms']:.2f} ms", share, ratio, launched))
-    stages = dict.fromkeys(name for dtype in dtypes for name in r[dtype]["stages"])
+            times = f"{m['ms']:.2f} ms", f"{launched[name]['ms']:.2f} ms"
+            ratio = f"{m['times_torch']:.2f}x"
+            rows.append((f"{dtype}: {name}", times[0], share, ratio, times[1]))
+    stages = dict.fromkeys(
+        name for dtype in dtypes for name in r[dtype]["stages"] if "accumulate" not in name
+    )
     alone = [
         (
             f"`{name}`",
@@ -1247,17 +1208,13 @@ def tail_table() -> str:
         f"at most twice torch's {drift['fused']['max']:.1e}",
         drift["ours"]["max"] <= 2 * drift["fused"]["max"],
     )
-    moved = {dtype: r[dtype]["bytes"] for dtype in dtypes}
     return section(
         paragraph(
-            "The tail of a step: add the last gradients, clip at 1.0, AdamW, clear the sums, for",
+            "The tail of a step: clip at 1.0 and AdamW, for",
             f"{r['float32']['elements'] / 1e6:.0f} M parameters ({r['float32']['tensors']}",
             "tensors; bfloat16: with fp32 masters). Replayed from a CUDA graph, and launched",
-            "from Python behind other work. The share is of the copy rate for the",
-            f"{moved['float32']['whole']} bytes per parameter that must move. *Sums there",
-            "already*: without the addition, compared with torch's without its addition",
-            f"({moved['float32']['sums there already']} bytes, bfloat16",
-            f"{moved['bfloat16']['sums there already']}).",
+            "from Python behind other work. The share is of the copy rate for the bytes that must",
+            "move.",
         ),
         markdown(
             ("weights, by", "replayed", "of the copy rate", "against torch's best", "from Python"),
@@ -1287,23 +1244,21 @@ def cpu_table() -> str:
     rows = []
     for threads, measured in r["rows"].items():
         for what, times in measured.items():
-            for name, ms in times.items():
-                if name != "torch":
-                    rows.append(
-                        (
-                            f"{what}{'' if name == 'ours' else f', `{name}`'}, "
-                            f"{threads} thread{'s' * (threads != '1')}",
-                            f"{times['torch']:.1f} ms",
-                            f"{ms:.1f} ms",
-                            at_least(times["torch"] / ms, 0.95),
-                        )
+            # Steps of an older result have other names.
+            if ms := times.get("ours"):
+                rows.append(
+                    (
+                        f"{what}, {threads} thread{'s' * (threads != '1')}",
+                        f"{times['torch']:.1f} ms",
+                        f"{ms:.1f} ms",
+                        at_least(times["torch"] / ms, 0.95),
                     )
+                )
     return section(
         paragraph(
-            "Clipping and AdamW of all parameters, and whole steps in each accumulation mode",
-            f"({r['model']}). torch: foreach clipping, fused AdamW, gradients that add up in",
-            f"`.grad` (`benchmarks/cpu.py`). On {r['cores']} cores of {r['processor']}.",
-            "With these small weights a step of modes `arena` and `fused` takes mode `autograd`.",
+            f"Clipping and AdamW of all parameters, and whole steps ({r['model']}). torch:",
+            "foreach clipping, fused AdamW, gradients that add up in `.grad`",
+            f"(`benchmarks/cpu.py`). On {r['cores']} cores of {r['processor']}.",
         ),
         markdown(("what", "torch", "ours", "against torch"), rows),
         conditions(result),
@@ -1317,7 +1272,6 @@ TABLES = {
     "transformers_step": transformers_step_table,
     "lora": lora_table,
     "graphs": graphs_table,
-    "train": train_table,
     "ddp": ddp_table,
     "dispatch": dispatch_table,
     "encoder": encoder_table,
@@ -1333,7 +1287,6 @@ TITLES = {
     "transformers_step": "Models of transformers",
     "lora": "LoRA",
     "graphs": "CUDA graphs",
-    "train": "Accumulation modes",
     "ddp": "Several GPUs",
     "dispatch": "Fused layers",
     "encoder": "Embedding gradient",
@@ -1459,9 +1412,9 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
         made.append(ddp_headline(result))
     claim(
         "tail",
-        "add, clip, AdamW, clear",
+        "clip and AdamW",
         "torch: foreach clip, fused AdamW",
-        lambda r: r["float32"]["replayed"]["ours"]["times_torch"],
+        lambda r: tail_rows(r["float32"]["replayed"])["ours"]["times_torch"],
     )
     claim(
         "clip",
@@ -1521,15 +1474,15 @@ def ddp_headline(result) -> Claim:
 
 
 def models_table(result: "dict | None" = None) -> str:
-    """Models, modes and backends against plain torch; a number points to why a cell is not so."""
+    """Models and backends against plain torch; a number points to why a cell is not so."""
     result = result or json.loads((common.RESULTS / "models.json").read_text())
     notes: "list[str]" = []
     rows = []
-    for model, modes in result["results"].items():
-        for mode, cells in modes.items():
-            row = [models_cell(value, notes) for value in cells.values()]
-            rows.append((f"`{model}`, `{mode}`", *row))
-    columns = next(iter(next(iter(result["results"].values())).values()))
+    # An older result has several modes of accumulation; the products of `fused` add, as today.
+    models = {model: cells.get("fused", cells) for model, cells in result["results"].items()}
+    for model, cells in models.items():
+        rows.append((f"`{model}`", *(models_cell(value, notes) for value in cells.values())))
+    columns = next(iter(models.values()))
     tolerances = result["tolerances"]
     return section(
         paragraph(
@@ -1537,11 +1490,10 @@ def models_table(result: "dict | None" = None) -> str:
             "and AdamW, in `ga.TrainStep` and in plain torch with the same weights and batches",
             "(`benchmarks/models.py`). A cell is the largest difference of a weight at the end,",
             f"in learning rates; up to {tolerances['weight']:g}, and up to",
-            f"{tolerances['loss']:g} of each loss, counts as equal. *=*: replayed, and",
-            "bit-identical to the eager steps beside it. *~*: replayed, and two eager runs are not",
-            "bit-identical either.",
+            f"{tolerances['loss']:g} of each loss, counts as equal. *=*: replayed, and with",
+            "`deterministic=True` bit-identical to eager steps.",
         ),
-        markdown(("model, mode", *columns), rows),
+        markdown(("model", *columns), rows),
         "\n".join(
             paragraph(f"{i}. {note}").replace("\n", "\n   ") for i, note in enumerate(notes, 1)
         ),
@@ -1567,8 +1519,6 @@ def models_cell(value: dict, notes: "list[str]") -> str:
         words = f"**differs: {words}**"
     if value.get("equals_eager"):
         words += " ="
-    elif value.get("eager_equals_eager") is False:
-        words += " ~"
     return words + (f", eager{mark}" if mark else "")
 
 

@@ -6,14 +6,13 @@ For each notebook with a ledger, the variants that it compares, at the sizes tha
 tokens/s (median of steps that are queued back to back) and what the host did in one step (ledger).
 Beside these, whatever the notebook measures:
 
-01: the largest difference of the summed gradient from that of the batch in one piece.
 02: the largest difference of the weights after one step from those of the first variant.
 03: whether eager and replayed steps are bit-identical, in deterministic mode.
 04: whether two runs are bit-identical.
 05: the largest difference of the logits from the same weights in float64.
 07: whether two runs are bit-identical, and the largest difference of a loss from the first rung's.
 
-`recorded.ledger("01")` shows the rows in a notebook.
+`recorded.ledger("02")` shows the rows in a notebook.
 """
 
 import contextlib
@@ -31,20 +30,19 @@ from gpuaccel.distributed.config import Distributed
 from gpuaccel.distributed.spawn import launch
 from gpuaccel.measure.ledger import Row, ledger
 from gpuaccel.nn.embedding import deterministic_embeddings
-from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.data import Batches, make_dataset
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
 
-# The model of 01, 02, 04 and 07 on a GPU: 120 million weights.
+# The model of 02, 04 and 07 on a GPU: 120 million weights.
 LARGE = preset("llama-350m", vocab=256, layers=8)
 SMALL = preset("tiny")
 # Of 05: the sizes that both families have.
 SHAPE = dict(layers=8, hidden=256, intermediate=768, heads=8, kv_heads=8, T=512)
 # Sequences of a step, by notebook.
-ROWS = {"01": 64, "02": 16, "03": 8, "04": 16, "05": 16, "07": 16}
+ROWS = {"02": 16, "03": 8, "04": 16, "05": 16, "07": 16}
 # GiB of memory for so many.
 GIB = 60
 # Steps that are timed, of two runs that are compared, and of 07's losses.
@@ -54,12 +52,10 @@ LOSSES = 10
 
 # What the ladder of 07 changes from rung to rung; each keeps the changes before it.
 RUNGS = {
-    "host accumulation": dict(accumulate="host", clip="item"),
-    "arena": dict(accumulate="arena"),
+    "torch's optimizer": {},
     "fused clip": dict(clip="fused"),
     "one graph": dict(replay="graph"),
     "deterministic": dict(deterministic=True),
-    "fused layers": dict(accumulate="fused"),
 }
 
 
@@ -70,9 +66,11 @@ def text(T: int, rows: int, count: int = 1, rank: int = 0, ranks: int = 1) -> li
     return [next(batches) for _ in range(count)]
 
 
-def torch_adamw(arena: Arena, **options) -> torch.optim.Optimizer:
-    groups = arena.parameter_groups(weight_decay=0.1)
-    return torch.optim.AdamW(groups, lr=3e-4, fused=True, **options)
+def adamw(arena: Arena, clip: str) -> torch.optim.Optimizer:
+    """AdamW of a step that clips with torch's function ("torch") or inside ga.AdamW ("fused")."""
+    if clip == "fused":
+        return AdamW(arena, lr=3e-4, weight_decay=0.1)
+    return torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=3e-4, fused=True)
 
 
 # ---- a row --------------------------------------------------------------------------------------
@@ -109,46 +107,16 @@ def trained(step: TrainStep, batches) -> "tuple[torch.Tensor, torch.Tensor]":
 # ---- the notebooks ------------------------------------------------------------------------------
 
 
-def accumulation(config, rows: int) -> dict:
-    """01: where micro-batch gradients are added."""
-    (batch,) = text(config.T, rows)
-    (few,) = text(SMALL.T, 8)
-    whole = summed_gradient("autograd", 1, few)
-    results = {}
-    for mode in MODES:
-        difference = float((summed_gradient(mode, 4, few) - whole).abs().max())
-        model = build(config, torch.bfloat16)
-        arena = Arena(model)
-        optimizer = torch.optim.AdamW(arena.parameters(), lr=3e-4, fused=True)
-        with TrainStep(model, optimizer, micro_batches=4, accumulate=mode, max_norm=1.0) as step:
-            results[mode] = counted(mode, step, batch, max_diff=difference)
-        del model, arena, optimizer, step
-        release()
-    return results
-
-
-def summed_gradient(mode: str, micro_batches: int, batch) -> torch.Tensor:
-    """What a step divides and hands to the optimizer, of the small model in fp32."""
-    model = build(SMALL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with TrainStep(model, optimizer, micro_batches=micro_batches, accumulate=mode) as step:
-        gradients = []
-        optimizer.register_step_pre_hook(lambda *_: gradients.append(step.arena.grads.clone()))
-        step(batch)
-    return gradients[0]
-
-
 def clipping(config, rows: int) -> dict:
-    """02: where it is decided how much is clipped."""
+    """02: clipped by torch's function, or inside ga.AdamW."""
     (batch,) = text(config.T, rows)
     results = {}
     first = None
-    for clip in ("item", "torch", "fused"):
+    for clip in ("torch", "fused"):
         model = build(config, torch.bfloat16)
         arena = Arena(model)
-        ours = clip == "fused"
-        optimizer = AdamW(arena, lr=3e-4, weight_decay=0.1) if ours else torch_adamw(arena)
-        with TrainStep(model, optimizer, clip=clip, max_norm=1.0) as step:
+        optimizer = adamw(arena, clip)
+        with TrainStep(model, optimizer, max_norm=1.0) as step:
             _, weights = trained(step, [batch])
             first = weights if first is None else first
             difference = float((weights - first).abs().max())
@@ -222,15 +190,12 @@ def layers(shape: dict, rows: int) -> dict:
 
 def ladder_step(config, options: dict, distributed: "Distributed | None" = None) -> TrainStep:
     """A step of the ladder. options: all that its rung and those below it have changed."""
-    options = {"clip": "item", **options}
+    options = {"clip": "torch", **options}
     model = build(config, torch.bfloat16)
     if options.get("deterministic"):
         deterministic_embeddings(model)
     arena = Arena(model)
-    if options["clip"] == "fused":
-        optimizer = AdamW(arena, lr=3e-4, weight_decay=0.1)
-    else:
-        optimizer = torch_adamw(arena)
+    optimizer = adamw(arena, options.pop("clip"))
     return TrainStep(
         model, optimizer, micro_batches=4, max_norm=1.0, distributed=distributed, **options
     )
@@ -289,7 +254,6 @@ def described(config, rows: int) -> str:
 def measure(large=LARGE, small=SMALL, shape=SHAPE, rows=ROWS, ranks: int = 1) -> dict:
     clock = Clock()
     parts = {
-        "01": (accumulation, large, "bf16 weights, 4 micro-batches"),
         "02": (clipping, large, "bf16 weights"),
         "03": (replaying, small, "fp32 weights, 2 micro-batches"),
         "04": (embeddings, large, "bf16 weights"),

@@ -1,6 +1,6 @@
 """A whole optimizer step against the best that torch alone can do: python benchmarks/step.py
 
-Needs a GPU with 80 GB and five minutes.
+Needs a GPU with 80 GB and six minutes.
 
 llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of matrices, clipped at
 1.0. What both sides are given is in step_variants.py. The peers in torch:
@@ -15,13 +15,16 @@ mode="max-autotune-no-cudagraphs" of torch.compile, which tries Triton's product
 is not here: it compiled for 295 s, and its step was no faster (docs/benchmarks.md). Bf16Peer's
 `mode` is for those who want to try.
 
-Ours: bf16 weights with fp32 masters, mode `fused`; the same with deterministic=True. Ratios are
-against the fastest peer of the same T.
+Ours: bf16 weights with fp32 masters; the same with deterministic=True. Ratios are against the
+fastest peer of the same T.
+
+With T = 1024 also steps that are launched from Python, ours and torch's with bf16 weights.
 
 Each variant has a process of its own. Those of one T, first of the shorter one, compile side by
 side. Then each is captured alone, which gives its peak of allocated memory from warm-up to replay.
 They are measured in turns, and end. Times are those of steps that are queued back to back, as in a
-training loop. At the end of each T its limit is measured (limits.py).
+training loop. At the end of each T its limit is measured (limits.py), and then launched steps, by
+the host's clock over some steps and one synchronization.
 """
 
 import functools
@@ -29,7 +32,8 @@ import functools
 import torch
 from common import DEVICE, Clock, record, show_table
 from limits import Limit
-from step_variants import Attempt, Bf16Peer, LigerPeer, Ours, Peer, Task, measured
+from step_variants import BF16, Attempt, Bf16Peer, LigerPeer, Ours, Peer, Task, launched, measured
+from timing import OURS
 from training import build
 from workers import Workers
 
@@ -39,9 +43,9 @@ from gpuaccel.training.models import flops_per_token
 # Sequences of a micro-batch.
 B = 4
 LENGTHS = (1024, 256)
-PEER, BF16 = "torch", "torch, bf16 weights"
+PEER = "torch"
 LIGER = "torch, Liger-Kernel"
-OURS, EXACT = "ours", "ours, deterministic"
+EXACT = "ours, deterministic"
 LIMIT = "limit"
 VARIANTS = (PEER, BF16, LIGER, OURS, EXACT)
 # Seconds for LIGER to compile in.
@@ -53,8 +57,8 @@ def task(config, T: int) -> Task:
 
 
 def measure(config, lengths=LENGTHS, here=False) -> dict:
-    """T -> variant -> measurement; beside them "limits": T -> the limit of a step, and "left_out":
-    T -> variant -> why it has no row."""
+    """T -> variant -> measurement; beside them "limits": T -> the limit of a step, "left_out":
+    T -> variant -> why it has no row, and "launched": the longest T -> variant -> measurement."""
     clock = Clock()
     results, limits, left_out = {}, {}, {}
     for T in sorted(lengths):
@@ -68,9 +72,12 @@ def measure(config, lengths=LENGTHS, here=False) -> dict:
             limits[str(T)] = made.ask((LIMIT, T), "measure")
             clock.say(f"T = {T}: the limit is {limits[str(T)]['ms']:.2f} ms")
         results[str(T)] = with_shares(rows, config, T, limits[str(T)])
+    T = max(lengths)
+    rows = launched(task(config, T), clock, here)
+    from_python = {str(T): with_shares(rows, config, T, limits[str(T)])}
     # As they were asked for.
     rows = {str(T): results[str(T)] for T in lengths}
-    return {**rows, "limits": limits, "left_out": left_out}
+    return {**rows, "limits": limits, "left_out": left_out, "launched": from_python}
 
 
 def variants(config, T: int) -> dict:
@@ -109,6 +116,8 @@ def show(results: dict):
         limit = results["limits"][T]
         parts = ", ".join(f"{part} {ms:.2f}" for part, ms in limit["parts"].items())
         print(f"limit: {limit['ms']:.2f} ms ({parts})")
+    for T, rows in results["launched"].items():
+        show_rows(f"T = {T}, launched", rows, {})
 
 
 def show_rows(title: str, rows: dict, left_out: dict):

@@ -7,13 +7,18 @@ A Task says what a step is of. Each variant of it is an object of a process of i
 torch: fp32 weights, bf16 autocast, model and loss compiled, foreach clip, AdamW (fused and
 capturable, its learning rate on the device), all of it in one CUDA graph; gradients zeroed in place
 or set to None, whichever is faster.
-Ours: weights of the model's dtype in an arena (bf16: with fp32 masters), ga.AdamW, mode `fused`,
-compiled, TrainStep(replay="graph").
+Ours: weights of the model's dtype in an arena (bf16: with fp32 masters), ga.AdamW, compiled,
+TrainStep(replay="graph").
 Both copy the batch in and hand the loss out in each step.
+
+launched() measures the same without a graph: compiled steps that are launched from Python, whose
+time the host may decide. The peer has bf16 weights, and gradients that are added in the fastest of
+three ways (LaunchedPeer).
 """
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import signal
@@ -25,7 +30,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from common import DEVICE
-from timing import captured, in_turns, queued, release, reset_peaks
+from timing import OURS, back_to_back, captured, in_turns, queued, release, reset_peaks
 from torch import nn
 from traces import kernel_groups
 from training import SETTINGS, captured_adamw, token_batch
@@ -38,6 +43,8 @@ from gpuaccel.training.step import TrainStep, token_loss
 
 # Steps of a turn.
 CALLS = 4
+LAUNCHED_CALLS = 10
+BF16 = "torch, bf16 weights"
 # How far first losses may be apart: fp32 weights, and bf16 copies of them.
 SAME_LOSS = 0.05
 
@@ -92,6 +99,10 @@ class Peer:
     """The whole step in torch.
 
     mode: of torch.compile"""
+
+    # What alone() chooses from: how gradients are zeroed, in words -> whether they are set to None.
+    CHOICES: dict = {"zeroed in place": False, "set to None": True}
+    timer = staticmethod(queued)
 
     def __init__(self, task: Task, mode: "str | None" = None):
         self.task = task
@@ -154,12 +165,11 @@ class Peer:
         self.out = self.loss.clone()
 
     def alone(self) -> dict:
-        """Capture with both ways of zeroing gradients, one at a time; keep the faster one."""
-        zeroing = {"zeroed in place": False, "set to None": True}
-        results = {name: self._capture(to_none) for name, to_none in zeroing.items()}
+        """Capture with each of CHOICES, one at a time; keep the fastest one."""
+        results = {name: self._capture(choice) for name, choice in self.CHOICES.items()}
         best = min(results, key=lambda name: results[name]["ms_alone"])
-        if best != list(zeroing)[-1]:
-            self._capture(zeroing[best])
+        if best != list(results)[-1]:
+            self._capture(self.CHOICES[best])
         return {
             **results[best],
             "gradients": best,
@@ -180,7 +190,7 @@ class Peer:
         return measured_alone(self.run, began)
 
     def times(self, calls: int) -> "list[float]":
-        return queued(self.run, calls)
+        return self.timer(self.run, calls)
 
     def groups(self) -> "dict[str, float]":
         return kernel_groups(self.run)
@@ -222,6 +232,61 @@ class Bf16Peer(Peer):
 
 def add_each(sums: "list[torch.Tensor]", terms: "list[torch.Tensor]"):
     torch._foreach_add_(sums, terms)
+
+
+class LaunchedPeer(Bf16Peer):
+    """The step of Bf16Peer, launched from Python: nothing is captured.
+
+    CHOICES: what adds the bf16 gradients of the micro-batches."""
+
+    COMPILED = "a compiled function, in fp32"
+    BY_AUTOGRAD = "autograd, in bf16"
+    INTO_FP32 = "autograd, in fp32"
+    # The last one changes the weights' grad_dtype for good.
+    CHOICES = {name: name for name in (COMPILED, BY_AUTOGRAD, INTO_FP32)}
+    timer = staticmethod(back_to_back)
+    added_by = COMPILED
+
+    def accumulate(self):
+        if self.added_by == self.COMPILED:
+            return super().accumulate()
+        for p in self.weights:
+            p.grad = None
+        super().accumulate()
+        if self.added_by == self.BY_AUTOGRAD:
+            torch._foreach_copy_(self.sums, [p.grad for p in self.weights])
+        for master, total in zip(self.parameters, self.sums):
+            master.grad = total
+
+    def gradients_ready(self):
+        if self.added_by == self.COMPILED:
+            super().gradients_ready()
+        elif self.added_by == self.INTO_FP32 and self.weights[0].grad is not self.sums[0]:
+            # After the first micro-batch; autograd adds the others. While torch.compile traces, as
+            # it has in __init__, such a `.grad` would break its graph.
+            torch._foreach_copy_(self.sums, [p.grad for p in self.weights])
+            for p, total in zip(self.weights, self.sums):
+                p.grad = total
+
+    def add_by(self, added_by: str):
+        """Add gradients in this way from here on."""
+        self.added_by = added_by
+        self.sums = None
+        self.optimizer.zero_grad()
+        for p in self.weights:
+            p.grad = None
+            if added_by == self.INTO_FP32:
+                p.grad_dtype = None
+        if added_by != self.COMPILED:
+            self.sums = [torch.empty_like(master) for master in self.parameters]
+
+    def _capture(self, added_by: str) -> dict:
+        self.add_by(added_by)
+        reset_peaks()
+        began = time.perf_counter()
+        self.replay = functools.partial(self.step, to_none=True)
+        self.run()
+        return measured_alone(self.run, began)
 
 
 class LigerPeer(Bf16Peer):
@@ -357,6 +422,9 @@ class Ours:
 
     dtype: of the model"""
 
+    replay: "str | Replay" = Replay(policy="require")
+    timer = staticmethod(queued)
+
     def __init__(self, task: Task, deterministic: bool = False, dtype=torch.bfloat16):
         model = task.make(dtype)
 
@@ -369,9 +437,8 @@ class Ours:
             self.optimizer,
             token_loss if task.logits is call else loss_fn,
             micro_batches=task.micro_batches,
-            accumulate="fused",
             compile=True,
-            replay=Replay(policy="require"),
+            replay=self.replay,
             deterministic=deterministic,
         )
         self.batch = task.batch()
@@ -394,7 +461,7 @@ class Ours:
         return {**measured_alone(self.run, began), "first_loss": self.first_loss}
 
     def times(self, calls: int) -> "list[float]":
-        return queued(self.run, calls)
+        return self.timer(self.run, calls)
 
     def groups(self) -> "dict[str, float]":
         return kernel_groups(self.run)
@@ -408,17 +475,37 @@ class Ours:
         return {"last_loss": float(self.out.loss)}
 
 
+class LaunchedOurs(Ours):
+    """The same, launched from Python."""
+
+    replay = "eager"
+    timer = staticmethod(back_to_back)
+
+
 # ---- both ---------------------------------------------------------------------------------------
 
 
-def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dict, dict]":
+def launched(task: Task, clock, here: bool = False) -> dict:
+    """Variant -> measurement of compiled steps that are launched from Python."""
+    made = {BF16: (LaunchedPeer, task), OURS: (LaunchedOurs, task)}
+    with Workers({(name, "launched"): how for name, how in made.items()}, here) as workers:
+        workers.ready()
+        clock.say("launched steps: compiled")
+        keys = dict.fromkeys(workers.names, workers)
+        return measured(keys, task.tokens, clock, LAUNCHED_CALLS)[0]
+
+
+def measured(
+    workers: "dict[object, Workers]", tokens: int, clock, calls: "int | None" = None
+) -> "tuple[dict, dict]":
     """(variant -> measurement, variant -> why it was left out), measured in turns.
 
     Peers have names that begin with "torch"; ratios are against the fastest one. A peer whose first
     loss is not the first peer's is left out. What is left out is closed.
 
     workers: (variant, more) -> the Workers that have it
-    tokens: of a step"""
+    tokens: of a step
+    calls: steps of a turn, CALLS by default"""
     alone, left_out = {}, {}
     for key, some in workers.items():
         result = some.ask(key, "alone")
@@ -429,7 +516,7 @@ def measured(workers: "dict[object, Workers]", tokens: int, clock) -> "tuple[dic
             some.close(key)
         else:
             alone[key] = result
-    timers = {key: workers[key].timers([key], CALLS)[key] for key in alone}
+    timers = {key: workers[key].timers([key], calls or CALLS)[key] for key in alone}
     times = in_turns(timers)
     peer = fastest({key[0]: ms for key, ms in times.items()})
     rows = {}

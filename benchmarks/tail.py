@@ -1,16 +1,14 @@
 """The tail of a step against torch: python benchmarks/tail.py
 
-Needs a GPU and about two minutes.
+Needs a GPU and about a minute.
 
-The tail is what follows the last backward: add its gradients to the sums, clip at norm 1.0, AdamW,
-set the sums to zero.
+The tail is what follows the last backward: clip at norm 1.0, AdamW, and the bf16 copy of weights.
 
-1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights and gradients,
-   then bf16 ones with fp32 masters: ours (accumulate_v4 and ga.AdamW(arena, max_norm=1.0)), ours
-   where the sums are there already (mode `fused`), torch's sequences over separate tensors, and
+1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights, then bf16 ones
+   with fp32 masters: ga.AdamW(arena, max_norm=1.0), torch's sequences over separate tensors, and
    torch's over one flat tensor; launched from Python and replayed from a CUDA graph. Shares are of
    the rate of a device-to-device copy in the same run, for the bytes that the job must move. Before
-   each run, and not counted, a micro-batch is added.
+   each run, and not counted, the fp32 gradients are restored.
 2. The kernels of ours, each alone, replayed.
 3. Clip and AdamW of 1,000 tensors of 1,000 elements, without an arena (16 MB stay in the L2 cache).
 4. Drift: how far weights are after 100 steps from those of torch's foreach AdamW, and from AdamW in
@@ -26,22 +24,18 @@ from common import DEVICE, record, show_table
 from timing import captured, copy_rate, milliseconds, milliseconds_after, wall
 from training import CAPTURABLE, SETTINGS, build, decay_groups, token_batch
 
-from gpuaccel.compiler.kernel import zero_
 from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.ops.update_rule import StepInputs, launch_begin, launch_update, list_launches
 from gpuaccel.optim import clip
-from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import token_loss
 
 OURS = "ours"
-OURS_ADDED = "ours, sums there already"
 MIXED = "ours, but torch's fused AdamW"
 FUSED = "torch, fused AdamW"
 FOREACH = "torch, foreach AdamW"
-FUSED_ADDED = "torch, fused, sums there already"
 FLAT = "torch, fused, one flat tensor"
 # How far our weights may be from torch's after one tail.
 SAME_WEIGHTS = 1e-6
@@ -50,93 +44,78 @@ SAME_WEIGHTS = 1e-6
 class Peer:
     """torch's sequence over separate tensors: fp32 weights (of bf16 models: masters) and sums."""
 
-    def __init__(self, weights, new_grads, **options):
-        self.new_grads = new_grads
+    def __init__(self, weights, grads, **options):
+        self.grads = grads
         self.weights = [torch.nn.Parameter(w.detach().float().clone()) for w in weights]
         self.bf16_weights = None
         if weights[0].dtype == torch.bfloat16:
             self.bf16_weights = [w.detach().clone() for w in weights]
-        self.sums = [torch.zeros_like(w) for w in self.weights]
-        for w, total in zip(self.weights, self.sums):
-            w.grad = total
+        for w in self.weights:
+            w.grad = torch.zeros_like(w)
         self.optimizer = torch.optim.AdamW(decay_groups(self.weights), **SETTINGS, **options)
 
     @torch.no_grad()
-    def add(self):
-        torch._foreach_add_(self.sums, self.new_grads)
+    def restore(self):
+        torch._foreach_copy_([w.grad for w in self.weights], self.grads)
 
     @torch.no_grad()
-    def update(self):
+    def tail(self):
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0, foreach=True)
         self.optimizer.step()
         if self.bf16_weights is not None:
             torch._foreach_copy_(self.bf16_weights, self.weights)
-        torch._foreach_zero_(self.sums)
-
-    def tail(self):
-        self.add()
-        self.update()
 
 
 class Ours:
-    """An arena whose sums are exposed as `.grad`, and new gradients of the model's dtype."""
+    """An arena with random gradients."""
 
     def __init__(self, config, dtype):
         self.arena = Arena(build(config, dtype))
-        shapes = [segment.shape for segment in self.arena.segments]
-        self.new_grads = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+        self.grads = [torch.randn(segment.shape, device=DEVICE) for segment in self.arena.segments]
         self.optimizer = AdamW(self.arena, **SETTINGS, max_norm=1.0)
         groups = self.arena.parameter_groups(0.1)
         self.torch_optimizer = torch.optim.AdamW(groups, **SETTINGS, fused=True, **CAPTURABLE)
+        self.arena.set_gradients([True] * len(self.grads))
 
-    def add(self, last=False):
-        add_to_arena(self.arena, 0, len(self.new_grads), self.new_grads, squares=last)
-        for master, view in zip(self.arena.masters, self.arena.grad_views):
-            master.grad = view
+    def restore(self):
+        torch._foreach_copy_(self.arena.grad_views, self.grads)
 
     def tail(self):
-        self.add(last=True)
         self.optimizer.step()
 
     def mixed_tail(self):
-        self.add(last=True)
         clip.clip_grad_norm_(self.arena, 1.0)
         # The arena copies the new masters to bf16.
         self.torch_optimizer.step()
-        zero_(self.arena.grads)
 
     def stages(self) -> dict:
         """name -> function that launches one kernel of the tail."""
+        self.restore()
         self.tail()
-        self.add()
         arena, rule = self.arena, self.optimizer.rule
         jobs, state = self.optimizer.jobs(), self.optimizer.device_state(arena.device)
         clip_state = self.optimizer.clip_state
         inputs = StepInputs(clip_state, None, True, None, None, state.record)
+        squares = torch.zeros(len(arena.chunk_table), dtype=torch.float64, device=arena.device)
+
+        def add_squares():
+            clip.launch_squares(arena.grad_views, squares)
 
         def reduce():
-            chunks = len(arena.squares.values)
             clip.launch_reduce(
-                clip_state,
-                arena.squares.values,
-                arena.chunk_to_tensor,
-                None,
-                chunks,
-                state.max_norm,
+                clip_state, squares, arena.chunk_to_tensor, None, len(squares), state.max_norm
             )
 
         def begin():
             return launch_begin(rule, jobs, state.settings, inputs)
 
-        self.add(last=True)
+        add_squares()
         reduce()
         coefficients = begin()
         v2 = list_launches(rule, jobs, stochastic=False)
-        v3 = self.optimizer.layout.launches(rule, jobs, stochastic=False, all_sums=True)
+        v3 = self.optimizer.layout.launches(rule, jobs, stochastic=False)
         return {
-            "accumulate_v3": self.add,
-            "accumulate_v4": lambda: self.add(last=True),
-            "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.squares.values),
+            "squares_v2": add_squares,
             "reduce_v2": reduce,
             "adamw_begin": begin,
             "adamw_v2": lambda: launch_update(v2, coefficients, state.seed),
@@ -151,64 +130,58 @@ def tail(config, dtype) -> dict:
     elements = sum(segment.numel for segment in arena.segments)
     rate = copy_rate(elements)
     weights = [p.detach() for p in arena.params]
-    fused = Peer(weights, ours.new_grads, fused=True, **CAPTURABLE)
-    foreach = Peer(weights, ours.new_grads, foreach=True)
+    fused = Peer(weights, ours.grads, fused=True, **CAPTURABLE)
+    foreach = Peer(weights, ours.grads, foreach=True)
     flat_weights = (arena.bf16_weights if bf16 else arena.weights).view(-1, CHUNK)
-    flat_grads = torch.randn(arena.numel // CHUNK, CHUNK, device=DEVICE).to(dtype)
-    flat = Peer([flat_weights], [flat_grads], fused=True, **CAPTURABLE)
+    ours.restore()
+    flat = Peer([flat_weights], [arena.grads.view(-1, CHUNK).clone()], fused=True, **CAPTURABLE)
 
     ours.tail()
+    fused.restore()
     fused.tail()
     pairs = zip(arena.masters, fused.weights)
     difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    assert difference < SAME_WEIGHTS and not arena.grads.any(), (
+    assert difference < SAME_WEIGHTS, (
         f"after one tail our weights differ from torch's by {difference}, "
-        f"expected less than {SAME_WEIGHTS:g}; sums are zero: {not arena.grads.any()}"
+        f"expected less than {SAME_WEIGHTS:g}"
     )
 
-    # Bytes per element. The norm reads the sums; AdamW reads and writes weights, moments and sums,
-    # and writes bf16 weights. With the addition, which also gives the norm: new gradients are read,
-    # sums are read and written.
-    bf16_bytes = 2 if bf16 else 0
-    added_bytes = 4 + 32 + bf16_bytes
-    whole_bytes = dtype.itemsize + 8 + 32 + bf16_bytes
+    # Bytes per element. The norm reads the gradients; AdamW reads weights, moments and gradients,
+    # and writes weights, moments and bf16 weights.
+    moved = 4 + 16 + 12 + (2 if bf16 else 0)
     results = {
         "elements": elements,
         "tensors": len(weights),
         "copy_GB_per_s": rate,
         "apart_after_one": difference,
-        "bytes": {"whole": whole_bytes, "sums there already": added_bytes},
+        "bytes": moved,
     }
     runs = {
-        OURS: (ours.add, ours.tail),
-        OURS_ADDED: (ours.add, ours.optimizer.step),
-        MIXED: (ours.add, ours.mixed_tail),
-        FUSED: (fused.add, fused.tail),
-        FOREACH: (foreach.add, foreach.tail),
-        FUSED_ADDED: (fused.add, fused.update),
-        FLAT: (flat.add, flat.tail),
+        OURS: (ours.restore, ours.tail),
+        MIXED: (ours.restore, ours.mixed_tail),
+        FUSED: (fused.restore, fused.tail),
+        FOREACH: (foreach.restore, foreach.tail),
+        FLAT: (flat.restore, flat.tail),
     }
     for kind in ("launched", "replayed"):
         if kind == "replayed":
             # A graph needs the step count on the device.
-            foreach = Peer(weights, ours.new_grads, foreach=True, **CAPTURABLE)
-            runs[FOREACH] = foreach.add, foreach.tail
+            foreach = Peer(weights, ours.grads, foreach=True, **CAPTURABLE)
+            runs[FOREACH] = foreach.restore, foreach.tail
             runs = {
                 name: (prepare, captured(run, prepare)) for name, (prepare, run) in runs.items()
             }
         times = milliseconds_after(runs)
-        results[kind] = {}
-        for name, ms in times.items():
-            if name in (OURS_ADDED, FUSED_ADDED):
-                moved, best = added_bytes, times[FUSED_ADDED]
-            else:
-                moved, best = whole_bytes, min(times[FUSED], times[FOREACH])
-            results[kind][name] = {
+        best = min(times[FUSED], times[FOREACH])
+        results[kind] = {
+            name: {
                 "ms": ms,
                 "of_copy_rate": moved * elements / ms / 1e6 / rate,
                 "times_torch": best / ms,
             }
-    stages = {name: (ours.add, captured(run, ours.add)) for name, run in ours.stages().items()}
+            for name, ms in times.items()
+        }
+    stages = {name: (ours.restore, captured(run)) for name, run in ours.stages().items()}
     results["stages"] = milliseconds_after(stages)
 
     # Every run was a step, also the replayed ones.

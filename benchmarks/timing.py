@@ -104,21 +104,30 @@ def host_milliseconds(run) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def wall(run, calls: int = 50) -> float:
+def back_to_back(run, calls: int) -> "list[float]":
+    """Milliseconds of one of `calls` runs by the host's clock, with one synchronization at the end.
+
+    For runs that are launched from Python, whose time the host may decide. One more run before them
+    is not counted."""
+    run()
+    return [wall(run, calls, 1)]
+
+
+def wall(run, calls: int = 50, times: int = 7) -> float:
     """Milliseconds of one call by the host's clock, the device's work included.
 
-    Median of 7 times many calls, each with one synchronization at the end."""
+    Median of some times many calls, each with one synchronization at the end."""
 
     def many():
         repeat(run, calls)
         torch.cuda.synchronize()
 
-    times = []
-    for _ in range(7):
+    measured = []
+    for _ in range(times):
         torch.cuda.synchronize()
         with measuring():
-            times.append(host_milliseconds(many) / calls)
-    return statistics.median(times)
+            measured.append(host_milliseconds(many) / calls)
+    return statistics.median(measured)
 
 
 def in_turns(timers: dict, rounds: int = 4, what: str = "") -> "dict[str, float]":

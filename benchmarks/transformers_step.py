@@ -1,6 +1,6 @@
 """A whole optimizer step of models of transformers: python benchmarks/transformers_step.py
 
-Needs a GPU, transformers and two minutes. Nothing is downloaded.
+Needs a GPU, transformers and four minutes. Nothing is downloaded.
 
 LlamaForCausalLM with the sizes of llama-350m, batch 4, and GPT2LMHeadModel with those of gpt2-124m
 (12 layers, 50,304 tokens, no dropout), batch 8; 4 micro-batches, T = 1024, AdamW with decay of
@@ -11,7 +11,8 @@ keeps torch from its flash kernels. As in step.py (step_variants.py):
 torch: fp32 weights, bf16 autocast, compiled, foreach clip, AdamW fused and capturable, one CUDA
 graph.
 torch, bf16 weights: the same with bf16 weights, fp32 masters and fp32 sums.
-Ours: bf16 weights with fp32 masters, mode `fused`, compiled, replayed. GPT-2's layers are Conv1D.
+Ours: bf16 weights with fp32 masters, compiled, replayed. GPT-2's layers are Conv1D.
+Then steps that are launched from Python: ours, and torch's with bf16 weights.
 
 Llama's table has the limit of its step (limits.py), which knows no other kind of model.
 """
@@ -22,7 +23,7 @@ import torch
 from common import DEVICE, Clock, record
 from limits import Limit
 from step import BF16, OURS, PEER, show_rows
-from step_variants import Bf16Peer, Ours, Peer, Task, measured
+from step_variants import Bf16Peer, Ours, Peer, Task, launched, measured
 from workers import Workers
 
 from gpuaccel.training.models import Config, preset
@@ -125,12 +126,15 @@ def measure(sizes=SIZES, T: int = T, here=False) -> dict:
                 limit = results[name]["limit"] = workers.ask((LIMIT, name), "measure")
                 for row in rows.values():
                     row["of_limit"] = limit["ms"] / row["ms"]
+    for name, what in tasks.items():
+        results[name]["launched"] = launched(what, clock, here)
     return results
 
 
 def show(results: dict):
     for name, r in results.items():
         show_rows(f"{name}, {r['batch']} x {r['T']}", r["rows"], {})
+        show_rows(f"{name}, launched", r["launched"], {})
 
 
 def main():

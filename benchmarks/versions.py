@@ -4,10 +4,10 @@ Needs a GPU and about two minutes. FOLDER holds gpuaccel/ and kernels_cu/ of the
 
     mkdir ../other && git archive REVISION gpuaccel kernels_cu | tar -x -C ../other
 
-llama-350m in bf16, batch 4, 4 micro-batches, mode `fused`, AdamW clipped at 1.0: a compiled step
-replayed at T = 1024 and 256, the same launched at T = 256, the optimizer's step launched and
-replayed, and the host's time for one launch. Then the bits: losses and weights of short
-deterministic runs in each accumulation mode, eager and replayed.
+llama-350m in bf16, batch 4, 4 micro-batches, AdamW clipped at 1.0: a compiled step replayed at
+T = 1024 and 256, the same launched at T = 256, the optimizer's step launched and replayed, and the
+host's time for one launch. Then the bits: losses and weights of short deterministic runs, eager and
+replayed.
 
 Each version has a process of its own; they measure in turns. Ratios are this version's time over
 the other's.
@@ -32,7 +32,6 @@ ROUNDS = 6
 CALLS = 6
 LAUNCHES = 2000
 LONG, SHORT = 1024, 256
-MODES = ("fused", "arena", "autograd", "host")
 STEPS = 8
 BITS_T = 64
 NOW, OTHER = "now", "other"
@@ -76,7 +75,6 @@ class Version:
             model,
             optimizer,
             micro_batches=MICRO_BATCHES,
-            accumulate="fused",
             compile=what == "step",
             replay=Replay(policy="require") if what == "step" else "eager",
         )
@@ -125,7 +123,7 @@ class Version:
         torch.cuda.synchronize()
         return [many / LAUNCHES * 1e3]
 
-    def bits(self, mode: str, replay: str) -> str:
+    def bits(self, replay: str) -> str:
         """A hash of all losses and of the weights after some deterministic steps."""
         import torch
         from training import SETTINGS, build, token_batch
@@ -140,7 +138,6 @@ class Version:
             model,
             optimizer,
             micro_batches=2,
-            accumulate=mode,
             deterministic=True,
             compile=replay == "compiled and replayed",
             replay="eager" if replay == "eager" else Replay(policy="require"),
@@ -190,13 +187,11 @@ def measure(
             with concurrent.futures.ThreadPoolExecutor(1 if here else 2) as pool:
                 list(pool.map(lambda who: workers.ask(who, "prepare", what, T), folders))
             ratio(name, method, CALLS)
-        for mode in MODES:
-            for replay in ("eager", "replayed", "compiled and replayed"):
-                if only not in f"{mode}, {replay}" or (mode == "host" and replay != "eager"):
-                    continue
-                found = {who: workers.ask(who, "bits", mode, replay) for who in folders}
-                results["bits"][f"{mode}, {replay}"] = found[NOW] == found[OTHER]
-                print(f"{mode}, {replay}: {found[NOW] == found[OTHER]}", flush=True)
+        for replay in ("eager", "replayed", "compiled and replayed"):
+            if only in replay:
+                found = {who: workers.ask(who, "bits", replay) for who in folders}
+                results["bits"][replay] = found[NOW] == found[OTHER]
+                print(f"{replay}: {found[NOW] == found[OTHER]}", flush=True)
     return results
 
 
