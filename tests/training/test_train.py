@@ -17,15 +17,17 @@ from gpuaccel.backends import use_backend
 from gpuaccel.distributed.config import Distributed
 from gpuaccel.errors import ArgumentError, CaptureError, CheckpointError, DataError
 from gpuaccel.measure import Meter
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.nn import fused_forward
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.data import Batches
 from gpuaccel.training.loop import evaluate, train, warmup_cosine
 from gpuaccel.training.models import Config, Transformer
 from gpuaccel.training.replay import Replay
-from gpuaccel.training.step import CLIPS, TrainStep, split, token_loss
+from gpuaccel.training.step import TrainStep, split, token_loss
 
+# Autograd adds, or products.
+ADDS = pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["autograd", "products"])
 CONFIG = Config(vocab=19, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=8)
 
 
@@ -67,8 +69,8 @@ def plain_loop(model, opt, batches, steps, micro_batches=1, max_norm=None, sched
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
+@ADDS
+def test_a_step_equals_the_plain_torch_loop(how, micro_batches):
     """Scheduler and clipping included. One micro-batch: bit-identical. Several: sums in another
     order, so to rounding."""
     model, plain = make_model(), make_model()
@@ -80,7 +82,7 @@ def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
     batches, same = make_batches(), make_batches()
     losses, norms = plain_loop(plain, ref, same, 5, micro_batches, 0.5, ref_schedule)
     with TrainStep(
-        model, opt, micro_batches=micro_batches, accumulate=mode, max_norm=0.5, scheduler=schedule
+        model, opt, micro_batches=micro_batches, max_norm=0.5, scheduler=schedule, **how
     ) as step:
         for want_loss, want_norm in zip(losses, norms):
             out = step(next(batches))
@@ -93,7 +95,7 @@ def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
         "clipping had nothing to do"
     )
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        if micro_batches == 1 and mode != "fused":
+        if micro_batches == 1 and not how:
             assert torch.equal(p, q), f"{name}: {differ(p, q)}"
         else:
             assert torch.allclose(p, q, rtol=1e-3, atol=2e-4), f"{name}: {differ(p, q)}"
@@ -101,31 +103,29 @@ def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
 
 @pytest.mark.parametrize("divide", ["tokens", "sequences", "micro_batches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clipping_is_the_same_in_all_three_places(dtype, divide):
-    """On the host, in torch, inside ga.AdamW, where the divisor is folded in as well: norms, scales
-    and weights agree to rounding."""
-    runs = {}
-    for clip in ("item", "torch", "fused"):
-        model = make_model().to(dtype)
-        with TrainStep(model, clip=clip, micro_batches=3, divide=divide, max_norm=0.3) as step:
+def test_clipping_is_the_same_in_torch_and_inside_of_our_adamw(dtype, divide):
+    """There the divisor is folded in as well: norms, scales and weights agree to rounding."""
+    runs = []
+    for optimizer in (torch.optim.AdamW, AdamW):
+        arena = Arena(make_model().to(dtype))
+        opt = optimizer(arena.parameter_groups(), lr=3e-4)
+        if optimizer is AdamW:
+            opt = AdamW(arena, lr=3e-4, weight_decay=0.1)
+        with TrainStep(arena.module, opt, micro_batches=3, divide=divide, max_norm=0.3) as step:
             outs = [step(batch) for batch, _ in zip(make_batches(), range(4))]
-            assert step.clip == clip and (clip == "fused") == isinstance(step.opt, AdamW)
-            runs[clip] = outs, [w.detach().clone() for w in step.arena.parameters()]
-    assert all(float(out.scale) < 1 for out in runs["fused"][0]), "clipping had nothing to do"
-    for clip in ("item", "torch"):
-        for out, want in zip(runs[clip][0], runs["fused"][0]):
-            for key in ("norm", "clipped_norm", "scale", "loss"):
-                assert float(getattr(out, key)) == pytest.approx(
-                    float(getattr(want, key)), rel=1e-3 if dtype == torch.bfloat16 else 1e-5
-                ), key
-        for p, q in zip(runs[clip][1], runs["fused"][1]):
-            assert torch.allclose(p, q, rtol=0, atol=1e-4 if dtype == torch.bfloat16 else 2e-6), (
-                differ(p, q)
-            )
+            runs.append((outs, [w.detach().clone() for w in arena.parameters()]))
+    assert all(float(out.scale) < 1 for out in outs), "clipping had nothing to do"
+    low = dtype == torch.bfloat16
+    for out, want in zip(*[outs for outs, _ in runs]):
+        for key in ("norm", "clipped_norm", "scale", "loss"):
+            value = pytest.approx(float(getattr(want, key)), rel=1e-3 if low else 1e-5)
+            assert float(getattr(out, key)) == value, key
+    for p, q in zip(*[weights for _, weights in runs]):
+        assert torch.allclose(p, q, rtol=0, atol=1e-4 if low else 2e-6), differ(p, q)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_with_nan_is_left_out_and_named(mode):
+@ADDS
+def test_a_step_with_nan_is_left_out_and_named(how):
     model, batches = make_model(), make_batches()
     good = [next(batches) for _ in range(3)]
 
@@ -133,7 +133,8 @@ def test_a_step_with_nan_is_left_out_and_named(mode):
         total, tokens = token_loss(module, micro)
         return total * poison, tokens
 
-    with TrainStep(model, loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2) as step:
+    how = how | {"loss_fn": loss_fn, "max_norm": 1.0, "micro_batches": 2}
+    with TrainStep(model, **how) as step:
         poison = 1.0
         step(good[0])
         before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -145,9 +146,7 @@ def test_a_step_with_nan_is_left_out_and_named(mode):
         poison = 1.0
         assert step(good[2]).finite and step.opt.skipped == 1
         after = {name: t.clone() for name, t in model.state_dict().items()}
-    with TrainStep(
-        twin := make_model(), loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2
-    ) as step:
+    with TrainStep(twin := make_model(), **how) as step:
         for batch in (good[0], good[2]):
             step(batch)
         assert all(torch.equal(t, after[name]) for name, t in twin.state_dict().items()), (
@@ -161,13 +160,9 @@ def test_who_clips_is_said_once():
     with pytest.raises(ArgumentError, match="max_norm is 1.0 here and 0.5 in the optimizer"):
         TrainStep(arena.module, opt, max_norm=1.0)
     with pytest.raises(ArgumentError, match="clipped twice"):
-        TrainStep(arena.module, opt, clip="torch", max_norm=0.5)
-    with pytest.raises(ArgumentError, match="the optimizer is SGD"):
-        TrainStep(arena.module, torch.optim.SGD(arena.parameters()), clip="fused")
-    with pytest.raises(ArgumentError, match="the optimizer is AdamW over parameters"):
-        TrainStep(arena.module, AdamW(arena.parameters()), clip="fused")
+        TrainStep(arena.module, AdamW(arena.parameters(), max_norm=0.5), max_norm=0.5)
     with TrainStep(arena.module, opt) as step:
-        assert step.max_norm == 0.5 and step.clip == "fused"
+        assert step.max_norm == 0.5
 
 
 def test_norms_of_blocks_reach_the_meter_as_one():
@@ -186,7 +181,7 @@ def test_norms_of_blocks_reach_the_meter_as_one():
 
 def test_without_max_norm_nothing_is_clipped():
     model = make_model()
-    with TrainStep(model, clip="torch") as step:
+    with TrainStep(model, torch.optim.SGD(model.parameters())) as step:
         assert step(next(make_batches())).norm is None
     with TrainStep(model) as step:
         out = step(next(make_batches()))
@@ -209,8 +204,8 @@ def test_a_default_optimizer_decays_matrices_only():
         assert decays == {(0.1, True), (0.0, False)}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loss_fn_that_returns_a_mean_is_averaged_over_micro_batches(mode):
+@ADDS
+def test_a_loss_fn_that_returns_a_mean_is_averaged_over_micro_batches(how):
     def mean_loss(model, micro):
         return F.cross_entropy(model(micro["x"]).flatten(0, 1), micro["y"].flatten())
 
@@ -218,13 +213,8 @@ def test_a_loss_fn_that_returns_a_mean_is_averaged_over_micro_batches(mode):
     x, y = next(make_batches(batch=8))
     mean_loss(plain, {"x": x, "y": y}).backward()
     want = plain.lm_head.weight.detach() - plain.lm_head.weight.grad
-    with TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        mean_loss,
-        micro_batches=4,
-        accumulate=mode,
-    ) as step:
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    with TrainStep(model, opt, mean_loss, micro_batches=4, **how) as step:
         out = step({"x": x, "y": y})
         assert (
             out.tokens is None
@@ -293,9 +283,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, message):
     "options, message",
     [
         (dict(micro_batches=0), "micro_batches is 0; expected a whole number of 1 or more"),
-        (dict(accumulate="magic"), "accumulate is 'magic'; expected one of host"),
         (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
-        (dict(clip="host"), "clip is 'host'; expected one of item, torch, fused"),
         (dict(max_norm=-1.0), "max_norm is -1.0; expected a number of 0 or more"),
         (dict(max_norm=float("nan")), "max_norm is nan"),
     ],
@@ -310,15 +298,14 @@ def test_an_unknown_option_is_refused_and_the_model_stays_ordinary(options, mess
     TrainStep(model).close()
 
 
-@pytest.mark.parametrize("failing", ["the compilation", "the first zero_", "the capture"])
+@pytest.mark.parametrize("failing", ["the compilation", "the end", "the capture"])
 def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
-    """The caller's arena stays; accumulator, hooks and fused layers go, the optimizer's settings
-    are as before."""
+    """The caller's arena stays; products and hooks go, the optimizer's settings are as before."""
     model = make_model()
     arena = Arena(model)
     opt = AdamW(arena)
-    types_before = [type(part) for part in model.modules()]
-    options = {"max_norm": 0.5, "accumulate": "fused"}
+    hooks = [len(p._post_accumulate_grad_hooks) for p in arena.params]
+    options = {"max_norm": 0.5, "deterministic": True}
 
     def fails(*args, **kwargs):
         raise MemoryError("no more")
@@ -326,34 +313,33 @@ def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
     if failing == "the compilation":
         monkeypatch.setattr(torch, "compile", fails)
         options |= {"compile": True, "distributed": Distributed(ordered=True)}
-    elif failing == "the first zero_":
-        monkeypatch.setattr(GradientAccumulator, "zero_", fails)
+    elif failing == "the end":
+        monkeypatch.setattr(Arena, "clear_gradients", fails)
         options |= {"distributed": Distributed(ordered=True)}
     else:
         options |= {"replay": Replay(policy="require")}
     with use_backend("torch"), pytest.raises((MemoryError, CaptureError)):
         TrainStep(model, opt, **options)
-    assert Arena.of(model) is arena and GradientAccumulator.of(arena) is None
+    assert Arena.of(model) is arena and not arena.before_release
     assert opt.max_norm is None and opt.explain_skip is None
-    assert [type(part) for part in model.modules()] == types_before
-    token_loss(model, next(make_batches()))[0].backward()
-    assert not arena.grads.any(), "a hook was left behind"
+    assert not any(map(fused_forward, model.modules()))
+    assert [len(p._post_accumulate_grad_hooks) for p in arena.params] == hooks
     monkeypatch.undo()
     with TrainStep(model, opt) as step:
         assert step(next(make_batches())).loss.isfinite()
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_a_max_norm_of_zero_scales_every_gradient_to_zero(clip):
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_max_norm_of_zero_scales_every_gradient_to_zero(ours):
     """As torch.nn.utils.clip_grad_norm_: a way to hold the weights, decay apart."""
     model = make_model()
     arena = Arena(model)
-    if clip == "fused":
+    if ours:
         opt = AdamW(arena, lr=0.1, weight_decay=0.0)
     else:
         opt = torch.optim.SGD(arena.parameters(), lr=0.1)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    with TrainStep(model, opt, clip=clip, max_norm=0) as step:
+    with TrainStep(model, opt, max_norm=0) as step:
         out = step(next(make_batches()))
     assert out.norm > 0 and out.scale == 0 and out.clipped_norm == 0 and out.finite
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
@@ -384,12 +370,12 @@ def test_a_loss_fn_that_returns_no_number_is_refused():
             ArgumentError, match="loss_fn returned Tensor; expected a one-element tensor"
         ):
             step(next(make_batches()))
-        assert step.count == 0 and not step.arena.grads.any()
+        assert step.count == 0 and not any(step.arena.has_gradient())
 
 
 def test_close_gives_an_ordinary_module_back():
     model = make_model()
-    with TrainStep(model, accumulate="fused") as step:
+    with TrainStep(model, deterministic=True) as step:
         step(next(make_batches()))
     assert Arena.of(model) is None and all(p.grad is None for p in model.parameters())
     token_loss(model, next(make_batches()))[0].backward()
@@ -400,10 +386,10 @@ def test_close_leaves_an_arena_that_the_caller_made():
     model = make_model()
     arena = Arena(model)
     opt = AdamW(arena)
-    for accumulate in ("fused", "arena"):
-        with TrainStep(model, opt, accumulate=accumulate) as step:
+    for deterministic in (True, False):
+        with TrainStep(model, opt, deterministic=deterministic) as step:
             step(next(make_batches()))
-        assert Arena.of(model) is arena and GradientAccumulator.of(arena) is None
+        assert Arena.of(model) is arena and not any(map(fused_forward, model.modules()))
         arena.check()
     assert opt.state[arena.parameters()[0]]["step"] == 2
     arena.release()
@@ -484,7 +470,8 @@ def test_autocast_and_meter_are_stages_of_a_step():
         assert {"forward", "backward", "accumulate", "optimizer", "zero"} == set(
             meter.timer.poll()
         )  # clipping is in the optimizer
-    with TrainStep(model, clip="torch", meter=meter, max_norm=1.0) as step:
+    opt = torch.optim.SGD(model.parameters())
+    with TrainStep(model, opt, meter=meter, max_norm=1.0) as step:
         step(next(make_batches()))
         assert "clip" in meter.timer.poll()
 
@@ -496,7 +483,9 @@ class Stopped(Exception):
     pass
 
 
-def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.float32, every=3):
+def run(
+    folder, steps, deterministic=False, resume=False, stop_at=None, dtype=torch.float32, every=3
+):
     """A run with everything that has a state: Adam, scheduler, data position, dropout's random
     numbers. Returns losses, weights."""
     torch.manual_seed(1)
@@ -514,7 +503,7 @@ def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.flo
         opt,
         loss_fn,
         micro_batches=2,
-        accumulate=mode,
+        deterministic=deterministic,
         max_norm=1.0,
         scheduler=warmup_cosine(opt, 2, 9),
     ) as step:
@@ -534,26 +523,18 @@ def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.flo
     return losses, weights
 
 
-@pytest.mark.parametrize(
-    "mode, dtype",
-    [
-        ("host", torch.float32),
-        ("autograd", torch.float32),
-        ("arena", torch.float32),
-        ("fused", torch.float32),
-        ("arena", torch.bfloat16),
-    ],
-)
-def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, mode, dtype):
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, dtype, killed):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    steps, want = run(whole, 9, mode, dtype=dtype)
+    steps, want = run(whole, 9, killed, dtype=dtype)
     assert steps == list(range(1, 10))
-    assert run(stopped, 9, mode, stop_at=4, dtype=dtype)[0] == [1, 2, 3, 4]
+    assert run(stopped, 9, killed, stop_at=4, dtype=dtype)[0] == [1, 2, 3, 4]
     newest = max((stopped / "checkpoints").iterdir())
-    if mode == "arena":  # as after SIGKILL: the checkpoint of the break is not there
+    if killed:  # the checkpoint of the break is not there
         newest.unlink()
-    steps, got = run(stopped, 9, mode, resume=True, dtype=dtype)
-    assert steps == list(range(4 if mode == "arena" else 5, 10))
+    steps, got = run(stopped, 9, killed, resume=True, dtype=dtype)
+    assert steps == list(range(4 if killed else 5, 10))
     for name in want:
         assert torch.equal(got[name], want[name]), (
             f"{name}: {differ(got[name].float(), want[name].float())}"
@@ -688,8 +669,8 @@ def test_training_learns():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-def test_gpu_step_equals_the_plain_torch_loop(mode):
+@ADDS
+def test_gpu_step_equals_the_plain_torch_loop(how):
     model = make_model().cuda()
     plain = copy.deepcopy(model)
     batches, same = make_batches(), make_batches()
@@ -698,7 +679,7 @@ def test_gpu_step_equals_the_plain_torch_loop(mode):
         torch.optim.SGD(plain.parameters(), lr=0.1),
     )
     plain_loop(plain, ref, ((x.cuda(), y.cuda()) for x, y in same), 4, 2, 0.5)
-    with TrainStep(model, opt, micro_batches=2, accumulate=mode, max_norm=0.5) as step:
+    with TrainStep(model, opt, micro_batches=2, max_norm=0.5, **how) as step:
         for _ in range(4):
             step(tuple(t.cuda() for t in next(batches)))
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
@@ -706,8 +687,8 @@ def test_gpu_step_equals_the_plain_torch_loop(mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["arena", "fused"])
-def test_gpu_compiled_step_follows_the_eager_one(mode):
+@ADDS
+def test_gpu_compiled_step_follows_the_eager_one(how):
     """bf16 weights, fp32 masters, torch.compile over the loss: the losses stay together."""
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("torch.compile on a GPU (triton) needs a C compiler, and there is none")
@@ -715,9 +696,7 @@ def test_gpu_compiled_step_follows_the_eager_one(mode):
     losses = {}
     for compiled in (False, True):
         model = make_model().to("cuda", torch.bfloat16)
-        with TrainStep(
-            model, micro_batches=2, accumulate=mode, compile=compiled, max_norm=1.0
-        ) as step:
+        with TrainStep(model, micro_batches=2, compile=compiled, max_norm=1.0, **how) as step:
             batches = make_batches()
             losses[compiled] = [
                 step(tuple(t.cuda() for t in next(batches))).loss.item() for _ in range(4)
