@@ -2,13 +2,13 @@
 
 Needs a GPU and about a minute.
 
-The tail is what follows the last backward: clip at norm 1.0, AdamW, and the bf16 copy of weights.
+The tail is what follows the last backward: clip at 1.0, AdamW, and the bf16 copy of the weights.
 
-1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights, then bf16 ones
-   with fp32 masters: ga.AdamW(arena, max_norm=1.0), torch's sequences over separate tensors, and
-   torch's over one flat tensor; launched from Python and replayed from a CUDA graph. Shares are of
-   the rate of a device-to-device copy in the same run, for the bytes that the job must move. Before
-   each run, and not counted, the fp32 gradients are restored.
+1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights, then bf16
+   ones with fp32 masters: ga.AdamW(arena, max_norm=1.0), torch's sequences over separate tensors,
+   and torch's over one flat tensor; launched from Python and replayed from a CUDA graph. Shares are
+   of the rate of a device-to-device copy in the same run, for the bytes that the job must move.
+   Before each run, and not counted, the fp32 gradients are restored.
 2. The kernels of ours, each alone, replayed.
 3. Clip and AdamW of 1,000 tensors of 1,000 elements, without an arena (16 MB stay in the L2 cache).
 4. Drift: how far weights are after 100 steps from those of torch's foreach AdamW, and from AdamW in
