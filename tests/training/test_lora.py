@@ -1,5 +1,6 @@
 """LoRA: only the factors are trained, unmerging is bit-identical, and the files are PEFT's."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -10,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import differ, same
+from helpers import differ, products_add, same
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -22,7 +23,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
 from gpuaccel.nn.fused_linear import fused_forward  # noqa: E402
 from gpuaccel.nn.lora import LoRALinear, frozen_state_dict  # noqa: E402
-from gpuaccel.optim.accumulate import GradientAccumulator  # noqa: E402
 from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.training import lora_files  # noqa: E402
 from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
@@ -326,13 +326,12 @@ def test_training_moves_the_factors_and_no_bit_of_the_frozen_weights(kind, dtype
     arena = Arena(model)
     opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=2e-2)
     losses = []
-    with GradientAccumulator(arena, "arena"):
-        for _ in range(20):
-            loss = loss_of(model, x)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
+    for _ in range(20):
+        loss = loss_of(model, x)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.2, losses
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) == (not p.requires_grad), (
@@ -342,31 +341,27 @@ def test_training_moves_the_factors_and_no_bit_of_the_frozen_weights(kind, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_mode_of_accumulation_gives_the_same_gradients(dtype):
-    sums = {}
-    for mode in ("autograd", "arena", "fused"):
+def test_autograd_and_products_add_the_same_gradients(dtype):
+    sums = []
+    for adds in (contextlib.nullcontext, products_add):
         model = learned(
             apply_lora(build(dtype=dtype), targets=("w_q", "w_v", "down"), also=BLOCK_NORMS, seed=0)
         )
         arena = Arena(model)
-        with GradientAccumulator(arena, mode) as accumulator:
+        with adds(arena):
             fused = {name for name, part in model.named_modules() if fused_forward(part)}
             factors = {f"{path}.lora_{f}" for path in layers(model) for f in "AB"}
             # Frozen layers of one input, with LoRA or without, are one product.
             frozen = ("w_q", "w_k", "w_v", "gate", "up")
             joint = {f"blocks.{k}.{name}" for k in range(2) for name in frozen}
-            assert fused == (factors | joint if mode == "fused" else set())
+            assert fused == (factors | joint if adds is products_add else set())
             for seed in (1, 2, 3):
                 loss_of(model, tokens(seed=seed)).backward()
-            accumulator.finish()
             assert all(view.any() for view in arena.grad_views), "a factor got no gradient"
-            sums[mode] = arena.grads.clone()
+            sums.append(arena.grads.clone())
         assert type(model.blocks[0].w_q.lora_A) is nn.Linear
     tolerance = dict(rtol=1e-5, atol=1e-7) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-3)
-    for mode in ("autograd", "fused"):
-        torch.testing.assert_close(
-            sums[mode], sums["arena"], **tolerance, msg=lambda m, n=mode: f"{n}: {m}"
-        )
+    torch.testing.assert_close(*sums, **tolerance)
 
 
 def test_a_block_of_the_arena_holds_the_six_tensors_of_the_reference_system():
@@ -891,7 +886,7 @@ def test_loading_into_an_arena_keeps_its_views_and_moves_its_masters(tmp_path):
         assert torch.equal(master, dict(model.named_parameters())[name].float()), name
     # A step copies the masters to the weights: the old masters would bring the old weights back.
     opt = torch.optim.AdamW(arena.parameters(), lr=0.0, weight_decay=0.0)
-    with GradientAccumulator(arena, "fused"):
+    with products_add(arena):
         loss_of(other, x).backward()
         opt.step()
     assert torch.equal(logits(other, x), logits(model, x))
@@ -906,8 +901,7 @@ def test_checkpoints_of_a_run_hold_the_adapter_too(tmp_path):
         return model, arena, torch.optim.AdamW(arena.parameters(), lr=1e-2)
 
     def steps(model, arena, opt):
-        with GradientAccumulator(arena, "fused") as accumulator:
-            accumulator.zero_()
+        with products_add(arena):
             for _ in range(3):
                 loss_of(model, tokens()).backward()
                 opt.step()
@@ -1210,8 +1204,8 @@ def test_a_failed_save_leaves_the_old_adapter(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["arena", "fused"])
-def test_on_a_gpu_it_starts_trains_and_merges_as_on_the_cpu(mode, tmp_path):
+@pytest.mark.parametrize("adds", [contextlib.nullcontext, products_add])
+def test_on_a_gpu_it_starts_trains_and_merges_as_on_the_cpu(adds, tmp_path):
     model = apply_lora(build(dtype=torch.bfloat16).cuda(), also=BLOCK_NORMS, seed=0)
     on_cpu = apply_lora(build(dtype=torch.bfloat16), also=BLOCK_NORMS, seed=0)
     for a, b in zip(model.parameters(), on_cpu.parameters()):
@@ -1220,7 +1214,7 @@ def test_on_a_gpu_it_starts_trains_and_merges_as_on_the_cpu(mode, tmp_path):
     arena = Arena(model)
     opt = torch.optim.AdamW(arena.parameters(), lr=2e-2, fused=True)
     first = loss_of(model, x).item()
-    with GradientAccumulator(arena, mode):
+    with adds(arena):
         for _ in range(20):
             loss_of(model, x).backward()
             opt.step()

@@ -60,31 +60,19 @@ def laid_out(model):
     return opt
 
 
-def accumulating(model):
+def with_products(model):
     arena = ga.Arena(model)
     opt = torch.optim.AdamW(arena.parameters(), lr=1e-2)
-    accumulator = ga.GradientAccumulator(arena, "arena")
+    adding = ga.optim.Products(arena)
     loss_of(model, batch(model.device))[0].backward()
     opt.step()
-    # In the middle of an accumulation window.
-    loss_of(model, batch(model.device))[0].backward()
-    return opt, accumulator
-
-
-def fused(model):
-    accumulator = ga.GradientAccumulator(ga.Arena(model), "fused")
-    opt = ga.AdamW(accumulator.arena, lr=1e-2)
-    loss_of(model, batch(model.device))[0].backward()
-    opt.step()
-    loss_of(model, batch(model.device))[0].backward()
-    return opt, accumulator
+    return arena, opt, adding
 
 
 def captured(model):
     step = ga.TrainStep(
         model,
         loss_fn=loss_of,
-        accumulate="fused",
         replay=ga.training.Replay(policy="require"),
         deterministic=True,
     )
@@ -99,14 +87,14 @@ BF16 = torch.bfloat16
 dtypes = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 
 # (kind, tied, dtype, device). How tensors lie in memory depends on tied and dtype: all four with
-# `fused`, which has all that `laid_out` and `accumulating` have.
-ARENAS = [(fused, tied, dtype, "cpu") for tied in (False, True) for dtype in (FP32, BF16)]
-ARENAS += [(kind, True, BF16, "cpu") for kind in (laid_out, accumulating)]
+# `with_products`, which has all that `laid_out` has.
+ARENAS = [(with_products, tied, dtype, "cpu") for tied in (False, True) for dtype in (FP32, BF16)]
+ARENAS += [(laid_out, True, BF16, "cpu")]
 # A captured step needs a GPU, or the tape of backend simt.
 ARENAS += [(captured, False, FP32, "simt"), (captured, True, BF16, "simt")]
 ARENAS += [
     pytest.param(kind, tied, dtype, "cuda", marks=pytest.mark.gpu)
-    for kind in (laid_out, accumulating, fused, captured)
+    for kind in (laid_out, with_products, captured)
     for tied in (False, True)
     for dtype in (FP32, BF16)
 ]
@@ -300,23 +288,23 @@ def test_a_master_of_another_shape_is_refused_before_anything_changes():
 
 @dtypes
 @pytest.mark.parametrize("average", ["ema", "swa"])
-@pytest.mark.parametrize("mode", ["arena", "fused"])
-def test_averages_of_weights_are_those_of_a_model_without_an_arena(mode, average, dtype):
+def test_averages_of_weights_are_those_of_a_model_without_an_arena(average, dtype):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     rule = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
     model, plain = llama(dtype=dtype), llama(dtype=dtype)
-    accumulator = ga.GradientAccumulator(ga.Arena(model), mode)
-    opt = ga.AdamW(accumulator.arena, lr=1e-2)
+    arena = ga.Arena(model)
+    opt = ga.AdamW(arena, lr=1e-2)
     mine, theirs = AveragedModel(model, **rule), AveragedModel(plain, **rule)
     for seed in range(3):
         loss_of(model, batch("cpu", seed))[0].backward()
         opt.step()
+        opt.zero_grad()
         plain.load_state_dict(model.state_dict())
         mine.update_parameters(model)
         theirs.update_parameters(plain)
     assert bits(mine.state_dict()) == bits(theirs.state_dict()) and mine.n_averaged == 3
-    accumulator.arena.check()
+    arena.check()
     assert ga.Arena.of(mine.module) is None
 
 
@@ -363,7 +351,6 @@ def test_an_edit_of_bf16_weights_counts(loop, edit, device):
             opt = ga.AdamW(arena, lr=0.0)
         else:
             opt = torch.optim.SGD(arena.parameters(), lr=0.0)
-            ga.GradientAccumulator(arena)
 
         def take_step():
             layer(x).sum().backward()
