@@ -694,11 +694,16 @@ class Arena:
         last = len(self.params) if last is None else last
         for i in range(first, last):
             grad = self.params[i].grad
-            if grad is None or _address(grad) == self._grad_addresses[i]:
+            if grad is None or _is_slice(grad, self._grad_addresses[i]):
                 continue
             if grad.requires_grad and not graphs:
                 continue
-            check_gradient(self.segments[i].name, grad, self.segments[i].shape, self.device)
+            try:
+                check_gradient(self.segments[i].name, grad, self.segments[i].shape, self.device)
+            except ArgumentError:
+                # That of a parameter which has left the arena: then this is what to say.
+                self.check()
+                raise
             indices.append(i)
             given.append(grad.detach())
         for i in range(first, last):
@@ -719,7 +724,7 @@ class Arena:
             i: index of the tensor in `segments`.
         """
         grad = self.params[i].grad
-        if grad is None or _address(grad) == self._grad_addresses[i]:
+        if grad is None or _is_slice(grad, self._grad_addresses[i]):
             return grad
         self.collect(i, i + 1)
         return self.params[i].grad
@@ -1017,9 +1022,12 @@ def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
     return ready
 
 
-def _address(grad: Tensor) -> int:
-    """0 for a sparse tensor, which has none, and which check_gradient() refuses."""
-    return grad.data_ptr() if grad.layout is torch.strided else 0
+def _is_slice(grad: Tensor, address: int) -> bool:
+    """Whether a `.grad` lies at this address. No empty tensor does, and no sparse one."""
+    try:
+        return grad.data_ptr() == address != 0
+    except RuntimeError:
+        return False
 
 
 def _in_an_arena(p: Tensor) -> bool:
