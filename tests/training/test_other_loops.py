@@ -1,18 +1,21 @@
 """Training loops of transformers and accelerate clip gradients of an arena as any others."""
 
+import contextlib
 import functools
 import math
 import types
 
 import pytest
 import torch
+from helpers import products_add
 from savers import VOCAB, llama
 
 import gpuaccel as ga
-from gpuaccel.optim.accumulate import MODES
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
+# Who adds gradients into the arena.
+ADDS = {"autograd": contextlib.nullcontext, "products": products_add}
 
 
 def sequences():
@@ -57,23 +60,18 @@ def by_accelerate(model, opt, max_norm, folder):
     return norms
 
 
-def trained(loop, optimizer, mode, max_norm, folder, dtype=torch.float32):
-    """weights, norms: of a model trained in this loop. mode: None without an arena."""
+def trained(loop, optimizer, adds, max_norm, folder, dtype=torch.float32):
+    """weights, norms: of a model trained in this loop. adds: None without an arena."""
     model = llama().to(torch.bfloat16).to(dtype)
-    parameters = list(model.parameters())
-    if mode is not None:
-        arena = ga.Arena(model)
-        ga.GradientAccumulator(arena, mode)
-        parameters = arena.parameters()
+    arena = model if adds is None else ga.Arena(model)
     if optimizer == "SGD":
-        opt = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
-    elif optimizer == "ga.AdamW" and mode is not None:
+        opt = torch.optim.SGD(arena.parameters(), lr=1.0, momentum=0.5)
+    elif optimizer == "ga.AdamW" and adds is not None:
         opt = ga.AdamW(arena, lr=1e-2, weight_decay=0.0)
     else:
-        opt = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
-    norms = loop(model, opt, max_norm, folder)
-    if mode is not None:
-        arena.release()
+        opt = torch.optim.AdamW(arena.parameters(), lr=1e-2, weight_decay=0.0)
+    with ADDS.get(adds, contextlib.nullcontext)(arena):
+        norms = loop(model, opt, max_norm, folder)
     return types.SimpleNamespace(weights=dict(model.named_parameters()), norms=norms)
 
 
@@ -90,13 +88,13 @@ def distance(a, b):
 
 @pytest.mark.parametrize("loop", [by_trainer, by_accelerate])
 @pytest.mark.parametrize("optimizer", ["SGD", "torch.AdamW", "ga.AdamW"])
-@pytest.mark.parametrize("mode", MODES)
-def test_max_grad_norm_clips_a_bf16_model(mode, optimizer, loop, tmp_path, tmp_path_factory):
+@pytest.mark.parametrize("adds", ADDS)
+def test_max_grad_norm_clips_a_bf16_model(adds, optimizer, loop, tmp_path, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     want = without_an_arena(loop, optimizer, 0.1, folder)
     unclipped = without_an_arena(loop, optimizer, 1e9, folder)
     assert min(want.norms) > 0.2
-    got = trained(loop, optimizer, mode, 0.1, tmp_path, torch.bfloat16)
+    got = trained(loop, optimizer, adds, 0.1, tmp_path, torch.bfloat16)
     # bf16 has 8 bits.
     torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=0.03, atol=0)
     assert all(p.dtype == torch.bfloat16 for p in got.weights.values())
@@ -107,14 +105,14 @@ def test_max_grad_norm_clips_a_bf16_model(mode, optimizer, loop, tmp_path, tmp_p
 
 @pytest.mark.parametrize("loop", [by_trainer, by_accelerate])
 @pytest.mark.parametrize("optimizer", ["SGD", "torch.AdamW", "ga.AdamW"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("adds", ADDS)
 def test_max_grad_norm_clips_as_it_does_without_an_arena(
-    mode, optimizer, loop, tmp_path, tmp_path_factory
+    adds, optimizer, loop, tmp_path, tmp_path_factory
 ):
     folder = tmp_path_factory.getbasetemp()
     want = without_an_arena(loop, optimizer, 0.1, folder)
     unclipped = without_an_arena(loop, optimizer, 1e9, folder)
-    got = trained(loop, optimizer, mode, 0.1, tmp_path)
+    got = trained(loop, optimizer, adds, 0.1, tmp_path)
     assert min(want.norms) > 0.2
     torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=1e-3, atol=0)
     assert any(
@@ -128,11 +126,12 @@ def test_max_grad_norm_clips_as_it_does_without_an_arena(
 @pytest.mark.parametrize("arena", [False, True])
 def test_trainer_makes_ga_adamw_with_its_own_learning_rate_and_decay(tmp_path, arena):
     """The line of docs/your-model.md, against the optimizer that Trainer makes by itself."""
+    held = []
 
     def weights(**optimizer):
         model = llama()
         if arena and optimizer:
-            ga.GradientAccumulator(ga.Arena(model), "arena")
+            held.append(ga.Arena(model))
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path),
             max_steps=8,
