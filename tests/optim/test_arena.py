@@ -12,7 +12,7 @@ from torch import nn
 
 from gpuaccel.errors import ArgumentError
 from gpuaccel.ops.accumulate import CHUNK
-from gpuaccel.optim.accumulate import GradientAccumulator
+from gpuaccel.optim import Products
 from gpuaccel.optim.arena import Arena, Summary, lay_out
 from gpuaccel.training.models import Transformer, preset
 
@@ -151,12 +151,11 @@ def test_padding_stays_zero_through_training(model, seed):
     torch.manual_seed(seed)
     arena = Arena(model)
     opt = torch.optim.AdamW(arena.parameter_groups(), lr=0.1)
-    with GradientAccumulator(arena, "arena"):
-        for _ in range(2):
-            trained = [p.float() for p in model.parameters() if p.requires_grad]
-            sum((p.square() + p).sum() for p in trained).backward()
-            opt.step()
-            opt.zero_grad()
+    for _ in range(2):
+        trained = [p.float() for p in model.parameters() if p.requires_grad]
+        sum((p.square() + p).sum() for p in trained).backward()
+        opt.step()
+        opt.zero_grad()
     empty = padding(arena)
     for name in ("weights", "grads", "bf16_weights"):
         buffer = getattr(arena, name)
@@ -243,13 +242,14 @@ def test_deepcopy_of_arena_and_of_module_stand_alone(dtype):
     arena = Arena(model)
     with torch.no_grad():
         arena.weights.add_((~padding(arena)).float() * 2**-12)  # bits that bf16 does not have
-    arena.grads[0] = 7.0
+    arena.masters[0].grad = torch.full_like(arena.masters[0], 7.0)
     twin, plain = copy.deepcopy(arena), copy.deepcopy(model)
     check_views(twin), check_views(arena)
     assert (
         twin.module is not model
         and torch.equal(twin.weights, arena.weights)
-        and twin.grads[0] == 7.0
+        and twin.has_gradient() == arena.has_gradient() == [True, False, False, False]
+        and twin.params[0].grad.eq(7).all()
     )
     assert twin.weights.data_ptr() != arena.weights.data_ptr()
     assert Arena.of(twin.module) is twin and Arena.of(model) is arena and Arena.of(plain) is None
@@ -258,9 +258,9 @@ def test_deepcopy_of_arena_and_of_module_stand_alone(dtype):
         for p in plain.parameters():
             p.zero_()
     assert all(not p.any() for p in twin.module.parameters()) and model[0].weight.any()
-    with GradientAccumulator(twin):
-        twin.module(torch.ones(1, 3, dtype=dtype)).sum().backward()
-    assert twin.grads[1:].any() and not arena.grads[1:].any()
+    sums = arena.grads.clone()
+    twin.module(torch.ones(1, 3, dtype=dtype)).sum().backward()
+    assert twin.params[0].grad.eq(8).all() and torch.equal(arena.grads, sums)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -294,7 +294,7 @@ def test_parameters_assigned_by_load_state_dict_are_named_at_the_next_use():
     with pytest.raises(
         ArgumentError, match=r"0\.weight is no longer a view of the arena.*assign=True"
     ):
-        GradientAccumulator(arena)
+        arena.check()
     arena.release()
     assert not model[0].weight.any()
 
@@ -341,29 +341,56 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
     model = Transformer(preset("tiny", layers=1)).to(dtype)
     arena = Arena(model)
     model(torch.arange(6)[None]).float().sum().backward()
-    arena.grads.normal_()
-    arena.squares.mark_all()
     for name in ("grads", "weights") + ("bf16_weights",) * (dtype == torch.bfloat16):
         before, home = getattr(arena, name).clone(), torch.empty_like(getattr(arena, name))
         arena.move(name, home)
-        assert (
-            torch.equal(getattr(arena, name), before)
-            and getattr(arena, name).data_ptr() == home.data_ptr()
-        )
+        assert torch.equal(getattr(arena, name), before)
+        assert getattr(arena, name).data_ptr() == home.data_ptr()
     check_views(arena)
     arena.check()
-    assert arena.squares.current()
+    for p, view in zip(arena.params, arena.grad_views):
+        assert p.grad is view
+    sums = [p.grad.clone() for p in arena.params]
+    model(torch.arange(6)[None]).float().sum().backward()
+    for p, view, before in zip(arena.params, arena.grad_views, sums):
+        assert p.grad is view and torch.equal(view, 2 * before)
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
         moved.module.weight.data = moved.module.weight.data.clone()
         moved.move("grads", torch.empty_like(moved.grads))
-    with GradientAccumulator(arena), pytest.raises(ArgumentError, match="while an accumulator is"):
+    Products(arena)
+    with pytest.raises(ArgumentError, match="while a TrainStep uses it"):
         arena.move("grads", torch.empty_like(arena.grads))
-    arena.squares.mark_all()
-    arena.grad_views[0].mul_(2)
-    assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(
-        arena.squares.current(i, i + 1) for i in range(len(arena.segments))
-    )
+
+
+@pytest.mark.parametrize("adding", ["autograd", "products"])
+def test_squares_are_kept_until_a_gradient_changes(adding):
+    model = nn.Sequential(nn.Linear(5, 3))
+    arena = Arena(model)
+    products = Products(arena) if adding == "products" else None
+    squares = torch.ones(2, dtype=torch.float64)
+
+    def backward():
+        if products is not None:
+            products.begin_backward()
+        model(torch.ones(2, 5)).sum().backward()
+
+    assert arena.kept_squares() is None
+    for change in (
+        backward,
+        arena.clear_gradients,
+        backward,
+        lambda: arena.grads.mul_(2),
+        lambda: model[0].weight.grad.add_(1),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        lambda: (setattr(model[0].bias, "grad", torch.ones(3)), arena.collect()),
+    ):
+        arena.keep_squares(squares)
+        assert arena.kept_squares()[0] is squares
+        arena.collect()
+        assert arena.kept_squares()[0] is squares
+        change()
+        assert arena.kept_squares() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -371,22 +398,18 @@ def test_release_gives_ordinary_parameters_back(dtype):
     model = nn.Linear(5, 3).to(dtype)
     weight, before = model.weight, model.weight.detach().clone()
     arena = Arena(model)
-    accumulator = GradientAccumulator(arena)
     model(torch.ones(1, 5, dtype=dtype)).sum().backward()
     assert arena.named_parameters()["weight"].grad.eq(1).all()
     arena.release()
     arena.release()  # twice does nothing
     assert model.weight is weight and torch.equal(weight, before) and Arena.of(model) is None
-    assert weight.untyped_storage().nbytes() == 15 * weight.element_size(), (
-        "still a view of the arena"
-    )
-    assert dtype != torch.float32 or weight.grad.eq(1).all()
+    for t in (weight, weight.grad):
+        assert t.untyped_storage().nbytes() == 15 * t.element_size(), "still a view of the arena"
+    for n in (2, 3):
+        model(torch.ones(1, 5, dtype=dtype)).sum().backward()
+        assert weight.grad.eq(n).all() and weight.grad.dtype == dtype
     with pytest.raises(ArgumentError, match="no longer a view"):
-        GradientAccumulator(arena)
-    accumulator.close()
-    model.zero_grad()
-    model(torch.ones(1, 5, dtype=dtype)).sum().backward()
-    assert weight.grad.eq(1).all() and weight.grad.dtype == dtype
+        arena.check()
     model.to(torch.float64)
     Arena(model.float()).check()
 
@@ -454,9 +477,8 @@ def test_an_arena_of_empty_tensors_only():
     module = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))])
     arena = Arena(module)
     assert arena.numel == 0 and arena.summary().total_bytes == 0
-    with GradientAccumulator(arena) as accumulator:
-        sum(p.sum() for p in module).backward()
-        accumulator.zero_()
+    sum(p.sum() for p in module).backward()
+    torch.optim.SGD(arena.parameters(), lr=1.0).step()
 
 
 def test_an_arena_that_dies_while_an_optimizer_calls_its_hooks_does_no_harm():
