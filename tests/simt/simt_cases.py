@@ -2297,7 +2297,7 @@ def _fma(a, b, c):
 TENSORS, SEED = ("weight", "gradient", "m", "v", "vmax", "copy"), 2**52 + 12345
 
 
-def _updated(c, old, number, clear, amsgrad, stochastic):
+def _updated(c, old, number, amsgrad, stochastic):
     """Weight, gradient, m, v, vmax and copy (or None) after a step: the kernel's steps in numpy."""
     from gpuaccel.ops.rounding import reference_random_bits, reference_round
 
@@ -2323,8 +2323,6 @@ def _updated(c, old, number, clear, amsgrad, stochastic):
             torch.from_numpy(vmax).to(dtype) if amsgrad else old[4],
             rounded if old[5] is not None else None,
         ]
-    if clear:
-        new[1] = torch.zeros_like(old[1])
     return new
 
 
@@ -2332,24 +2330,24 @@ def _updated(c, old, number, clear, amsgrad, stochastic):
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """Bit-identical to the same operations in numpy.
 
-    Tensors with a tail, misaligned, with a copy, cleared or not, skipped.
+    Tensors with a tail, misaligned, with a copy, skipped.
     """
     random, dtype, grad_dtype = (
         rng(seed),
         DTYPES[PARAM_T],
         _grad_dtype(kernel),
     )
-    #         elements, elements before it, copy, clear, skip
+    #         elements, elements before it, copy, skip
     kinds = (
-        (5, 0, False, True, False),
-        (4096, 0, True, True, False),
-        (4097, 0, False, False, False),
-        (4200, 1, True, False, False),
-        (4096, 0, False, True, True),
-        (300, 0, True, False, True),
+        (5, 0, False, False),
+        (4096, 0, True, False),
+        (4097, 0, False, False),
+        (4200, 1, True, False),
+        (4096, 0, False, True),
+        (300, 0, True, True),
     )
     coefficients, jobs = np.zeros((len(kinds), 10), np.float32), []
-    for i, (n, skip, copied, clear, held) in enumerate(kinds):
+    for i, (n, skip, copied, held) in enumerate(kinds):
         coefficients[i] = (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, held, 5 + i)
         tensors = [torch.from_numpy(normal(random, n + skip)) for _ in range(3)]
         tensors += [torch.from_numpy(np.square(normal(random, n + skip))) for _ in range(2)]
@@ -2372,7 +2370,7 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
         return [*[0 if j[k] is None else j[k].data_ptr() for j in jobs], *rest]
 
     packed = struct.pack(
-        "=360Q61i120i120H4x",
+        "=360Q61i120i60H4x",
         *addresses(0),
         *addresses(1),
         *addresses(2),
@@ -2387,8 +2385,6 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
         *rest,
         *[(n - 1) % 4096 + 1 for n, *_ in kinds],
         *rest,
-        *[int(clear) for _, _, _, clear, _ in kinds],
-        *rest,
     )
     before = [[None if t is None else t.cpu().clone() for t in j] for j in jobs]
     kernel[4, kernel.bound](
@@ -2397,10 +2393,9 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
         packed,
         tensors=[t for j in jobs for t in j if t is not None],
     )
-    for i, (job, old, (_, _, _, clear, _)) in enumerate(zip(jobs, before, kinds)):
-        for name, got, want in zip(
-            TENSORS, job, _updated(coefficients[i], old, 10 + i, clear, AMSGRAD, STOCHASTIC)
-        ):
+    for i, (job, old) in enumerate(zip(jobs, before)):
+        updated = _updated(coefficients[i], old, 10 + i, AMSGRAD, STOCHASTIC)
+        for name, got, want in zip(TENSORS, job, updated):
             if got is not None:
                 yield Outcome(f"tensor {i}, {name}", got.cpu(), want)
 
@@ -2458,7 +2453,6 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
                     coefficients[i],
                     [None if t is None else t[here] for t in flat],
                     i,
-                    True,
                     AMSGRAD,
                     STOCHASTIC,
                 ),
