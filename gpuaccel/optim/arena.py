@@ -441,6 +441,10 @@ class Arena:
         self._collecting = -1
         self._fresh_bytes = 0
         self._handles: "list[Any]" = []
+        for p in params:
+            if p.dtype != torch.float32:
+                # None: `.grad` may have another dtype than the parameter.
+                p.grad_dtype = None
         self._follow_gradients()
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: "list[Callable[[], object]]" = []
@@ -631,13 +635,44 @@ class Arena:
     # ---- gradients ----
 
     def _follow_gradients(self):
+        """Call a hook behind each gradient of a backward: see _gradient_hook."""
         weak = weakref.ref(self)
         for i, p in enumerate(self.params):
-            if p.dtype != torch.float32:
-                # None: `.grad` may have another dtype than the parameter.
-                p.grad_dtype = None
             hook = _gradient_hook(weak, i, self._grad_addresses, self._listeners)
-            self._handles.append(p.register_post_accumulate_grad_hook(hook))
+            # A frozen parameter takes no hook.
+            with self._trainable(p):
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _trainable(p: nn.Parameter):
+        trained = p.requires_grad
+        p.requires_grad_(True)
+        yield
+        p.requires_grad_(trained)
+
+    def _remove_hooks(self):
+        while self._handles:
+            self._handles.pop().remove()
+
+    def has_hooks(self, i: int) -> bool:
+        """Whether somebody else has registered a post-accumulate hook on tensor i.
+
+        Args:
+            i: index of the tensor in `segments`.
+        """
+        own = {handle.id for handle in self._handles[i : i + 1]}
+        return not own.issuperset(self.params[i]._post_accumulate_grad_hooks or ())
+
+    def collected_by_hand(self) -> "Callable[[], None]":
+        """From here on the caller calls collect() behind each backward, without a call of Python
+        for each gradient.
+
+        Returns:
+            A function that ends it.
+        """
+        self._remove_hooks()
+        return lambda: None if self._handles or self not in _arenas else self._follow_gradients()
 
     def _is_fresh(self, grad: Tensor):
         """Autograd has made another tensor than the slice: collect it at the end of the backward,
@@ -664,11 +699,16 @@ class Arena:
         if listener is None:
             yield
             return
+        by_hand = not self._handles
+        if by_hand:
+            self._follow_gradients()
         self._listeners.append(listener)
         try:
             yield
         finally:
             self._listeners.remove(listener)
+            if by_hand:
+                self._remove_hooks()
 
     def product_added(self, tensors: "dict[int, bool]"):
         """As GradientListener says: for layers whose products add."""
@@ -958,8 +998,7 @@ class Arena:
             return
         for close in [*self.before_release]:
             close()
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
         for p, address in zip(self.params, self._grad_addresses):
             p.data = p.data.clone()
             if p.grad is not None and p.grad.data_ptr() == address:

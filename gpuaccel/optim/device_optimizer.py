@@ -387,11 +387,16 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
         That is addresses, where kernels run or in an arena; otherwise the tensors themselves. The
         first is None when it does not tell what to do."""
-        params = self._params()
-        grads = [p.grad for p in params]
+        params, arena = self._params(), self.arena
+        if arena is None:
+            grads = [p.grad for p in params]
+        elif self._numbers.keys() >= set(map(id, params)):
+            # Without the detour over a master.
+            grads = [arena.params[self._numbers[id(p)]].grad for p in params]
+        else:
+            return None, []
         given = [g for g in grads if g is not None]
         options = self.rule.options
-        arena = self.arena
         by_address = arena is not None or backend().name != "torch"
         identity: "Callable[[Tensor], int]" = Tensor.data_ptr if by_address else id
         try:

@@ -58,7 +58,7 @@ class _ProductSlice:
 
     def with_hooks(self) -> "list[int]":
         """As GradientSlice says."""
-        return [k for k, i in enumerate(self.tensors) if _has_hooks(self.arena.params[i])]
+        return [k for k, i in enumerate(self.tensors) if _has_hooks(self.arena, i)]
 
     def before_product(self, added: "list[bool] | None") -> "list[Rows]":
         """As GradientSlice says; neighbours are joined. Outside of backward no product counts."""
@@ -133,7 +133,7 @@ class Products:
             # Not the attribute, which a parametrization would compute.
             i = index.get(id(layer._parameters.get("weight")))
             # A weight with hooks needs its gradient from autograd.
-            if i is None or _has_hooks(arena.params[i]):
+            if i is None or _has_hooks(arena, i):
                 continue
             fused = _fuse(layer, arena.grad_views[i])
             if fused is not None:
@@ -259,10 +259,9 @@ class Products:
             self.arena.before_release.remove(self.close)
 
 
-def _has_hooks(p: nn.Parameter) -> bool:
+def _has_hooks(arena: Arena, i: int) -> bool:
     """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
-    # The arena itself has one hook.
-    return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > 1
+    return bool(arena.params[i]._backward_hooks) or arena.has_hooks(i)
 
 
 def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":

@@ -132,9 +132,8 @@ class StepGraphs:
     def check_hooks(self):
         """CaptureError for a hook that a replay would not call: eager steps refuse it as well."""
         arena = self.step.arena
-        for segment, p in zip(arena.segments, arena.params):
-            # The arena itself has one.
-            if len(p._post_accumulate_grad_hooks or ()) > 1:
+        for i, segment in enumerate(arena.segments):
+            if arena.has_hooks(i):
                 raise CaptureError(
                     f"{segment.name} has a hook of register_post_accumulate_grad_hook(), which a "
                     "replay would not call. Instead: remove it, or use replay='eager'"

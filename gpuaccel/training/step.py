@@ -187,7 +187,6 @@ class TrainStep:
         # Optimizer steps taken.
         self.count = 0
         self._max_norm = max_norm
-        self._compiled = bool(compile)
         # Layers whose products add; None: autograd adds.
         self.products: "Products | None" = None
         # None: one rank alone.
@@ -206,6 +205,8 @@ class TrainStep:
             self.arena: Arena = arena
             arena.check()
             arena.check_trainable()
+            self._frozen = arena.frozen()
+            self._cleanup.callback(arena.collected_by_hand())
             self.opt: torch.optim.Optimizer = opt or AdamW(arena, lr=3e-4, weight_decay=0.1)
             _check_optimizer(self.opt, arena)
             # The optimizer that clips by itself; None: clipping is done here.
@@ -295,7 +296,7 @@ class TrainStep:
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
-        self.arena.check_trainable()
+        self.arena.check_frozen(self._frozen)
         if self._graphs is not None:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
@@ -436,6 +437,7 @@ class TrainStep:
             self.products.begin_backward()
         with self.arena.listening(listener):
             objective.backward()
+        self.arena.collect(graphs=False)
         mark("backward")
         return loss.detach().float(), tokens
 
@@ -470,8 +472,8 @@ class TrainStep:
     @contextlib.contextmanager
     def _gradients_aside(self):
         """While Dynamo may trace, no bf16 weight has an fp32 `.grad`: it would break the graph at
-        every layer."""
-        if not self._compiled or self.arena.bf16_weights is None:
+        every layer. The model may also be compiled by its owner, and a new shape comes any time."""
+        if self.arena.bf16_weights is None:
             yield
             return
         gradients = [p.grad for p in self.arena.params]
