@@ -4,6 +4,7 @@ file has each step once."""
 import collections
 import copy
 import dataclasses
+import functools
 import json
 import shutil
 import types
@@ -666,6 +667,25 @@ def test_training_learns():
     with TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2), max_norm=1.0) as step:
         losses = [step(batch).loss.item() for _ in range(40)]
     assert losses[-1] < 0.5 * losses[0], losses
+
+
+@pytest.mark.parametrize("compiled", ["the loss", "the model", "its blocks"])
+@ADDS
+def test_a_compiled_step_has_one_graph_for_each_shape_and_no_break(how, compiled, monkeypatch):
+    """Of bf16 weights, also for a shape that is new while gradients stand, which are fp32."""
+    counters, model = torch._dynamo.utils.counters, make_model().bfloat16()
+    compiler = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch._dynamo.reset(), counters.clear()
+    parts = {"the loss": [], "the model": [model], "its blocks": model.blocks}[compiled]
+    for part in parts:
+        part.compile(dynamic=False, backend="eager")
+    lengths = [(8, 8), (8, 6, 8), (6, 8), (5, 6), (8, 5)]
+    with TrainStep(model, compile=not len(parts), max_norm=1.0, **how) as step:
+        for micros in lengths:
+            step([tuple(t[:, :T] for t in next(make_batches())) for T in micros])
+    torch._dynamo.reset()
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.gpu
