@@ -313,11 +313,17 @@ def hook_late(model, loss):
     loss.backward()
 
 
+def hook_behind_the_addition(model, loss):
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    loss.backward()
+
+
 @pytest.mark.parametrize(
     "act, message",
     [
         (ask_for_gradients, r"torch.autograd.grad\(\) asks for the gradient of first.weight"),
         (hook_late, "first.weight got a hook after the TrainStep was made"),
+        (hook_behind_the_addition, "first.weight got a hook after the TrainStep was made"),
     ],
 )
 def test_a_compiled_layer_says_that_it_returns_no_gradient(act, message, monkeypatch):
