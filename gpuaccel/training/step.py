@@ -388,6 +388,8 @@ class TrainStep:
             The loss, tokens, rows and number of these micro-batches.
         """
         totals = Totals()
+        # What a backward outside of the step has left may be bf16: it is added to in fp32.
+        self.arena.collect()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.check_usable()

@@ -88,6 +88,19 @@ def test_autograd_adds_to_what_products_have_added(device, dtype):
     assert float(opt.clip_state.norm) == pytest.approx(4 * 2**0.5, rel=1e-2)
 
 
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=ADDS)
+def test_a_step_adds_in_fp32_to_what_a_backward_outside_of_it_has_left(how):
+    """In bf16 256 + 1 = 256."""
+    layer = linear("cpu", torch.bfloat16)
+    arena, seen = Arena(layer), []
+    opt = torch.optim.SGD(arena.parameters(), lr=0.0)
+    opt.register_step_pre_hook(lambda *_: seen.append(layer.weight.grad.tolist()))
+    with TrainStep(layer, opt, lambda model, x: model(x).float().sum(), **how) as step:
+        (256 * layer(ones("cpu", torch.bfloat16)).float()).sum().backward()
+        step(ones("cpu", torch.bfloat16))
+    assert seen == [[[257.0, 257.0]]]
+
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_fp32_masters_are_updated_as_plain_parameters(device, monkeypatch):
     """By our kernels or torch's fused AdamW, not tensor by tensor."""
