@@ -715,6 +715,16 @@ class Arena:
         for listener in self._listeners:
             listener.product_added(tensors)
 
+    def _is_slice(self, i: int, grad: Tensor) -> bool:
+        """Whether a `.grad` is tensor i's slice. No empty tensor is, and no sparse one."""
+        view = self.grad_views[i]
+        try:
+            in_place = grad.data_ptr() == self._grad_addresses[i] != 0
+        except RuntimeError:
+            return False
+        # Not a transposed view of it.
+        return in_place and (grad is view or grad.stride() == view.stride())
+
     @torch.no_grad()
     def collect(self, first: int = 0, last: "int | None" = None, graphs: bool = True):
         """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
@@ -732,9 +742,11 @@ class Arena:
         self._fresh_bytes = 0
         indices, given = [], []
         last = len(self.params) if last is None else last
+        start = self.grads.data_ptr()
+        slices = range(start, start + 4 * self.numel)
         for i in range(first, last):
             grad = self.params[i].grad
-            if grad is None or _is_slice(grad, self._grad_addresses[i]):
+            if grad is None or self._is_slice(i, grad):
                 continue
             if grad.requires_grad and not graphs:
                 continue
@@ -745,7 +757,8 @@ class Arena:
                 self.check()
                 raise
             indices.append(i)
-            given.append(grad.detach())
+            # Where gradients were exchanged, it is another's slice, which gets a copy, too.
+            given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
         for i in range(first, last):
             # Its memory was replaced (`p.grad.data = ...`).
             if self.grad_views[i].data_ptr() != self._grad_addresses[i]:
@@ -764,8 +777,10 @@ class Arena:
             i: index of the tensor in `segments`.
         """
         grad = self.params[i].grad
-        if grad is None or _is_slice(grad, self._grad_addresses[i]):
+        if grad is None or self._is_slice(i, grad):
             return grad
+        # First all others: this slice may be the gradient of one of them.
+        self.collect(graphs=False)
         self.collect(i, i + 1)
         return self.params[i].grad
 
@@ -1046,27 +1061,19 @@ def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
 
     def ready(p: Tensor):
         grad = p.grad
-        try:
-            is_fresh = grad is not None and grad.data_ptr() != addresses[i]
-        except RuntimeError:
-            # A sparse gradient, which collect() refuses.
-            is_fresh = True
-        if is_fresh:
-            arena = weak()
+        if grad is not None:
+            try:
+                in_place = grad.data_ptr() == addresses[i]
+            except RuntimeError:
+                # A sparse gradient, which collect() refuses.
+                in_place = False
+            arena = None if in_place else weak()
             if arena is not None:
                 arena._is_fresh(grad)
         for listener in listeners:
             listener.gradient_complete(i)
 
     return ready
-
-
-def _is_slice(grad: Tensor, address: int) -> bool:
-    """Whether a `.grad` lies at this address. No empty tensor does, and no sparse one."""
-    try:
-        return grad.data_ptr() == address != 0
-    except RuntimeError:
-        return False
 
 
 def _in_an_arena(p: Tensor) -> bool:

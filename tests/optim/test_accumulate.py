@@ -531,27 +531,6 @@ def test_a_fused_layer_is_ordinary_after_close_and_in_copies():
     assert torch.equal(model.head.weight.grad, twin.head.weight.grad)
 
 
-@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4)])
-def test_a_fused_linear_takes_every_input_that_linear_takes(shape):
-    model = nn.Linear(4, 5)
-    x = torch.randn(shape)
-    exact = exact_sum(copy.deepcopy(model), [x], lambda m, x: m(x).square().sum())
-    check_sums(model, "products", [x], exact, 1e-6, lambda m, x: m(x).square().sum())
-
-
-def test_a_fused_linear_adds_nothing_when_its_weight_is_not_asked_for():
-    model = nn.Linear(4, 4, bias=False)
-    arena = Arena(model)
-    Products(arena)
-    x = torch.randn(2, 4, requires_grad=True)
-    torch.autograd.grad(model(x).sum(), x)
-    model.weight.requires_grad_(False)
-    model(x).sum().backward()
-    assert not arena.grads.any() and model.weight.grad is None and x.grad is not None
-    with torch.no_grad():
-        assert torch.equal(model(x), F.linear(x, model.weight))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_the_fused_product(dtype):
     acc, dy, x = (
