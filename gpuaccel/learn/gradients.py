@@ -1,16 +1,17 @@
 """The gradient that a step hands to the optimizer, and rates of the kernels that add it.
 
-step_gradient(batch, "arena", micro_batches=4)      # a flat fp32 tensor
-addition_here()                                     # bars, measured on this GPU
+step_gradient(batch, in_the_arena, micro_batches=4)   # a flat fp32 tensor
+addition_here()                                       # bars, measured on this GPU
 """
 
 import torch
 
-from ..backends import default_device
+from ..backends import default_device, deterministic
 from ..compiler import Kernel
 from ..optim import Arena
 from ..training import TrainStep, Transformer, preset
 from .figures import Figure, bars
+from .places import Place, PlainStep
 from .recorded import gpu_milliseconds
 
 
@@ -28,7 +29,7 @@ class _KeepGradient(torch.optim.Optimizer):
 
 
 def step_gradient(
-    batch, accumulate: str = "arena", micro_batches: int = 1, divide: str = "tokens"
+    batch, place: "Place | None" = None, micro_batches: int = 1, divide: str = "tokens"
 ) -> torch.Tensor:
     """The gradient of one step of the tiny model, in the order of its arena: fp32, flat.
 
@@ -36,26 +37,24 @@ def step_gradient(
 
     Args:
         batch: (inputs, targets), as ga.Batches gives them
-        accumulate, micro_batches, divide: as in ga.TrainStep
+        place: where micro-batches are added up; default: where ga.TrainStep adds them
+        micro_batches: as in ga.TrainStep
+        divide: as in ga.TrainStep; a place is divided by tokens
     """
     torch.manual_seed(0)
     model = Transformer(preset("tiny")).to(default_device())
     arena = Arena(model)
     optimizer = _KeepGradient(arena)
-    step = TrainStep(
-        model,
-        optimizer,
-        micro_batches=micro_batches,
-        accumulate=accumulate,
-        divide=divide,
-        deterministic=True,
-    )
-    step(batch)
-    gradient = optimizer.kept
-    step.close()
+    step: "TrainStep | PlainStep"
+    if place is None:
+        step = TrainStep(model, optimizer, micro_batches=micro_batches, divide=divide)
+    else:
+        step = PlainStep(model, optimizer, place, micro_batches=micro_batches)
+    with deterministic(), step:
+        step(batch)
     arena.release()
-    assert gradient is not None
-    return gradient
+    assert optimizer.kept is not None
+    return optimizer.kept
 
 
 def addition_here(elements: int = 2**26) -> Figure:

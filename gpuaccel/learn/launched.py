@@ -1,7 +1,7 @@
 """Which of our kernels a step launches, and what each of them does.
 
     launched(step, batch)     # a table: kernel and what it does, launches, file
-    launches(step, batch)     # {"accumulate_v3": 4, "squares_v2": 1, ...}
+    launches(step, batch)     # {"encoder_forward": 4, "squares_v2": 1, ...}
 
 Kernels are listed in the order of their first launch. On a GPU they are read from the records of
 `torch.profiler`, and on the CPU from the launches themselves.
@@ -13,15 +13,14 @@ from ..compiler import kernel, kernel_files, kernel_names
 from ..measure import profiler_sees_gpu, timeline
 from .figures.drawing import Table
 
-# Kernels that training steps launch. Other versions are lessons only.
+# Kernels that training steps launch, those of learn/places.py among them.
 WHAT_IT_DOES = {
     "accumulate_v1": "adds one gradient tensor to a sum, one element per thread",
     "accumulate_v2": "adds one gradient tensor to a sum, four elements per thread",
     "accumulate_v3": "adds the gradients of many tensors to the sums in the arena",
-    "accumulate_v4": "the same, and adds up the squares of the finished sums",
     "adamw_begin": "writes what AdamW needs once in a step: bias corrections and the scale",
     "adamw_v2": "AdamW for a list of tensors",
-    "adamw_v3": "AdamW for the whole arena: scales, updates weights and moments, clears the sums",
+    "adamw_v3": "AdamW for the whole arena: scales, and updates weights and moments",
     "lion_begin": "writes what Lion needs once in a step",
     "lion_v2": "Lion for a list of tensors",
     "lion_v3": "Lion for the whole arena",

@@ -50,12 +50,12 @@ class LiveThroughput:
         >>> model = ga.preset("tiny", layers=1, hidden=32, T=16).build().to(ga.default_device())
         >>> tokens = torch.arange(1000) % 256
         >>> batches = ga.Batches(tokens, batch=4, T=16, device=ga.default_device())
-        >>> live = ga.LiveThroughput("arena or fused?")
-        >>> for mode in ("arena", "fused"):
-        ...     with ga.TrainStep(model, accumulate=mode) as step:
-        ...         live.run(ga.train(step, batches, steps=3), mode, wait=True)
+        >>> live = ga.LiveThroughput("In one piece or in two?")
+        >>> for name, pieces in (("one", 1), ("two", 2)):
+        ...     with ga.TrainStep(model, micro_batches=pieces) as step:
+        ...         live.run(ga.train(step, batches, steps=3), name, wait=True)
         >>> [(name, run.last.step, run.state) for name, run in live.runs.items()]
-        [('arena', 3, 'done'), ('fused', 3, 'done')]
+        [('one', 3, 'done'), ('two', 3, 'done')]
     """
 
     def __init__(self, title: str = "Training", peak: float | None = None, norms: bool = False):

@@ -224,8 +224,9 @@ _SEPARATE = (
     ("zero", (), ("sum",)),
 )
 _INSIDE = (
-    ("add, with squares", ("sum", "fresh gradient"), ("sum",)),
-    ("AdamW, with scale and zero", ("weight", "sum", "m", "v"), ("weight", "m", "v", "sum")),
+    ("add", ("sum", "fresh gradient"), ("sum",)),
+    ("norm", ("sum",), ()),
+    ("AdamW, with scale", ("weight", "sum", "m", "v"), ("weight", "m", "v")),
 )
 
 
@@ -233,7 +234,7 @@ def passes(inside: bool) -> Table:
     """What follows backward, pass after pass, and the bytes that each moves per fp32 element.
 
     Args:
-        inside: False for five kernels of their own; True for two that do the same.
+        inside: False for five kernels of their own; True for three that do the same.
     """
     rows = []
     total = 0

@@ -259,41 +259,54 @@ def _patterns_of_our_kernels() -> "list[tuple[str, str]]":
     """(pattern of a kernel's name, its stage). An optimizer's kernels are named as their file."""
     files = [f.stem for f in kernel_files() if '#include "optimizer.cuh"' in f.read_text()]
     return [
-        (r"accumulate_v", "accumulate"),
-        (r"(squares|reduce|scale)_v", "clip"),
-        (rf"({'|'.join(files)})_", "optimizer"),
+        (r"^accumulate_v|^_foreach_copy_$|multi_tensor.*Copy", "accumulate"),
+        (r"^(squares|reduce|scale)_v", "clip"),
+        (rf"^({'|'.join(files)})_", "optimizer"),
     ]
 
 
 def stages_of(names: "list[str]") -> "list[str]":
     """The stage of each node, a key of STAGES, read from the names in the order of launch.
 
-    Forward lasts until the loss and backward until the accumulation, again for each micro-batch.
-    What follows the last accumulation and is no kernel of ours is "results". All stages are "" if
-    no name tells."""
+    Forward lasts until the loss, and backward until the last gradient before the next loss.
+    "accumulate" is a kernel of ours, or the copy of fresh gradients into an arena; torch's own
+    additions have no name of their own, and count as backward. What follows the last gradient and
+    is no kernel of ours is "results". All stages are "" if no name tells."""
     patterns = _patterns_of_our_kernels()
-    ours = [
-        next((stage for pattern, stage in patterns if re.match(pattern, name)), None)
+    known = [
+        next((stage for pattern, stage in patterns if re.search(pattern, name)), None)
         for name in names
     ]
     operations = [plain(name) for name in names]
-    accumulations = [i for i, stage in enumerate(ours) if stage == "accumulate"]
-    backwards = [i for i, operation in enumerate(operations) if "backward" in operation]
-    last = max(accumulations or backwards, default=-1)
-    if last < 0 and not any(ours):
+    gradients = [
+        _with_addition(i, operations)
+        for i, operation in enumerate(operations)
+        if known[i] == "accumulate" or _is_backward(operation)
+    ]
+    last = max(gradients, default=-1)
+    if last < 0 and not any(known):
         return [""] * len(names)
+    losses = [i for i, operation in enumerate(operations) if operation in _LOSSES]
+    forward_begins = {max((k for k in gradients if k < loss), default=-1) + 1 for loss in losses}
     stages = []
     phase = "forward"
-    for i, stage in enumerate(ours):
-        if stage == "accumulate":
-            # a loss before the next accumulation: the next micro-batch begins
-            until = min((k for k in accumulations if k > i), default=i)
-            if any(operation in _LOSSES for operation in operations[i:until]):
-                phase = "forward"
-        elif "backward" in operations[i]:
+    for i, stage in enumerate(known):
+        if i in forward_begins:
+            phase = "forward"
+        if _is_backward(operations[i]):
             phase = "backward"
         stages.append(stage or ("results" if i > last else phase))
     return stages
+
+
+def _is_backward(operation: str) -> bool:
+    return "backward" in operation or operation.startswith("encoder_combine")
+
+
+def _with_addition(i: int, operations: "list[str]") -> int:
+    """The last node of a gradient: torch adds that of an embedding to the sum by the next one."""
+    adds = operations[i] == "embedding backward" and operations[i + 1 : i + 2] == ["add"]
+    return i + adds
 
 
 def graph(names: "list[str]", edges: "list[tuple[int, int]]", title: str = "") -> Figure:
