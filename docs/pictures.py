@@ -13,6 +13,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.learn.figures.drawing import IMAGE_STYLE
+from gpuaccel.learn.places import PLACES, PlainStep
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
@@ -53,16 +54,21 @@ def live_meter() -> str:
     text = ga.make_dataset(max_bytes=2_000_000)
     name = torch.cuda.get_device_name() if gpu else "a CPU"
     live = ga.LiveThroughput(f"The same training step, done differently, on {name}")
-    variants = {mode: {"accumulate": mode} for mode in ("host", "autograd", "fused")}
+    # None: where a replayed ga.TrainStep adds
+    variants = {name: PLACES[name] for name in ("host", "autograd", "fused")}
     if gpu:
-        variants["graph"] = {"accumulate": "fused", "replay": "graph"}
-    for name, options in variants.items():
+        variants["graph"] = None
+    for name, place in variants.items():
         torch.manual_seed(0)
         model = ga.Transformer(config).to(device, ga.default_dtype())
         optimizer = ga.AdamW(ga.Arena(model), lr=1e-4 if gpu else 3e-3, max_norm=1.0)
         batches = ga.Batches(text.train, 16 if gpu else 8, config.T if gpu else 128, device=device)
-        meter = ga.Meter(device, window=5)
-        with ga.TrainStep(model, optimizer, micro_batches=4, meter=meter, **options) as step:
+        if place is None:
+            step = ga.TrainStep(model, optimizer, micro_batches=4, replay="graph")
+        else:
+            step = PlainStep(model, optimizer, place, micro_batches=4)
+        step.meter = ga.Meter(device, window=5)
+        with step:
             live.run(ga.train(step, batches, steps=STEPS), name=name, steps=STEPS)
     return live._repr_mimebundle_()["image/svg+xml"]
 
