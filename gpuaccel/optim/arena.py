@@ -445,7 +445,8 @@ class Arena:
             if p.dtype != torch.float32:
                 # None: `.grad` may have another dtype than the parameter.
                 p.grad_dtype = None
-        self._follow_gradients()
+        # The TrainStep whose arena this is, if it has one.
+        self._user: "Callable[[], object]" = _nobody
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: "list[Callable[[], object]]" = []
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
@@ -454,6 +455,7 @@ class Arena:
         self._hooks = weakref.finalize(self, abandon, hooks)
         _remove(_abandoned_hooks)
         _arenas.add(self)
+        self._follow_gradients()
 
     def _allocate(self, masters: "list[nn.Parameter] | None"):
         has_bf16 = any(p.dtype == torch.bfloat16 for p in self.params)
@@ -636,6 +638,8 @@ class Arena:
 
     def _follow_gradients(self):
         """Call a hook behind each gradient of a backward: see _gradient_hook."""
+        if self not in _arenas or self._handles:
+            return
         weak = weakref.ref(self)
         for i, p in enumerate(self.params):
             hook = _gradient_hook(weak, i, self._grad_addresses, self._listeners)
@@ -664,15 +668,38 @@ class Arena:
         own = {handle.id for handle in self._handles[i : i + 1]}
         return not own.issuperset(self.params[i]._post_accumulate_grad_hooks or ())
 
-    def collected_by_hand(self) -> "Callable[[], None]":
-        """From here on the caller calls collect() behind each backward, without a call of Python
-        for each gradient.
+    @contextlib.contextmanager
+    def collected_by_hand(self):
+        """Context manager in which the caller calls collect() behind each backward, so that Python
+        is not called for each gradient."""
+        self._remove_hooks()
+        try:
+            yield
+        finally:
+            self._follow_gradients()
+
+    def claim(self, user) -> "Callable[[], None]":
+        """Let one object alone run the steps of this arena: a TrainStep.
+
+        Args:
+            user: this object, which is held weakly.
 
         Returns:
             A function that ends it.
+
+        Raises:
+            ArgumentError: while another one does.
         """
-        self._remove_hooks()
-        return lambda: None if self._handles or self not in _arenas else self._follow_gradients()
+        if self._user() is not None:
+            raise ArgumentError(
+                "a TrainStep of this model is open already; call close() on that one first"
+            )
+        self._user = weakref.ref(user)
+
+        def end():
+            self._user = _nobody
+
+        return end
 
     def _is_fresh(self, grad: Tensor):
         """Autograd has made another tensor than the slice: collect it at the end of the backward,
@@ -1074,6 +1101,10 @@ def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
             listener.gradient_complete(i)
 
     return ready
+
+
+def _nobody() -> None:
+    pass
 
 
 def _in_an_arena(p: Tensor) -> bool:

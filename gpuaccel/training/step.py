@@ -206,7 +206,7 @@ class TrainStep:
             arena.check()
             arena.check_trainable()
             self._frozen = arena.frozen()
-            self._cleanup.callback(arena.collected_by_hand())
+            self._cleanup.callback(arena.claim(self))
             self.opt: torch.optim.Optimizer = opt or AdamW(arena, lr=3e-4, weight_decay=0.1)
             _check_optimizer(self.opt, arena)
             # The optimizer that clips by itself; None: clipping is done here.
@@ -393,13 +393,14 @@ class TrainStep:
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.check_usable()
-        for i, micro in enumerate(micros):
-            # Starts to all-reduce while the last backward runs.
-            is_last = i == len(micros) - 1
-            loss, tokens = self.micro(micro, len(micros), mark, reducer if is_last else None)
-            totals.add(loss, tokens, rows_of(micro))
-            if ordered is not None:
-                ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
+        with self.arena.collected_by_hand():
+            for i, micro in enumerate(micros):
+                # Starts to all-reduce while the last backward runs.
+                is_last = i == len(micros) - 1
+                loss, tokens = self.micro(micro, len(micros), mark, reducer if is_last else None)
+                totals.add(loss, tokens, rows_of(micro))
+                if ordered is not None:
+                    ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
         if ordered is not None:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
