@@ -41,7 +41,7 @@ class Raises(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A layer whose product can add, and a parameter of which autograd adds.
+    """Two layers whose products can add, and a parameter of which autograd adds.
 
     Gradients are small whole numbers, exact in bf16, and do not depend on the weights."""
 
@@ -49,19 +49,23 @@ class Net(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.zeros(4))
+        self.embedding = nn.Embedding(3, 4)
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
                 p.copy_(torch.randint(-8, 9, p.shape, generator=generator(i)) / 8)
 
-    def forward(self, x, weight):
-        return (self.linear(x) * weight + self.scale * weight.sum()).sum()
+    def forward(self, x, tokens, weight):
+        h = self.linear(x) + self.embedding(tokens)
+        return (h * weight + self.scale * weight.sum()).sum()
 
     def loss(self, k):
         """That of batch k."""
-        x, weight = (torch.randint(-2, 3, s, generator=generator(k)) for s in ((2, 4), (4,)))
-        dtype = self.scale.dtype
+        shapes = (2, 4), (4,), (2,)
+        x, weight, tokens = (torch.randint(-2, 3, s, generator=generator(k)) for s in shapes)
+        like = self.scale
         # With create_graph=True each gradient has a graph of its own.
-        return self(x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_())
+        x, weight = (t.to(like.device, like.dtype).requires_grad_() for t in (x, weight))
+        return self(x, tokens.to(like.device) % 3, weight)
 
 
 class Several:
@@ -107,6 +111,7 @@ class Run:
     ):
         self.model = model or Net().to(device, DTYPES[weights])
         self.arena = self.products = self.norm = None
+        self.hooks = []
         self.params = self.updated = list(self.model.parameters())
         if adding is not None:
             self.arena = Arena(self.model)
@@ -144,6 +149,12 @@ class Run:
             linear.weight.requires_grad_(False)
         elif action == "unfreeze":
             linear.weight.requires_grad_(True)
+        elif action == "hook":
+            if linear.weight.requires_grad:
+                self.hooks.append(linear.weight.register_hook(lambda grad: grad / 2))
+        elif action == "no hook":
+            while self.hooks:
+                self.hooks.pop().remove()
         elif action == "clip":
             self.norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
         elif action == "halve":
@@ -259,6 +270,8 @@ BEFORE_A_STEP = [
     ["raise", "backward"],
     ["zero_grad", "raise", "backward"],
     ["zero_grad", "raise", "replace"],
+    ["hook", "backward"],
+    ["hook", "backward", "no hook", "backward"],
     ["freeze", "backward"],
     ["freeze", "zero_grad", "backward"],
     ["freeze", "zero_grad", "backward", "unfreeze", "backward"],
@@ -295,7 +308,16 @@ def test_what_is_done_to_gradients_counts_as_in_torch(optimizer, adding, weights
 ACTIONS = ["backward", "step"] * 4 + ["zero_grad", "zero_grad in place"] * 2
 ACTIONS += ["model.zero_grad", "model.zero_grad in place", "clip", "halve", "data", "replace"]
 ACTIONS += ["exchange", "transpose", "transpose data"]
-ACTIONS += ["remove", "with a graph", "autograd.grad", "raise", "freeze", "unfreeze"]
+ACTIONS += [
+    "remove",
+    "with a graph",
+    "autograd.grad",
+    "raise",
+    "freeze",
+    "unfreeze",
+    "hook",
+    "no hook",
+]
 
 
 @in_all_settings
@@ -347,6 +369,7 @@ def test_a_gradients_own_gradient_is_torchs(pair):
         x = torch.ones(2, 4, dtype=run.model.scale.dtype)
         for _ in range(2):
             h = run.model.linear(x).square() + run.model.scale.square()
+            h = h + run.model.embedding(torch.tensor([0, 2])).square()
             run.backward(h.sum(), create_graph=True)
             grads = [p.grad for p in run.params]
             run.opt.zero_grad()
