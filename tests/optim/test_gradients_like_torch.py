@@ -572,7 +572,7 @@ def arena_of(model):
 
 def close_to(model, want):
     for (name, p), q in zip(model.named_parameters(), want, strict=True):
-        torch.testing.assert_close(p.cpu(), q, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")
 
 
 def our_steps(model, opt, count, options, before_step=lambda k: None):
