@@ -124,6 +124,10 @@ class Products:
         # Products added to each tensor in this backward, and in the one before.
         self.added = [0] * len(arena.segments)
         self.added_before = self.added
+        # The version of each gradient behind its last product; tensors that get more than products
+        # add, from autograd (a weight that something else uses, too).
+        self._versions = [0] * len(arena.segments)
+        self.also_from_autograd: "set[int]" = set()
         self._fused: "dict[nn.Module, FusedForward]" = {}
         self._slices: "list[_ProductSlice]" = []
         # Frozen weights that lie side by side -> their addresses.
@@ -244,9 +248,20 @@ class Products:
         self.arena.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
+    def end_backward(self):
+        """Note which tensors autograd has added to behind the products."""
+        for i in self.tensors:
+            if self.added[i] and self.arena.grad_views[i]._version != self._versions[i]:
+                self.also_from_autograd.add(i)
+
     def report(self, tensors: "list[int]"):
         """A product has been added to these tensors (indices)."""
-        self.arena.product_added({i: 0 < self.added[i] == self.added_before[i] for i in tensors})
+        complete = {}
+        for i in tensors:
+            self._versions[i] = self.arena.grad_views[i]._version
+            same_number = 0 < self.added[i] == self.added_before[i]
+            complete[i] = same_number and i not in self.also_from_autograd
+        self.arena.product_added(complete)
 
     def close(self):
         """Run the layers' own forwards again."""

@@ -440,6 +440,8 @@ class TrainStep:
             self.products.begin_backward()
         with self.arena.listening(listener):
             objective.backward()
+        if self.products is not None:
+            self.products.end_backward()
         self.arena.collect(graphs=False)
         mark("backward")
         return loss.detach().float(), tokens
@@ -565,7 +567,8 @@ class TrainStep:
             return ClipResult.of_optimizer(opt)
         if divisor is not None:
             grads = [p.grad for p in self.arena.params if p.grad is not None]
-            torch._foreach_mul_(grads, 1.0 / divisor)
+            if grads:
+                torch._foreach_mul_(grads, 1.0 / divisor)
         result = ClipResult()
         if self.max_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.arena.parameters(), self.max_norm)

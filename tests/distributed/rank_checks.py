@@ -27,10 +27,8 @@ from gpuaccel.distributed import heartbeat, machines, p2p, trace
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import buckets_of
 from gpuaccel.distributed.zero1 import pieces_of
-from gpuaccel.optim import fused_mode
 
 # As in conftest.py, in each rank's process.
-fused_mode.LEAST_ELEMENTS = 0
 
 VOCAB, WIDTH = 40, 16
 
@@ -92,7 +90,7 @@ class ProductsOnly(nn.Module):
 
 
 def adapted(tied=False, seed=0):
-    """Frozen layers of one input, which mode "fused" makes one product, with LoRA."""
+    """Frozen layers of one input, which products that add make one, with LoRA."""
     torch.manual_seed(seed)
     sizes = dict(vocab=VOCAB, hidden=WIDTH, intermediate=WIDTH, layers=2, heads=2, kv_heads=1)
     model = ga.preset("tiny", head_dim=8, T=8, **sizes).build()
@@ -205,11 +203,9 @@ def run(model, steps, ranks, rank, shares, **options):
             out = step(mine or None)
             values = (out.loss, out.tokens, out.norm)
             outs.append([None if t is None else t.tolist() for t in values])
-            if step.accumulator.leaves_sums:
-                # The next step overwrites what this one has left: NaN in its place do no harm.
-                for sums in step.arena.grad_views:
-                    sums.fill_(float("nan"))
-                step.arena.grads_changed()
+            # The next step overwrites what this one has left: NaN in its place do no harm.
+            for sums in step.arena.grad_views:
+                sums.fill_(float("nan"))
         return weights(model), outs
 
 
@@ -541,14 +537,13 @@ def large_head(rank: Rank):
 def transformer(rank: Rank, device, replay, steps=4, sizes=None, **options):
     """A small transformer on whole batches, this rank's rows of each, and one process on all rows.
 
-    options: accumulate, low (a dtype of the weights) and compile; others are ga.Distributed's.
+    options: low (a dtype of the weights) and compile; others are ga.Distributed's.
     sizes: of machines_of()."""
     with machines_of(rank, sizes):
         return _transformer(rank, device, replay, steps, **options)
 
 
 def _transformer(rank: Rank, device, replay, steps, **options):
-    accumulate = options.pop("accumulate", "arena")
     low = options.pop("low", None)
     compiled = options.pop("compile", False)
     config = ga.Distributed(group=rank.group, bucket_mb=0.05, find_unused=False, **options)
@@ -562,7 +557,6 @@ def _transformer(rank: Rank, device, replay, steps, **options):
             model,
             opt,
             micro_batches=2 if distributed else 2 * rank.ranks,
-            accumulate=accumulate,
             deterministic=True,
             compile=distributed is not None and compiled,
             replay=replay if distributed else "eager",
@@ -606,9 +600,8 @@ def record_products_left(step, left):
 
     def bucket_started(number):
         if torch._C._current_graph_task_id() >= 0:
-            mode = step.accumulator._mode
-            before, added = (getattr(mode, f"products_{n}", ()) for n in ("before", "added"))
-            left.append(sum(before) - sum(added))
+            products = step.products
+            left.append(sum(products.added_before) - sum(products.added))
 
     if step.reducer is not None:
         step.reducer.trace = Recorder(bucket_started=bucket_started)
@@ -796,7 +789,7 @@ def nan_on(
     rank: Rank,
     who,
     backend,
-    mode,
+    products,
     ordered,
     where="blocks.0",
     slab=0,
@@ -813,7 +806,7 @@ def nan_on(
 
     with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
         model = Net()
-        with make_step(model, accumulate=mode, distributed=config, **options) as step:
+        with make_step(model, deterministic=products, distributed=config, **options) as step:
             step([micro_batch(rank.rank)])
             before, skips = weights(model), [step.opt.last_skip()]
             if where == "norm":
@@ -882,11 +875,11 @@ def late_tensor(rank: Rank, find_unused):
         return not torch.equal(before, model.sometimes)
 
 
-def order_of_buckets(rank: Rank, mode):
+def order_of_buckets(rank: Rank, products):
     """(numbers of the buckets and "backward is over", in order; whether they are the arena)."""
     order = []
     config = ga.Distributed(group=rank.group, bucket_mb=0.004)
-    with make_step(Net(), accumulate=mode, distributed=config, micro_batches=1) as step:
+    with make_step(Net(), deterministic=products, distributed=config, micro_batches=1) as step:
         step.reducer.trace = Recorder(
             mark=lambda name: order.append("backward is over") if name == "backward" else None,
             bucket_started=order.append,
@@ -911,13 +904,13 @@ def step_that_raises(rank: Rank):
     return messages
 
 
-def traced(rank: Rank, accumulate, backend, slab=0):
+def traced(rank: Rank, backend, slab=0):
     """trace.watch: (spans, number of buckets, whether the weights are those of a plain step)."""
     hashes = []
     with ga.use_backend(backend), copies_between_files(slab):
         for take in (lambda step, batch: step(batch), trace.watch):
             config = ga.Distributed(group=rank.group, bucket_mb=0.004)
-            with make_step(Net(), accumulate=accumulate, distributed=config) as step:
+            with make_step(Net(), distributed=config) as step:
                 batches = [
                     [micro_batch(4 * number + rank.rank), micro_batch(4 * number + 2 + rank.rank)]
                     for number in range(3)

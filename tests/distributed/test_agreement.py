@@ -32,7 +32,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(workers):
             dict(lr=1e-2),
             "lr of the optimizer's group 0 is 0.01 on rank 1, and 0.001 on rank 0",
         ),
-        (dict(accumulate="fused"), "accumulate is fused on rank 1, and arena on rank 0"),
+        (dict(deterministic=True), "deterministic is True on rank 1, and False on rank 0"),
     ],
 )
 def test_a_rank_that_differs_is_named_on_every_rank(workers, other, message):
@@ -68,26 +68,26 @@ def test_gloos_collectives_cannot_be_captured(workers):
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(
-    "backend, mode, options",
+    "backend, products, options",
     [
-        ("torch", "arena", {}),
-        ("simt", "arena", {}),
-        ("simt", "fused", {}),
-        ("simt", "arena", {"slab": 4096}),
-        ("simt", "fused", {"compile": "as if", "where": "norm", "slab": 4096}),
-        ("simt", "arena", {"where": "norm", "slab": 4096, "sharded": True}),
-        ("torch", "fused", {"compile": "as if"}),
-        ("simt", "fused", {"compile": "as if"}),
-        ("simt", "fused", {"compile": "as if", "where": "norm"}),
+        ("torch", False, {}),
+        ("simt", False, {}),
+        ("simt", True, {}),
+        ("simt", False, {"slab": 4096}),
+        ("simt", True, {"compile": "as if", "where": "norm", "slab": 4096}),
+        ("simt", False, {"where": "norm", "slab": 4096, "sharded": True}),
+        ("torch", True, {"compile": "as if"}),
+        ("simt", True, {"compile": "as if"}),
+        ("simt", True, {"compile": "as if", "where": "norm"}),
     ],
 )
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(
-    workers, backend, mode, options, ordered
+    workers, backend, products, options, ordered
 ):
     """DDP-003, as a skip: no rank takes the step, and each can say whose gradient it was, and of
     which tensor."""
     results = workers(
-        checks.nan_on, 3, who=2, backend=backend, mode=mode, ordered=ordered, **options
+        checks.nan_on, 3, who=2, backend=backend, products=products, ordered=ordered, **options
     )
     for one in results:
         assert one["same"] and one["moved"] and not one["finite"] and one["skipped"] == 1

@@ -11,8 +11,8 @@ from test_sums import SIMT, is_one_process, near_one_process, words
     [
         dict(),
         dict(backend="simt"),
-        dict(backend="simt", accumulate="fused", tied=True),
-        dict(backend="simt", accumulate="fused", net=checks.adapted),
+        dict(backend="simt", deterministic=True, tied=True),
+        dict(backend="simt", deterministic=True, net=checks.adapted),
         dict(backend="simt", low=torch.bfloat16, bound=2e-3),
         dict(low=torch.bfloat16, bound=2e-3),
         dict(backend="simt", config=dict(dtype=torch.bfloat16), bound=2e-2),
@@ -90,4 +90,4 @@ def test_dropout_goes_on_as_it_was_on_every_rank(workers, tmp_path):
 def test_only_our_optimizer_over_the_arena_is_sharded(workers):
     for kind, message in workers.errors(checks.made, 2, config=dict(sharded=True), sgd=True):
         assert kind == "ArgumentError"
-        assert "sharded=True with clip='torch': a rank has its share of the gradient" in message
+        assert "sharded=True with SGD: a rank has its share of the gradient" in message

@@ -10,19 +10,16 @@ from gpuaccel.measure.timeline import Span
 
 
 @pytest.mark.parametrize(
-    "mode, backend, slab",
+    "backend, slab",
     [
-        ("autograd", "torch", 0),
-        ("arena", "torch", 0),
-        *(pytest.param("arena", *SIMT.values, slab, marks=SIMT.marks) for slab in (0, 4096)),
+        ("torch", 0),
+        *(pytest.param(*SIMT.values, slab, marks=SIMT.marks) for slab in (0, 4096)),
     ],
 )
-def test_what_was_sent_when_is_recorded(workers, mode, backend, slab):
+def test_what_was_sent_when_is_recorded(workers, backend, slab):
     """Every bucket once, in order; before backward is over only where the sums are ready by then.
     The weights are bit-identical to those of a step without a trace."""
-    for spans, buckets, same in workers(
-        checks.traced, 2, accumulate=mode, backend=backend, slab=slab
-    ):
+    for spans, buckets, same in workers(checks.traced, 2, backend=backend, slab=slab):
         spans = [Span(*s) for s in spans]
         assert same and buckets >= 3
         sends = [s for s in spans if s.lane == "sends"]
@@ -31,7 +28,7 @@ def test_what_was_sent_when_is_recorded(workers, mode, backend, slab):
         stages = [s.name for s in spans if s.name in ("forward", "backward")]
         assert stages == ["forward", "backward"] * 2
         early = trace.sent_early(spans)
-        assert early == 0 if mode == "autograd" else 1 <= early <= buckets
+        assert 1 <= early <= buckets
         optimizer = next(s for s in spans if s.name == "optimizer")
         assert all(s.start < optimizer.start for s in sends)
         assert any(s.name == "wait" for s in spans)
