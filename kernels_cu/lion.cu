@@ -87,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) lion_v2(
 extern "C" __global__ void __launch_bounds__(THREADS) lion_v3(
     const Coefficients* coefficients,
     const double* seed,
-    PARAM_T* w, const GRAD_T* g, PARAM_T* exp_avg, bf16* copy,       // (N) the whole arena; copy: 0: none
+    PARAM_T* w, const GRAD_T* g, PARAM_T* exp_avg,   // (N) the whole arena
+    bf16* copy,                                      // (N) of the weights; 0: none
     const int4* chunks, int first, int last, int offset)
 {
     PARAM_T* const state[1] = {exp_avg};

@@ -242,6 +242,7 @@ __device__ __forceinline__ void update_arena(
         for (int j = 0; j < STATES; j++) chunk_state[j] = state[j] + start;
         // A partial chunk may be read in full: the arena pads each tensor with zeros.
         update_chunk(w + start, g + start, chunk_state, copy == 0 ? 0 : copy + start,
-                     entry.y, true, entry.y == CHUNK, coefficients[entry.x - offset], seed, entry.x, (long long)entry.z * CHUNK);
+                     entry.y, true, entry.y == CHUNK, coefficients[entry.x - offset],
+                     seed, entry.x, (long long)entry.z * CHUNK);
     }
 }

@@ -28,10 +28,6 @@ reveal_type(arena.segments)  # Revealed type is "list[gpuaccel.optim.arena.Segme
 reveal_type(arena.parameters())  # Revealed type is "list[torch.nn.parameter.Parameter]"
 reveal_type(opt)  # Revealed type is "gpuaccel.optim.adamw.AdamW"
 reveal_type(opt.clip_state)  # Revealed type is "gpuaccel.ops.clip.ClipState | None"
-accumulator = ga.GradientAccumulator(arena)
-reveal_type(accumulator)  # Revealed type is "gpuaccel.optim.accumulate.GradientAccumulator"
-with accumulator as entered:
-    reveal_type(entered)  # Revealed type is "gpuaccel.optim.accumulate.GradientAccumulator"
 reveal_type(step(torch.zeros(1)).loss)  # Revealed type is "torch._tensor.Tensor"
 reveal_type(ga.clip_grad_norm_(model.parameters(), 1.0))  # Revealed type is "torch._tensor.Tensor"
 reveal_type(ga.apply_lora(model))  # Revealed type is "torch.nn.modules.module.Module"

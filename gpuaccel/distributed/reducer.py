@@ -38,7 +38,7 @@ def make_reducer(
     arena: Arena,
     opt,
     settings: "dict[str, str]",
-    early: "Products | None" = None,
+    products: "Products | None" = None,
     peer_to_peer: "PeerToPeer | None" = None,
 ) -> ReducerBase:
     """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
@@ -48,7 +48,7 @@ def make_reducer(
         arena: of the model.
         opt: the optimizer of the step.
         settings: see ReducerBase.
-        early: products that tell that they have added, where backward is compiled, so that
+        products: they tell that they have added, where backward is compiled, so that
             autograd's hooks run only at its end.
         peer_to_peer: see ReducerBase.
 
@@ -57,7 +57,7 @@ def make_reducer(
     """
     if config.ordered:
         return OrderedReducer(config, arena, opt, settings)
-    return Reducer(config, arena, opt, settings, early, peer_to_peer)
+    return Reducer(config, arena, opt, settings, products, peer_to_peer)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Reducer(ReducerBase):
         arena: Arena,
         opt,
         settings: "dict[str, str]",
-        early: "Products | None" = None,
+        products: "Products | None" = None,
         peer_to_peer: "PeerToPeer | None" = None,
     ):
         super().__init__(config, arena, opt, settings, peer_to_peer)
@@ -116,8 +116,8 @@ class Reducer(ReducerBase):
         # Part of this step was sent, and its update is not over. (A capture sends nothing yet.)
         self.sent = False
         self.light = None
-        if early is not None and self.world > 1:
-            self.light = LightGradients(arena, early.tensors, self.group)
+        if products is not None and self.world > 1:
+            self.light = LightGradients(arena, products.tensors, self.group)
 
     # ---- while backward runs ----
 

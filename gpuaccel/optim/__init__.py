@@ -1,5 +1,5 @@
-"""Flat storage and the rule of gradients (arena), products that add into it (products), clipping over
-it (clip), and the optimizers (adamw, lion)."""
+"""Flat storage and the rule of gradients (arena), products that add into it (products), clipping
+over it (clip), and the optimizers (adamw, lion)."""
 
 from .adamw import AdamW
 from .arena import Arena, GradientListener, own_storage

@@ -21,7 +21,7 @@ Gradients follow one rule, and nothing else remembers them:
 | a parameter's `.grad` is | then |
 |---|---|
 | the arena's slice | it is the sum so far: torch adds to it in place, in fp32 |
-| another tensor, or other memory behind the same object | that is the whole sum; it is copied into the slice |
+| another tensor, or has other memory behind it | that is the whole sum; it is copied into the slice |
 | None | there is no gradient; the slice is stale, and the next write overwrites it |
 
 A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
@@ -670,8 +670,13 @@ class Arena:
 
     @contextlib.contextmanager
     def collected_by_hand(self):
-        """Context manager in which the caller calls collect() behind each backward, so that Python
-        is not called for each gradient."""
+        """Context manager: the caller calls collect() behind each backward.
+
+        Python is then not called for each gradient.
+
+        Returns:
+            A context manager.
+        """
         self._remove_hooks()
         try:
             yield
@@ -738,7 +743,11 @@ class Arena:
                 self._remove_hooks()
 
     def product_added(self, tensors: "dict[int, bool]"):
-        """As GradientListener says: for layers whose products add."""
+        """Tell the listeners that a product has added: see GradientListener.
+
+        Args:
+            tensors: as there.
+        """
         for listener in self._listeners:
             listener.product_added(tensors)
 

@@ -260,8 +260,9 @@ class TrainStep:
         peer_to_peer = PeerToPeer.of(distributed, self.arena)
         if adds:
             self._add_products()
-        early = self.products if compiled else None
-        reducer = make_reducer(distributed, self.arena, self.opt, settings, early, peer_to_peer)
+        # Told while a compiled backward runs.
+        products = self.products if compiled else None
+        reducer = make_reducer(distributed, self.arena, self.opt, settings, products, peer_to_peer)
         self.reducer = reducer
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 

@@ -1,5 +1,5 @@
-"""Layers whose products add, under everything that autograd offers beside backward(): the gradients are
-those of the same layers in plain torch, or a sentence of ours says what to do instead."""
+"""Layers whose products add, under everything that autograd offers beside backward(): the gradients
+are those of the same layers in plain torch, or a sentence of ours says what to do instead."""
 
 import contextlib
 import copy

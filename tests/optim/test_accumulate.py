@@ -122,7 +122,7 @@ class Sums:
         loss.backward(*args)
 
     def check(self, exact, bound):
-        """Each `.grad` is within `bound` of float64, relative to its norm, and lies in its slice."""
+        """Each `.grad` is within `bound` of float64, relative to its norm, and in its slice."""
         arena = self.arena
         for s, p, view in zip(arena.segments, arena.params, arena.grad_views):
             if s.name not in exact:
