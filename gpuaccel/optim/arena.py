@@ -21,7 +21,7 @@ Gradients follow one rule, and nothing else remembers them:
 | a parameter's `.grad` is | then |
 |---|---|
 | the arena's slice | it is the sum so far: torch adds to it in place, in fp32 |
-| another tensor, or has other memory behind it | that is the whole sum; it is copied into the slice |
+| another tensor, or has other memory behind it | that is the whole sum; it is copied in |
 | None | there is no gradient; the slice is stale, and the next write overwrites it |
 
 A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
