@@ -38,9 +38,9 @@ from gpuaccel.ops.accumulate import (
     accumulate_kernel,
 )
 from gpuaccel.ops.adamw import ADAMW
-from gpuaccel.optim.accumulation_modes import _pack_addresses
 from gpuaccel.source import launch_bound, struct_fields
 
+ADDRESSES = struct.Struct(f"{MAX_TENSORS}Q")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SCALE = """extern "C" __global__ void scale(float* x, float a, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -118,8 +118,8 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
 @pytest.mark.parametrize(
     "kernel, sizes",
     [
-        (accumulate_kernel("accumulate_v3", torch.float32), [_pack_addresses]),
-        (accumulate_kernel("accumulate_v4", torch.bfloat16), [_pack_addresses]),
+        (accumulate_kernel("accumulate_v3", torch.float32), [ADDRESSES.pack]),
+        (accumulate_kernel("accumulate_v4", torch.bfloat16), [ADDRESSES.pack]),
         *[
             (clip.clip_kernel(name, 2.0, most), [clip._pack_tensors[most]])
             for name in ("squares_v2", "scale_v2")
