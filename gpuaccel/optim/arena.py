@@ -21,7 +21,7 @@ Gradients follow one rule, and nothing else remembers them:
 | a parameter's `.grad` is | then |
 |---|---|
 | the arena's slice | it is the sum so far: torch adds to it in place, in fp32 |
-| another tensor, or has other memory behind it | that is the whole sum; it is copied in |
+| another tensor, or has got other memory | that is the whole sum; it is copied into the slice |
 | None | there is no gradient; the slice is stale, and the next write overwrites it |
 
 A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
@@ -706,9 +706,9 @@ class Arena:
 
         return end
 
-    def _is_fresh(self, grad: Tensor):
-        """Autograd has made another tensor than the slice: collect it at the end of the backward,
-        or when many bytes wait."""
+    def _collect_later(self, grad: Tensor):
+        """Collect a gradient that is not a slice: at the end of the backward, or when many bytes
+        wait."""
         if grad.requires_grad:
             # With create_graph=True `.grad` keeps its graph until a step uses it.
             return
@@ -770,7 +770,8 @@ class Arena:
 
         Args:
             first, last: of the tensors [first, last) only. Default: of all.
-            graphs: also those that have a graph of their own (create_graph=True), which they lose.
+            graphs: also those with an autograd graph of their own (create_graph=True), which they
+                lose.
 
         Raises:
             ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
@@ -793,10 +794,10 @@ class Arena:
                 self.check()
                 raise
             indices.append(i)
-            # Where gradients were exchanged, it is another's slice, which gets a copy, too.
+            # Another tensor's slice will be overwritten: `p.grad, q.grad = q.grad, p.grad`.
             given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
         for i in range(first, last):
-            # Its memory was replaced (`p.grad.data = ...`).
+            # `p.grad.data = ...` has given the view other memory.
             if self.grad_views[i].data_ptr() != self._grad_addresses[i]:
                 self.grad_views[i].data = own_storage(self.slice(self.grads, i))
         if not indices:
@@ -1105,7 +1106,7 @@ def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
                 in_place = False
             arena = None if in_place else weak()
             if arena is not None:
-                arena._is_fresh(grad)
+                arena._collect_later(grad)
         for listener in listeners:
             listener.gradient_complete(i)
 

@@ -124,9 +124,9 @@ class Products:
         # Products added to each tensor in this backward, and in the one before.
         self.added = [0] * len(arena.segments)
         self.added_before = self.added
-        # The version of each gradient behind its last product; tensors that get more than products
-        # add, from autograd (a weight that something else uses, too).
+        # The version of each gradient after its last product.
         self._versions = [0] * len(arena.segments)
+        # Tensors to which autograd adds as well: a layer's weight that something else uses, too.
         self.also_from_autograd: "set[int]" = set()
         self._fused: "dict[nn.Module, FusedForward]" = {}
         self._slices: "list[_ProductSlice]" = []
