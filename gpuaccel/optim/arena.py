@@ -490,7 +490,8 @@ class Arena:
         self.chunk_to_tensor = chunk_to_tensor
         self.tensor_to_block = tensor_to_block
         self.masters = [self._move_into_slices(i, masters) for i in range(len(self.params))]
-        # Each has a storage and a version of its own.
+        # Each has a storage and a version of its own. Where the gradients that one operation writes
+        # share a storage, torch.compile's Inductor copies them before it and back after it.
         self.grad_views = [own_storage(self.slice(grads, i)) for i in range(len(self.segments))]
         self._grad_addresses = [view.data_ptr() for view in self.grad_views]
         # Sums of squares that a reduction has left, and the versions of the gradients then.
@@ -637,7 +638,7 @@ class Arena:
     # ---- gradients ----
 
     def _follow_gradients(self):
-        """Call a hook behind each gradient of a backward: see _gradient_hook."""
+        """Call a hook after each gradient of a backward: see _gradient_hook."""
         if self not in _arenas or self._handles:
             return
         weak = weakref.ref(self)
@@ -670,7 +671,7 @@ class Arena:
 
     @contextlib.contextmanager
     def collected_by_hand(self):
-        """Context manager: the caller calls collect() behind each backward.
+        """Context manager: the caller calls collect() after each backward.
 
         Python is then not called for each gradient.
 
@@ -1093,7 +1094,7 @@ class Arena:
 
 
 def _gradient_hook(weak: "weakref.ref[Arena]", i: int, addresses, listeners):
-    """Runs once per tensor and backward, behind autograd's addition or a product: each line counts
+    """Runs once per tensor and backward, after autograd's addition or a product: each line counts
     on a slow host."""
 
     def ready(p: Tensor):

@@ -119,7 +119,7 @@ class Products:
 
     def __init__(self, arena: Arena):
         self.arena = arena
-        # Slices whose memory was replaced (`p.grad.data = ...`) have their addresses again.
+        # Gives a slice that lost its memory (`p.grad.data = ...`) the address that layers know.
         arena.collect(graphs=False)
         # Products added to each tensor in this backward, and in the one before.
         self.added = [0] * len(arena.segments)
@@ -149,7 +149,6 @@ class Products:
                 layers = [getattr(layer, name) for name in names]
                 self._add_joint(layers, index)
                 self._add_frozen_joint(layers)
-        self._give_own_storage()
         arena.before_release.append(self.close)
 
     def _add_joint(self, layers: "list[nn.Module]", index: "dict[int, int]"):
@@ -211,24 +210,6 @@ class Products:
         # As in _add_joint().
         first.joint = Joint(joint, None, takes(joint.device))
 
-    def _give_own_storage(self):
-        """Give the gradients of LoRA's factors in joint products storages of their own.
-
-        One operation writes several of them. Where they share a storage, torch.compile's Inductor
-        copies them before the operation and back behind it. A weight that several layers have gets
-        one storage."""
-        factors = {
-            self._fused[factor].grad.data_ptr()
-            for layer, fused in self._fused.items()
-            if isinstance(fused, FrozenLinear) and isinstance(layer, LoRALinear)
-            for factor in (layer.lora_A, layer.lora_B)
-        }
-        own: "dict[tuple, Tensor]" = {}
-        for fused in self._fused.values():
-            grad = fused.grad
-            if grad is not None and grad.data_ptr() in factors:
-                fused.grad = own.setdefault((grad.data_ptr(), grad.shape), own_storage(grad))
-
     # ---- while backward runs ----
 
     def begin_backward(self):
@@ -244,7 +225,7 @@ class Products:
                     "(module.to(...) or .data = ... moved it): close the TrainStep before, and "
                     "make a new one after"
                 )
-        # As in __init__().
+        # As in __init__(): for each slice that has lost its memory since.
         self.arena.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
