@@ -1,5 +1,5 @@
 // groups: rows of a matrix in groups of 16 bytes, one request of a thread. Shared by richards.cuh
-// and rms_norm.cu.
+// and lora.cu.
 
 #ifndef DATA_T
 #define DATA_T float          // the elements

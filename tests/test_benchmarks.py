@@ -520,7 +520,7 @@ def test_clip_and_tail_run(on_simt):
         ("triton_for_fused__foreach_add_0", "tail"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>", "rest"),
         ("triton_poi_fused__unsafe_view_mul_silu_6", "rest"),
-        ("rms_norm_backward_v3", "rest"),
+        ("rotary_backward_v2", "rest"),
         ("Memcpy DtoD (Device -> Device)", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         (
@@ -559,8 +559,8 @@ def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside
         {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
         {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
         # From 900 to 1,000 us beside a product.
-        {"name": "rms_norm_backward_v3", "ts": 900.0, "dur": 200.0},
-        {"name": "rms_norm_backward_v3", "ts": 1600.0, "dur": 100.0},
+        {"name": "rotary_backward_v2", "ts": 900.0, "dur": 200.0},
+        {"name": "rotary_backward_v2", "ts": 1600.0, "dur": 100.0},
     ]
     assert scripts("traces").in_groups(events, 2) == {
         "products": 0.5,

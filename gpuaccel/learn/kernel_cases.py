@@ -21,7 +21,6 @@ from ..ops import (
     accumulate_,
     add_gradients,
     add_lora_gradients_,
-    add_rms_norm,
     find_segments,
     launch_forward,
     reference_encoder,
@@ -350,24 +349,6 @@ def _rotary(n, device, generator, dtypes) -> Results:
     return results
 
 
-def _rms_norm(n, device, generator, dtypes) -> Results:
-    normal = _Normal(device, generator)
-    results: Results = {}
-    for dtype in dtypes:
-        # With and without accesses of 16 bytes, with and without an addition before the norm.
-        for width, adds in ((64, True), (64, False), (30, True)):
-            shape = (n // width + 1, width)
-            x, residual, dy, ds = (normal(*shape, dtype=dtype) for _ in range(4))
-            weight = normal(width, dtype=dtype)
-            inputs = [t.requires_grad_() for t in (x, residual, weight)]
-            y, total = add_rms_norm(x, residual if adds else None, weight, 1e-5)
-            dx, _, dweight = torch.autograd.grad([y, total], inputs, [dy, ds], allow_unused=True)
-            words = f"{shape[0]:,} rows of {width} in {dtype}{', added' if adds else ''}"
-            results |= {f"y, {words}": y.detach(), f"sum, {words}": total.detach()}
-            results |= {f"dx, {words}": dx, f"dweight, {words}": dweight}
-    return results
-
-
 def _lora_gradients(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
     results: Results = {}
@@ -462,7 +443,6 @@ _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
 _ROTARY = Case(_rotary, roundings=4)
 _LORA_GRADIENTS = Case(_lora_gradients, roundings=64)
-_RMS_NORM = Case(_rms_norm, roundings=64, stored_roundings=4)
 _CURVE = Case(_curve, roundings=256, stored_roundings=4)
 _GLU = Case(_glu, roundings=256, stored_roundings=4)
 _HEADS = Case(_attention(16, torch.float32), roundings=2048)
@@ -497,9 +477,6 @@ CASES: "dict[str, tuple[Case, ...]]" = {
     "rotary_backward_v1": (_ROTARY,),
     "rotary_backward_v2": (_ROTARY,),
     "lora_gradients_v2": (_LORA_GRADIENTS,),
-    "rms_norm_forward_v3": (_RMS_NORM,),
-    "rms_norm_backward_v3": (_RMS_NORM,),
-    "rms_norm_weight_v3": (_RMS_NORM,),
     "richards_forward": (_CURVE,),
     "richards_backward": (_CURVE,),
     "richards_finish": (_CURVE, _GLU),

@@ -1,6 +1,5 @@
-"""Modules: embedding, richards_glu, poly_attention, lora, linear layers whose weight gradient is
-added straight into an arena (fused_linear), and nn.RMSNorm with the addition before it (rms_norm).
-"""
+"""Modules: embedding, richards_glu, poly_attention, lora, and linear layers whose weight gradient
+is added straight into an arena (fused_linear)."""
 
 from .embedding import Embedding, Encoder, deterministic_embeddings, fuse_embedding, invalid_tokens
 from .fused_linear import (
@@ -23,7 +22,6 @@ from .fused_linear import (
 from .lora import LoRALinear, check_settings, frozen_state_dict, linear_features
 from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, RichardsGLU, reference_richards
-from .rms_norm import fused_add_norm
 
 __all__ = [
     "DEFAULTS",
@@ -46,7 +44,6 @@ __all__ = [
     "frozen_state_dict",
     "fuse_embedding",
     "fuse_linear",
-    "fused_add_norm",
     "fused_forward",
     "fused_linears",
     "fused_rotary",

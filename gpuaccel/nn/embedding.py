@@ -26,7 +26,6 @@ from ..ops import (
     add_gradients,
     check_range,
     check_tokens,
-    is_batch,
     launch_forward,
     launch_segments,
     left_out_token,
@@ -180,11 +179,19 @@ class _Encode(torch.autograd.Function):
                         sums, dout.contiguous(), weight_segments, ctx.by_count, True
                     )
                 elif use is GradientUse.RETURNED:
-                    row_sums = _reference_row_sums if is_batch(dout) else _RowSums.apply
+                    row_sums = _reference_row_sums if _is_batch(dout) else _RowSums.apply
                     fresh[i] = row_sums(dout, weight_segments, *ctx.weights[i], ctx.by_count)
                 elif use is GradientUse.ADDED:
                     _backward(sums, dout.contiguous(), weight_segments, ctx.by_count, True, [True])
         return None, *fresh, None, None, None, None
+
+
+def _is_batch(gradient: Tensor) -> bool:
+    """Whether it is a batch of vmap's (is_grads_batched=True), which no kernel takes."""
+    functorch = torch._C._functorch
+    return not torch.compiler.is_compiling() and (
+        functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
+    )
 
 
 def _rows_and_tokens(segments: Tensor) -> "tuple[Tensor, Tensor]":

@@ -56,7 +56,6 @@ from .lora_gradients import (
     add_lora_gradients_,
     reference_weight_gradient,
 )
-from .rms_norm import add_rms_norm, is_batch, reference_add_rms_norm, rms_norm_runs
 from .rotary import (
     reference_rotary,
     reference_rotary_backward,
@@ -116,7 +115,6 @@ __all__ = [
     "accumulate_kernel",
     "add_gradients",
     "add_lora_gradients_",
-    "add_rms_norm",
     "arena_launch",
     "arena_runs",
     "check_choice",
@@ -130,7 +128,6 @@ __all__ = [
     "encoder_backward",
     "encoder_kernel",
     "find_segments",
-    "is_batch",
     "kernel_takes",
     "launch_begin",
     "launch_forward",
@@ -149,7 +146,6 @@ __all__ = [
     "readable",
     "reference_accumulate",
     "reference_adamw",
-    "reference_add_rms_norm",
     "reference_encoder",
     "reference_encoder_backward",
     "reference_norms",
@@ -159,7 +155,6 @@ __all__ = [
     "reference_scale",
     "reference_segments",
     "reference_weight_gradient",
-    "rms_norm_runs",
     "rotary_",
     "rotary_backward",
     "rotary_kernel",

@@ -7,8 +7,7 @@
 
 Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
 x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
-positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). On a GPU each
-addition to x is in the kernel of the norm behind it (ops/rms_norm.py).
+positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023).
 
 Family "gpt2" (Radford et al., 2019), LayerNorm and biases: x = x + proj(Attention(qkv(ln_1(x)))),
 then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.nn.Encoder), and the embedding is
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..nn import Encoder, PolyAttention, RichardsGLU, fused_add_norm, fused_rotary, fused_swiglu
+from ..nn import Encoder, PolyAttention, RichardsGLU, fused_rotary, fused_swiglu
 from ..ops import rotary_table
 
 
@@ -191,37 +190,20 @@ class Block(nn.Module):
         self.up = nn.Linear(c.hidden, c.intermediate, bias=False)
         self.down = nn.Linear(c.intermediate, c.hidden, bias=False)
 
-    def forward(
-        self, x: Tensor, rope: Tensor, residual: "Tensor | None" = None, as_terms: bool = False
-    ) -> "Tensor | tuple[Tensor, Tensor]":
-        """The block's output, or two terms whose sum it is.
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        """The block's output.
 
         Args:
             x: (B, T, H).
             rope: rotary_table of at least T positions.
-            residual: (B, T, H), still to be added to x; None: nothing.
-            as_terms: return (x, residual) for the next block: its norm adds them.
         """
-        h, x = fused_add_norm(x, residual, self.input_norm)
+        h = self.input_norm(x)
         q, k, v = fused_rotary(h, self.w_q, self.w_k, self.w_v, rope)
         y = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
         )
-        h, x = fused_add_norm(x, self.w_o(y.transpose(1, 2).flatten(-2)), self.post_attn_norm)
-        residual = self.down(fused_swiglu(h, self.gate, self.up))
-        return (x, residual) if as_terms else x + residual
-
-
-def _returns_terms(block: nn.Module) -> bool:
-    """May a block return its output as two terms? Whoever has put hooks on it expects the sum.
-
-    A block that is compiled by itself would be compiled once more, for a residual."""
-    return (
-        type(block) is Block
-        and not (block._forward_hooks or block._forward_pre_hooks)
-        and not (block._backward_hooks or block._backward_pre_hooks)
-        and block._compiled_call_impl is None
-    )
+        x = x + self.w_o(y.transpose(1, 2).flatten(-2))
+        return x + self.down(fused_swiglu(self.post_attn_norm(x), self.gate, self.up))
 
 
 class PolyBlock(nn.Module):
@@ -296,15 +278,9 @@ class Transformer(nn.Module):
                 f"{self.config.T}"
             )
         x = self.embedding(tokens)
-        residual = None
         for block in self.blocks:
-            if _returns_terms(block):
-                x, residual = block(x, self.rope, residual, as_terms=True)
-            else:
-                x = block(x if residual is None else x + residual, self.rope)
-                residual = None
-        h, _ = fused_add_norm(x, residual, self.final_norm)
-        return self.lm_head(h)
+            x = block(x, self.rope)
+        return self.lm_head(self.final_norm(x))
 
 
 class GPT2Block(nn.Module):

@@ -24,19 +24,14 @@ def test_they_are_read_as_what_they_are(device):
     plain = grad.resolve_neg()
     tokens = torch.tensor([[1, 2, 1], [0, 3, 3]], device=device)
     table = ga.ops.rotary_table(3, 4, 10.0).to(device)
-    weight = torch.ones(8, device=device)
 
     def results(x):
         sums = [torch.zeros(n, 8, device=device) for n in (4, 3)]
         ga.ops.encoder_backward(*sums, x, tokens)
-        leaf = torch.ones(2, 3, 8, device=device).requires_grad_()
-        y, s = ga.ops.add_rms_norm(leaf, x, weight, 1e-5)
-        torch.autograd.backward([y, s], [x, x])
         curve = ga.nn.RichardsCurve(device=device)
         return [
             ga.ops.accumulate_(torch.zeros(2, 3, 8, device=device), x),
             *sums,
-            *(y, s, leaf.grad),
             ga.ops.rotary_backward(x, x, x, table),
             curve(x),
         ]

@@ -2975,121 +2975,6 @@ def run(kernel, seed, device, DATA_T="float", TABLE_T="float", HEADS=4):
         yield Outcome(label, out.cpu(), want)
 
 
-# ---- rms_norm ----
-
-
-def _norm_rows(seed, width, rows, dtype, device, some=True):
-    """A norm's tensors, and its results in float64: in torch's own code and in formulas of ours."""
-    random = rng(seed)
-
-    def matrix(*shape):
-        return torch.from_numpy(normal(random, *shape)).to(dtype)
-
-    x, residual, dy, ds = (matrix(rows, width) for _ in range(4))
-    weight = matrix(width)
-    s = x + residual if some else x
-    exact, w = s.double().requires_grad_(), weight.double().requires_grad_()
-    y = torch.nn.functional.rms_norm(exact, (width,), w, 1e-3)
-    upper = (exact * ds.double()).sum() if some else 0.0
-    dx, dw = torch.autograd.grad((y * dy.double()).sum() + upper, [exact, w])
-    rstd = (exact.detach().square().mean(1) + 1e-3).rsqrt()
-    given = {"x": x, "residual": residual if some else None, "s": s, "dy": dy}
-    given |= {"ds": ds if some else None, "weight": weight, "rstd": rstd.float()}
-    given = {key: None if t is None else t.to(device) for key, t in given.items()}
-    return given, {"y": y.detach(), "rstd": rstd, "dx": dx, "dw": dw}
-
-
-# Half a unit of the last place, relative to the largest element, and what fp32 loses.
-NORM_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11 + 1e-6}
-
-
-def _norm_shapes(WHOLE, TEAM):
-    """(width, rows, with a residual and with a gradient of s)."""
-    width = 40 * TEAM // 32
-    return ((width if WHOLE else width + 3, 35, True), (8 if WHOLE else 5, 1, False))
-
-
-def _norm_forward(rows_of_block):
-    def run(kernel, seed, device, DATA_T="float", WHOLE=0, TEAM=32, GROUPS=4):
-        dtype = DTYPES[DATA_T]
-        for width, rows, some in _norm_shapes(WHOLE, TEAM):
-            t, want = _norm_rows(seed, width, rows, dtype, device, some)
-            y, s = (torch.full((rows, width), 5.0, dtype=dtype, device=device) for _ in range(2))
-            rstd = torch.full((rows,), 5.0, device=device)
-            kernel[-(-rows // rows_of_block(kernel, TEAM)), kernel.bound](
-                y, s if some else None, rstd, t["x"], t["residual"], t["weight"], 1e-3, rows, width
-            )
-            label = f"{rows} rows of {width}"
-            yield Outcome(f"{label}, y", y.cpu(), want["y"], NORM_TOLERANCE[dtype])
-            yield Outcome(f"{label}, rstd", rstd.cpu() / want["rstd"], torch.ones(rows), 1e-6)
-            yield Outcome(
-                f"{label}, s", s.cpu(), t["s"].cpu() if some else torch.full_like(s.cpu(), 5)
-            )
-
-    return run
-
-
-def _norm_backward(rows_of_block):
-    def run(kernel, seed, device, DATA_T="float"):
-        for width, rows, some in _norm_shapes(0, 32):
-            t, want = _norm_rows(seed, width, rows, DTYPES[DATA_T], device, some)
-            dx = torch.full((rows, width), 5.0, dtype=DTYPES[DATA_T], device=device)
-            kernel[-(-rows // rows_of_block(kernel, 32)), 256](
-                dx, t["dy"], t["ds"], t["s"], t["rstd"], t["weight"], rows, width
-            )
-            yield Outcome(f"{rows} rows of {width}", dx.cpu(), want["dx"], 2e-6)
-
-    return run
-
-
-ours("rms_norm", "rms_norm_forward_v1")(_norm_forward(lambda kernel, team: 256))
-ours("rms_norm", "rms_norm_forward_v2")(_norm_forward(lambda kernel, team: 1))
-ours("rms_norm", "rms_norm_forward_v3")(_norm_forward(lambda kernel, team: kernel.bound // team))
-ours("rms_norm", "rms_norm_backward_v1")(_norm_backward(lambda kernel, team: 256))
-ours("rms_norm", "rms_norm_backward_v2")(_norm_backward(lambda kernel, team: 1))
-
-
-@ours("rms_norm", "rms_norm_weight_v1")
-def run(kernel, seed, device):
-    for width, rows, some in ((43, 35, True), (1, 1, False)):
-        t, want = _norm_rows(seed, width, rows, torch.float32, device, some)
-        dw = torch.full((width,), 5.0, device=device)
-        kernel[1, 256](dw, t["dy"], t["s"], t["rstd"], rows, width)
-        yield Outcome(f"{rows} rows of {width}", dw.cpu(), want["dw"], 2e-6)
-
-
-@ours("rms_norm", "rms_norm_backward_v3")
-def run(kernel, seed, device, DATA_T="float", WHOLE=0, TEAM=32, GROUPS=4):
-    dtype = DTYPES[DATA_T]
-    for width, rows, some in _norm_shapes(WHOLE, TEAM):
-        t, want = _norm_rows(seed, width, rows, dtype, device, some)
-        blocks = -(-rows // 16)
-        h = t["s"].cpu().double() * want["rstd"][:, None]
-        products = (t["dy"].cpu().double() * h).split(16)
-        # The weight's gradient is wanted, then not.
-        for partials in (torch.full((blocks, width), 5.0, device=device), None):
-            dx = torch.full((rows, width), 5.0, dtype=dtype, device=device)
-            kernel[blocks, kernel.bound](
-                dx, partials, t["dy"], t["ds"], t["s"], t["rstd"], t["weight"], rows, width
-            )
-            label = f"{rows} rows of {width}"
-            yield Outcome(f"{label}, dx", dx.cpu(), want["dx"], NORM_TOLERANCE[dtype])
-            if partials is not None:
-                sums = torch.stack([rows_of_block.sum(0) for rows_of_block in products])
-                yield Outcome(f"{label}, partial sums", partials.cpu(), sums, 1e-6)
-
-
-@ours("rms_norm", "rms_norm_weight_v3")
-def run(kernel, seed, device):
-    for width, blocks in ((70, 67), (1, 1)):
-        partials = normal(rng(seed), blocks, width)
-        dw = torch.full((width,), 5.0, device=device)
-        kernel[-(-width // 32), 1024](dw, on(device, partials), blocks, width)
-        yield Outcome(
-            f"{blocks} blocks of {width}", dw.cpu(), cpu(partials.astype(np.float64).sum(0)), 1e-6
-        )
-
-
 # ---- lora ----
 
 
@@ -3195,14 +3080,6 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
         {"DATA_T": "fp16", "HEADS": 2},
     ],
     ("lora", "lora_gradients_v2"): [{"DATA_T": "bf16", "RANKS": 8}, {"DATA_T": "bf16"}],
-    ("rms_norm", "rms_norm_forward_v3"): [
-        {"DATA_T": "bf16", "WHOLE": 1, "TEAM": 64, "GROUPS": 1},
-        {"DATA_T": "bf16", "TEAM": 256, "GROUPS": 1},
-    ],
-    ("rms_norm", "rms_norm_backward_v3"): [
-        {"DATA_T": "bf16", "WHOLE": 1, "TEAM": 64, "GROUPS": 1},
-        {"DATA_T": "bf16", "TEAM": 256, "GROUPS": 1},
-    ],
 }
 
 VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]

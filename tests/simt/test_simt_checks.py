@@ -462,14 +462,6 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
         "lora_gradients_v2",
         "< -> <= in `for (int start = 0; start < tokens; start += 2 * PIECE) {`",
     ): "one round more, of zeros",
-    (
-        "rms_norm_forward_v3",
-        "< -> <= in `for (int k = 0; k < GROUPS; k++) {`",
-    ): "one round more, whose groups lie behind the row's end",
-    (
-        "rms_norm_backward_v3",
-        "< -> <= in `for (int k = 0; k < GROUPS; k++)` (3)",
-    ): "one round more, whose groups lie behind the row's end",
 }
 # What clang's instrumentation does not see, and the values do not show: copies of whole structs
 # past an array's end or at a wrong address, reads of what is never used, one place past the end of
