@@ -23,11 +23,13 @@ def optimizer_key(opt: torch.optim.Optimizer) -> tuple:
 
 
 def frozen_number(opt: torch.optim.Optimizer) -> "str | None":
-    """What a graph would freeze of an optimizer, a learning rate or a step number on the host, in
-    words with the way out; None: nothing.
+    """The learning rate or step number on the host that a graph would freeze, in words.
 
     Args:
         opt: any.
+
+    Returns:
+        The problem and the way out; None without one.
     """
     if isinstance(opt, Refreshable):
         return None

@@ -115,8 +115,8 @@ def _optimizer_groups(path, model, optimizers, arena) -> "list[dict[str, Tensor]
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"{path}: group {len(groups)} of {_class_names(optimizers)} holds a parameter "
-                    f"of shape {list(parameter.shape)} that is not in the model; expected only those "
-                    "that are, or arena= for the master weights of an arena"
+                    f"of shape {list(parameter.shape)} that is not in the model; expected only "
+                    "those that are, or arena= for the master weights of an arena"
                 )
         groups.append({names[id(parameter)]: parameter for parameter in group["params"]})
     return groups

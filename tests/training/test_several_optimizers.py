@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import generator
 from torch import nn
@@ -277,6 +278,19 @@ def test_a_frozen_tensor_needs_no_optimizer_until_it_is_trained():
         step(batch(1))
         assert not torch.equal(before["2.weight"], model[2].weight)
     arena.release()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_sharded_step_takes_one_optimizer(one_rank):
+    message = "sharded=True with Muon, AdamW: .*; expected one optimizer, a ga.AdamW over the arena"
+    with pytest.raises(ArgumentError, match=message):
+        step_of(net(), distributed=ga.Distributed(sharded=True))
 
 
 # ---- batches -------------------------------------------------------------------------------------
