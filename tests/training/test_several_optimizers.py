@@ -290,7 +290,18 @@ def one_rank():
 def test_a_sharded_step_takes_one_optimizer(one_rank):
     message = "sharded=True with Muon, AdamW: .*; expected one optimizer, a ga.AdamW over the arena"
     with pytest.raises(ArgumentError, match=message):
-        step_of(net(), distributed=ga.Distributed(sharded=True))
+        step_of(net(), distributed=ga.Distributed(ordered=True, sharded=True))
+
+
+def test_ranks_take_several_optimizers(one_rank):
+    def run(distributed):
+        with step_of(net(), distributed=distributed) as step:
+            for k in range(3):
+                step(batch(k))
+            return everything(step)
+
+    for got, want in zip(run(ga.Distributed(ordered=True)), run(None), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 # ---- batches -------------------------------------------------------------------------------------
