@@ -131,7 +131,7 @@ class Layers:
         ms |= step_times({OURS: ours, REPLAYED: compiled.replayed()})
         last |= {OURS: float(ours().loss), REPLAYED: float(compiled.loss)}
         compiled.recording.close()
-        skipped = int(step.opt.skipped)
+        skipped = int(step.optimizers[0].skipped)
         difference = max(first.values()) - min(first.values())
         assert difference < 0.05 and all(map(math.isfinite, last.values())) and skipped == 0, (
             f"first losses {first}, last losses {last}, {skipped} steps skipped; "

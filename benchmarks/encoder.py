@@ -479,7 +479,7 @@ class Step:
         return queued(self.run, calls)
 
     def end(self) -> dict:
-        return {"last_loss": float(self.out.loss), "skipped": int(self.step.opt.skipped)}
+        return {"last_loss": float(self.out.loss), "skipped": int(self.step.optimizers[0].skipped)}
 
 
 class Trained:
@@ -493,7 +493,7 @@ class Trained:
             "weights": weights.numel(),
             "sha256": hashlib.sha256(weights.cpu().numpy()).hexdigest(),
             "losses": losses.tolist(),
-            "skipped": int(step.opt.skipped),
+            "skipped": int(step.optimizers[0].skipped),
         }
 
     def result(self) -> dict:

@@ -50,7 +50,7 @@ with ga.TrainStep(model, max_norm=1.0) as step:
     reveal_type(output)  # Revealed type is "gpuaccel.training.results.StepOutput"
     reveal_type(output.tokens)  # Revealed type is "torch._tensor.Tensor | None"
     reveal_type(step.arena)  # Revealed type is "gpuaccel.optim.arena.Arena"
-    reveal_type(step.opt)  # Revealed type is "torch.optim.optimizer.Optimizer"
+    reveal_type(step.optimizers[0])  # Revealed type is "torch.optim.optimizer.Optimizer"
     reveal_type(step.max_norm)  # Revealed type is "float | None"
 ga.TrainStep()  # Missing positional argument "model" in call to "TrainStep"
 

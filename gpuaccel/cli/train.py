@@ -324,7 +324,7 @@ def _report(args, step, result: "_Steps", val, tokenizer) -> int:
         print(f"{args.out} already is at step {step.count}: nothing to do, unless --steps is more")
         val_loss = evaluate(step.model, val)
     print(f"val loss {val_loss:.3f}")
-    problem = _describe_nonfinite(final.loss, val_loss, step.opt)
+    problem = _describe_nonfinite(final.loss, val_loss, step.optimizers[0])
     if problem:
         print(f"gpuaccel: {problem}; expected a smaller --lr", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """What all ranks of a run have in common: the model, the weights at the start, the tensors that
 take part, and, compared every so many steps, the bits of the weights.
 
-    compare(config, arena, opt, settings)   # ArgumentError where a rank differs from rank 0
+    compare(config, arena, optimizers, settings)   # ArgumentError where a rank differs from rank 0
     broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
     weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
 """
@@ -59,13 +59,15 @@ def check_equal(mine: "list[tuple[str, str]]", group, world: int):
         )
 
 
-def compare(config: Distributed, arena: Arena, opt, settings: "dict[str, str]"):
-    """ArgumentError on every rank unless all have rank 0's model, optimizer and settings."""
-    rows = [("ranks", f"{config.world}"), ("the optimizer", type(opt).__name__)]
+def compare(config: Distributed, arena: Arena, optimizers: list, settings: "dict[str, str]"):
+    """ArgumentError on every rank unless all have rank 0's model, optimizers and settings."""
+    kinds = ", ".join(type(opt).__name__ for opt in optimizers)
+    rows = [("ranks", f"{config.world}"), ("the optimizer", kinds)]
     rows += [(name, str(getattr(config, name))) for name in COMPARED]
     rows += settings.items()
-    if isinstance(opt, DeviceOptimizer):
-        rows += [(f"{name} of the optimizer", str(getattr(opt, name))) for name in OF_OPTIMIZER]
+    for opt in optimizers:
+        if isinstance(opt, DeviceOptimizer):
+            rows += [(f"{name} of the optimizer", str(getattr(opt, name))) for name in OF_OPTIMIZER]
     for segment, p in zip(arena.segments, arena.params):
         rows.append(
             (
@@ -76,7 +78,7 @@ def compare(config: Distributed, arena: Arena, opt, settings: "dict[str, str]"):
         )
     for name, t in _not_trained(arena):
         rows.append((name, f"{_dtype(t)} {list(t.shape)}, not trained"))
-    for g, group in enumerate(opt.param_groups):
+    for g, group in enumerate(group for opt in optimizers for group in opt.param_groups):
         for key, value in sorted(group.items()):
             if key not in ("params", "param_names"):
                 value = value.tolist() if isinstance(value, Tensor) else value

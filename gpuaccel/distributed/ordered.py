@@ -32,12 +32,12 @@ class OrderedReducer(ReducerBase):
     Args:
         config: with ordered=True.
         arena: of the model.
-        opt: the optimizer of the step.
+        optimizers: a list, those of the step.
         settings: see ReducerBase.
     """
 
-    def __init__(self, config, arena, opt, settings):
-        super().__init__(config, arena, opt, settings)
+    def __init__(self, config, arena, optimizers, settings):
+        super().__init__(config, arena, optimizers, settings)
         # Elements of a rank's share: whole chunks. Every rank adds up what is left at the end.
         share = arena.numel // CHUNK // self.world * CHUNK
         # All shares, one behind the other.

@@ -1,7 +1,7 @@
 """Reduction of gradients while backward runs: what a rank does in one optimizer step. The choices,
 and the words for them: distributed/config.py.
 
-    reducer = make_reducer(config, arena, opt, settings)
+    reducer = make_reducer(config, arena, optimizers, settings)
     with arena.listening(reducer.listener()):      # buckets are sent
         loss.backward()
     loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
@@ -36,7 +36,7 @@ from .zero1 import share
 def make_reducer(
     config: Distributed,
     arena: Arena,
-    opt,
+    optimizers: "list[torch.optim.Optimizer]",
     settings: "dict[str, str]",
     products: "Products | None" = None,
     peer_to_peer: "PeerToPeer | None" = None,
@@ -46,7 +46,7 @@ def make_reducer(
     Args:
         config: says which kind of reducer.
         arena: of the model.
-        opt: the optimizer of the step.
+        optimizers: a list, those of the step.
         settings: see ReducerBase.
         products: they tell that they have added, where backward is compiled, so that
             autograd's hooks run only at its end.
@@ -56,8 +56,8 @@ def make_reducer(
         An OrderedReducer, or one that sends buckets.
     """
     if config.ordered:
-        return OrderedReducer(config, arena, opt, settings)
-    return Reducer(config, arena, opt, settings, products, peer_to_peer)
+        return OrderedReducer(config, arena, optimizers, settings)
+    return Reducer(config, arena, optimizers, settings, products, peer_to_peer)
 
 
 @dataclass
@@ -86,12 +86,12 @@ class Reducer(ReducerBase):
         self,
         config: Distributed,
         arena: Arena,
-        opt,
+        optimizers: "list[torch.optim.Optimizer]",
         settings: "dict[str, str]",
         products: "Products | None" = None,
         peer_to_peer: "PeerToPeer | None" = None,
     ):
-        super().__init__(config, arena, opt, settings, peer_to_peer)
+        super().__init__(config, arena, optimizers, settings, peer_to_peer)
         self.bucket_of = [
             number for number, b in enumerate(self.buckets) for _ in range(b.first, b.last)
         ]

@@ -67,7 +67,7 @@ class ReducerBase:
     Args:
         config: of the group.
         arena: of the model.
-        opt: the optimizer of the step.
+        optimizers: a list, those of the step.
         settings: name -> value of what has to be equal on all ranks beside `config`.
         peer_to_peer: a PeerToPeer of this arena, or None.
 
@@ -83,13 +83,13 @@ class ReducerBase:
         self,
         config: Distributed,
         arena: Arena,
-        opt,
+        optimizers: "list[torch.optim.Optimizer]",
         settings: "dict[str, str]",
         peer_to_peer: "PeerToPeer | None" = None,
     ):
         self.config = config
         self.arena = arena
-        self.opt = opt
+        self.optimizers = optimizers
         self.p2p = peer_to_peer
         # Sums and all-gathers have two levels, inside machines and between; None: one.
         self.machines: "Machines | None" = None
@@ -108,7 +108,7 @@ class ReducerBase:
         self.exchange_began = time.monotonic()  # of this step's first collective
         self.heartbeat(0)
         try:
-            compare(config, arena, opt, settings)
+            compare(config, arena, optimizers, settings)
             broadcast_weights(config, arena)
         except dist.DistError as error:
             raise self._lost_rank(error, "at the start") from error
@@ -139,12 +139,13 @@ class ReducerBase:
         self.summed = False
         # Whether the last step ended with an error on this rank.
         self.left = False
-        if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
-            opt.explain_skip = self._explain_skip
+        for opt in optimizers:
+            if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
+                opt.explain_skip = self._explain_skip
 
     def _shard_optimizer(self):
         """From here on the optimizer keeps this rank's share of its state."""
-        opt, arena = self.opt, self.arena
+        opt, arena = self.optimizers[0], self.arena
         tensors = {id(p) for group in opt.param_groups for p in group["params"]}
         if (
             not (isinstance(opt, DeviceOptimizer) and opt.arena is arena)
@@ -301,10 +302,11 @@ class ReducerBase:
                 error that ended the last step is on its way (`finally: step.close()`).
         """
         alone = alone or self.broken or (self.left and sys.exc_info()[1] is not None)
-        if isinstance(self.opt, DeviceOptimizer):
-            self.opt.explain_skip = None
-        if self.sharded:
-            self.opt.unshard(discard=alone)
+        for opt in self.optimizers:
+            if isinstance(opt, DeviceOptimizer):
+                opt.explain_skip = None
+                if self.sharded:
+                    opt.unshard(discard=alone)
 
     # ---- what may be asked ----
 

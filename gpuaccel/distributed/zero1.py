@@ -2,9 +2,9 @@
 
     step = ga.TrainStep(model, ga.AdamW(arena), distributed=ga.Distributed(sharded=True))
     # On every rank: a folder, into which each rank writes its share.
-    ga.save_checkpoint(path, model=model, optimizer=step.opt, arena=arena)
+    ga.save_checkpoint(path, model=model, optimizer=opt, arena=arena)
     with step.gathered():             # on every rank: the state is whole, as one process has it
-        torch.save(step.opt.state_dict(), "optimizer.pt")
+        torch.save(opt.state_dict(), "optimizer.pt")
 
 The memory for the state is divided by the number of ranks. A bucket is cut into as many equal
 ranges of whole chunks as there are ranks, one for each. What is left at its end (fewer chunks than

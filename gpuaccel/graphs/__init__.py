@@ -8,6 +8,7 @@ from .capture import TapeRecorder
 from .graphed_step import GraphedStep, check_options
 from .snapshot import ForwardState, preserved
 from .tape import ALLOCATIONS, Tape
+from .torch_optimizers import frozen_number
 
 __all__ = [
     "ALLOCATIONS",
@@ -16,5 +17,6 @@ __all__ = [
     "Tape",
     "TapeRecorder",
     "check_options",
+    "frozen_number",
     "preserved",
 ]

@@ -39,7 +39,7 @@ from .captured_graph import CapturedGraph, GraphGradient
 from .participant import OtherSums, Refreshable, participants_of
 from .results import ResultBuffer
 from .snapshot import ForwardState, MemorySpans, preserved
-from .torch_optimizers import check_capturable, optimizer_key
+from .torch_optimizers import frozen_number, optimizer_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -317,7 +317,7 @@ class GraphedStep(Generic[P, R]):
         except TypeError:
             raise ArgumentError(
                 "the arguments that are no tensors are part of a graph's key; expected hashable "
-                f"ones, got {[value for *_, value in constants]}"
+                f"ones, got {', '.join(sorted({kind.__name__ for _, kind, _ in constants}))}"
             ) from None
         return key
 
@@ -325,8 +325,9 @@ class GraphedStep(Generic[P, R]):
 
     def _capture(self, leaves, structure) -> CapturedGraph:
         for opt in self._optimizers:
-            if not isinstance(opt, Refreshable):
-                check_capturable(opt)
+            problem = frozen_number(opt)
+            if problem is not None:
+                raise CaptureError(problem)
         for participant in self._participants:
             if isinstance(participant, Refreshable):
                 participant.prepare()

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ..errors import CaptureError
 from .participant import Refreshable
 
 
@@ -23,13 +22,22 @@ def optimizer_key(opt: torch.optim.Optimizer) -> tuple:
     )
 
 
-def check_capturable(opt: torch.optim.Optimizer):
-    """CaptureError for a learning rate or a step number on the host, which a graph would freeze."""
+def frozen_number(opt: torch.optim.Optimizer) -> "str | None":
+    """The learning rate or step number on the host that a graph would freeze, in words.
+
+    Args:
+        opt: any.
+
+    Returns:
+        The problem and the way out; None without one.
+    """
+    if isinstance(opt, Refreshable):
+        return None
     name = type(opt).__name__
     for g, group in enumerate(opt.param_groups):
         on_gpu = any(p.is_cuda for p in group["params"])
         if on_gpu and group.get("capturable") is False:
-            raise CaptureError(
+            return (
                 f"{name} counts its steps on the host (capturable=False in group {g}), which a "
                 "graph would not repeat. Instead: capturable=True and a learning rate on the "
                 "device, or ga.AdamW"
@@ -40,8 +48,9 @@ def check_capturable(opt: torch.optim.Optimizer):
         if isinstance(lr, Tensor) and (lr.is_cuda or not on_gpu):
             continue
         kind = "a tensor on the CPU" if isinstance(lr, Tensor) else f"the number {lr}"
-        raise CaptureError(
+        return (
             f"the learning rate of {name}'s group {g} is {kind}, which a graph would keep for "
             f"ever, whatever a schedule says. Instead: lr=torch.tensor({float(lr)}, device=...), "
             "or ga.AdamW"
         )
+    return None

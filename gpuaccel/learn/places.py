@@ -183,7 +183,8 @@ class PlainStep:
 
     # What ga.train asks a ga.TrainStep for.
     meter: "Meter | None" = None
-    autocast = reducer = scheduler = None
+    autocast = reducer = None
+    schedulers = ()
     loss_fn = staticmethod(token_loss)
 
     def __init__(
@@ -200,7 +201,7 @@ class PlainStep:
         assert arena is not None, "expected a model with an arena: ga.Arena(model)"
         self.arena: Arena = arena
         self.model = model
-        self.opt = opt
+        self.optimizers = [opt]
         self.place = place
         self.micro_batches = micro_batches
         self.max_norm = max_norm
@@ -239,9 +240,10 @@ class PlainStep:
             norm = torch.as_tensor(number, dtype=torch.float32, device=self.arena.device)
             clipped_norm = norm * reference_scale(norm, self.max_norm)
             timer.mark("clip")
-        self.opt.step()
+        (opt,) = self.optimizers
+        opt.step()
         timer.mark("optimizer")
-        self.opt.zero_grad()
+        opt.zero_grad()
         timer.stop()
         self.count += 1
         return StepOutput(loss / tokens, tokens, norm, clipped_norm)

@@ -79,25 +79,44 @@ def _master_tensors(arena) -> "dict[str, Tensor]":
     return {f"master.{name}": tensor for name, tensor in arena.named_master().items()}
 
 
-def _shares_of(optimizer) -> "_Shares | None":
+def as_list(value) -> list:
+    """An argument that may be one thing, several in a list or tuple, or None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _class_names(things) -> str:
+    return ", ".join(_class_name(thing) for thing in things)
+
+
+def _shares_of(optimizers: list) -> "_Shares | None":
     """None: the whole state is here."""
-    return _Shares(optimizer) if getattr(optimizer, "ranks", 1) > 1 else None
+    spread = [opt for opt in optimizers if getattr(opt, "ranks", 1) > 1]
+    return _Shares(*spread) if spread else None
 
 
-def _optimizer_groups(path, model, optimizer, arena) -> "list[dict[str, Tensor]]":
-    """Per parameter group, name -> parameter. An fp32 master has the name of its parameter."""
+def _with_groups(optimizers: list) -> "list[tuple[int, torch.optim.Optimizer, dict]]":
+    """(index of its optimizer, optimizer, group) of each parameter group."""
+    return [(k, opt, group) for k, opt in enumerate(optimizers) for group in opt.param_groups]
+
+
+def _optimizer_groups(path, model, optimizers, arena) -> "list[dict[str, Tensor]]":
+    """Per parameter group of all optimizers, name -> parameter.
+
+    An fp32 master has the name of its parameter."""
     names = {id(parameter): name for name, parameter in uncompiled(model).named_parameters()}
     if arena is not None:
         pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
         names.update((id(parameter), name) for name, parameter in pairs)
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
+    groups: "list[dict[str, Tensor]]" = []
+    for _, optimizer, group in _with_groups(optimizers):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"{path}: the optimizer's group {index} holds a parameter of shape "
-                    f"{list(parameter.shape)} that is not in the model; expected only those "
-                    "that are, or arena= for the master weights of an arena"
+                    f"{path}: group {len(groups)} of {_class_names(optimizers)} holds a parameter "
+                    f"of shape {list(parameter.shape)} that is not in the model; expected only "
+                    "those that are, or arena= for the master weights of an arena"
                 )
         groups.append({names[id(parameter)]: parameter for parameter in group["params"]})
     return groups
@@ -112,21 +131,22 @@ def _group_options(group: dict) -> dict:
     }
 
 
-def _optimizer_state(groups, optimizer) -> "tuple[dict[str, Any], dict]":
-    """(tensors, JSON) of all that is in `optimizer.state` and `optimizer.param_groups`.
+def _optimizer_state(groups, optimizers) -> "tuple[dict[str, Any], dict]":
+    """(tensors, JSON) of all that is in `state` and `param_groups` of all optimizers.
 
     Of a state that is spread over ranks the tensors are FlatRanges."""
     tensors: "dict[str, Any]" = {}
-    shares = _shares_of(optimizer)
+    shares = _shares_of(optimizers)
     state: dict = {
-        "class": _class_name(optimizer),
+        "class": _class_names(optimizers),
         "groups": [],
         "parameters": {},
         "values": {},
     }
-    for group, members in zip(optimizer.param_groups, groups):
+    for (k, optimizer, group), members in zip(_with_groups(optimizers), groups):
         options = pack(_group_options(group), "the optimizer's parameter group")
-        state["groups"].append({"names": list(members), "options": options})
+        index = {"optimizer": k} if k else {}
+        state["groups"].append({"names": list(members), "options": options, **index})
         for name, parameter in members.items():
             values = {}
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -239,7 +259,7 @@ def save_checkpoint(
     path: "str | pathlib.Path",
     *,
     model: nn.Module,
-    optimizer: "torch.optim.Optimizer | None" = None,
+    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
     arena: "Arena | None" = None,
     scheduler: Any = None,
     batches: Any = None,
@@ -258,11 +278,12 @@ def save_checkpoint(
     Args:
         path: of the file, or of the folder.
         model: its `state_dict` is stored; several ranks: with rank 0's buffers.
-        optimizer: any torch optimizer whose state is tensors and numbers per parameter. Default:
-            none.
+        optimizer: any torch optimizer whose state is tensors and numbers per parameter, or a list
+            of them, such as step.optimizers. Default: none.
         arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Default:
             none.
-        scheduler, batches: anything with a `state_dict()` of plain values. Default: none.
+        scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
+        batches: anything with a `state_dict()` of plain values. Default: none.
         step: optimizer steps done. Default: 0.
         extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
         ranks: random_state() of each rank of a data-parallel run. A folder has it without this.
@@ -283,21 +304,23 @@ def save_checkpoint(
         'first.safetensors'
     """
     path = pathlib.Path(path).expanduser()
-    shares = _shares_of(optimizer)
+    optimizers, schedulers = as_list(optimizer), as_list(scheduler)
+    shares = _shares_of(optimizers)
     tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
     tensors.update((f"rng.rank{rank}", state) for rank, state in enumerate(ranks))
     state = {
         "random": pack(_python_random_state(), "the random state"),
         "extra": pack(extra, "extra"),
     }
-    if optimizer is not None:
-        groups = _optimizer_groups(path, model, optimizer, arena)
-        optimizer_tensors, state["optimizer"] = _optimizer_state(groups, optimizer)
+    if optimizers:
+        groups = _optimizer_groups(path, model, optimizers, arena)
+        optimizer_tensors, state["optimizer"] = _optimizer_state(groups, optimizers)
         tensors.update(optimizer_tensors)
-    if scheduler is not None:
+    if schedulers:
+        values = [each.state_dict() for each in schedulers]
         state["scheduler"] = {
-            "class": _class_name(scheduler),
-            "values": pack(scheduler.state_dict(), "the scheduler"),
+            "class": _class_names(schedulers),
+            "values": pack(values if values[1:] else values[0], "the scheduler"),
         }
     if batches is not None:
         state["batches"] = {"values": pack(batches.state_dict(), "the data position")}
@@ -373,10 +396,10 @@ def _check_tied(path, contents: Contents, weights: "dict[str, Tensor]"):
             )
 
 
-def _check_class(path, stored: dict, thing):
-    if stored["class"] != _class_name(thing):
+def _check_class(path, stored: dict, things: list):
+    if stored["class"] != _class_names(things):
         raise CheckpointError(
-            f"{path} holds the state of {stored['class']}, expected {_class_name(thing)}"
+            f"{path} holds the state of {stored['class']}, expected {_class_names(things)}"
         )
 
 
@@ -418,18 +441,20 @@ def _check_like(path, stored, current, name: str):
         )
 
 
-def _check_optimizer(path, contents: Contents, optimizer, groups):
+def _check_optimizers(path, contents: Contents, optimizers, groups):
     stored = contents.state["optimizer"]
-    _check_class(path, stored, optimizer)
+    _check_class(path, stored, optimizers)
     parameters = {name: p for members in groups for name, p in members.items()}
     descriptions = {name: describe(p) for name, p in parameters.items()}
     _check_same(path, stored["parameters"], descriptions, "optimizer")
-    stored_names = [sorted(group["names"]) for group in stored["groups"]]
-    names = [sorted(members) for members in groups]
-    if stored_names != names:
+    # Index of the optimizer, and names, of each group.
+    stored_groups = [(g.get("optimizer", 0), sorted(g["names"])) for g in stored["groups"]]
+    with_groups = _with_groups(optimizers)
+    if stored_groups != [(k, sorted(names)) for (k, *_), names in zip(with_groups, groups)]:
         raise CheckpointError(
-            f"{path} does not fit this optimizer: its groups have {list(map(len, stored_names))} "
-            f"parameters, expected {list(map(len, names))}, the same ones in each"
+            f"{path} does not fit this optimizer: its groups have "
+            f"{[len(names) for _, names in stored_groups]} parameters, expected "
+            f"{list(map(len, groups))}, the same ones in each"
         )
     # The tensors are those of which the values say so, each at its own place.
     tensors = {name: name for name in contents.entries if name.startswith("optim.")}
@@ -442,29 +467,30 @@ def _check_optimizer(path, contents: Contents, optimizer, groups):
     if values != tensors:
         name = min(name for name, _ in values.items() ^ tensors.items())
         raise CheckpointError(f"{path} is damaged: {name} is not the tensor of its value")
-    rule = getattr(optimizer, "rule", None)
-    for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {})
-        for key, value in stored["values"][name].items():
-            current, full_name = state.get(key), f"optim.{name}.{key}"
-            if not isinstance(value, Stored):
-                _check_like(path, value, current, full_name)
-                continue
-            # Ours is like the parameter; a part of it may be here.
-            if rule is not None and key in rule.state_keys:
-                current = parameter
-            if isinstance(current, Tensor):
-                entry = {full_name: contents.entries[full_name]}
-                _check_same(path, entry, {full_name: describe(current)}, "optimizer")
+    for (_, optimizer, _), members in zip(with_groups, groups):
+        rule = getattr(optimizer, "rule", None)
+        for name, parameter in members.items():
+            state = optimizer.state.get(parameter, {})
+            for key, value in stored["values"][name].items():
+                current, full_name = state.get(key), f"optim.{name}.{key}"
+                if not isinstance(value, Stored):
+                    _check_like(path, value, current, full_name)
+                    continue
+                # Ours is like the parameter; a part of it may be here.
+                if rule is not None and key in rule.state_keys:
+                    current = parameter
+                if isinstance(current, Tensor):
+                    entry = {full_name: contents.entries[full_name]}
+                    _check_same(path, entry, {full_name: describe(current)}, "optimizer")
 
 
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _new_options(path, contents: Contents, optimizer) -> "list[dict]":
+def _new_options(path, contents: Contents, optimizers) -> "list[dict]":
     """What each parameter group gets of its stored hyper-parameters."""
     options = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, (_, optimizer, group) in enumerate(_with_groups(optimizers)):
         stored = contents.state["optimizer"]["groups"][number]["options"]
         kept = ("params", *IMPLEMENTATION)
         new = {key: value for key, value in stored.items() if key not in kept}
@@ -511,9 +537,9 @@ def _restore_parameter_state(parameter, group, current: dict, values: dict, cont
             current[key] = contents.tensor(name).to(parameter.device, copy=True)
 
 
-def _restore_optimizer(contents: Contents, optimizer, groups, options: "list[dict]"):
-    shares = _shares_of(optimizer)
-    for group, new, members in zip(optimizer.param_groups, options, groups):
+def _restore_optimizers(contents: Contents, optimizers, groups, options: "list[dict]"):
+    shares = _shares_of(optimizers)
+    for (_, optimizer, group), new, members in zip(_with_groups(optimizers), options, groups):
         _restore_group(group, new)
         for name, parameter in members.items():
             values = contents.state["optimizer"]["values"][name]
@@ -534,20 +560,26 @@ def _check_position(path, stored, current, name: str):
             )
 
 
-def _load_state_dicts(path, state: dict, batches, scheduler):
-    """Restore both; where one of them refuses its state, neither.
+def _load_state_dicts(path, state: dict, batches, schedulers: list):
+    """Restore all; where one of them refuses its state, none.
 
     Only they themselves can tell whether a state is theirs, and they may find out late."""
+    given: "list[tuple[Any, Any, str, Any]]" = []
+    if batches is not None:
+        given.append((batches, state["batches"]["values"], "batches", _check_position))
+    if schedulers:
+        stored = state["scheduler"]["values"]
+        # One scheduler's state is no list.
+        several = stored if schedulers[1:] else [stored]
+        with refusing(path):
+            for each, values in zip(schedulers, several, strict=True):
+                given.append((each, values, "scheduler", _check_like))
     things = []
-    for thing, name, check in (
-        (batches, "batches", _check_position),
-        (scheduler, "scheduler", _check_like),
-    ):
-        if thing is not None:
-            values, before = state[name]["values"], copy.deepcopy(thing.state_dict())
-            with refusing(path):
-                check(path, values, before, f"the state of {name}")
-            things.append((thing, values, before))
+    for thing, values, name, check in given:
+        before = copy.deepcopy(thing.state_dict())
+        with refusing(path):
+            check(path, values, before, f"the state of {name}")
+        things.append((thing, values, before))
     try:
         for thing, values, _ in things:
             thing.load_state_dict(values)
@@ -564,7 +596,7 @@ def load_checkpoint(
     path: "str | pathlib.Path",
     *,
     model: nn.Module,
-    optimizer: "torch.optim.Optimizer | None" = None,
+    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
     arena: "Arena | None" = None,
     scheduler: Any = None,
     batches: Any = None,
@@ -594,7 +626,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: with nothing changed, for no such file; one that is not safetensors, is
             truncated or altered (the tensor is named); names, shapes or dtypes other than the
-            model's, the optimizer's or the arena's; something that the file lacks.
+            model's, the optimizer's or the arena's; another number or kind of optimizers or
+            schedulers; something that the file lacks.
 
     Example:
         >>> model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
@@ -605,7 +638,8 @@ def load_checkpoint(
         True
     """
     path = pathlib.Path(path).expanduser()
-    shares = _shares_of(optimizer)
+    optimizers, schedulers = as_list(optimizer), as_list(scheduler)
+    shares = _shares_of(optimizers)
     layout = shares and shares.layout
     group = (layout.rank, layout.ranks, layout.gather_texts) if layout else ()
     contents = read_checkpoint(path, *group)
@@ -619,24 +653,25 @@ def load_checkpoint(
     if arena is not None:
         _check_tensors(path, contents, "master.", masters, "arena")
     _check_tied(path, contents, weights)
-    for name, given in (("optimizer", optimizer), ("scheduler", scheduler), ("batches", batches)):
-        if given is not None and name not in state:
+    given = {"optimizer": optimizers, "scheduler": schedulers, "batches": as_list(batches)}
+    for name, things in given.items():
+        if things and name not in state:
             raise CheckpointError(
-                f"{path} holds no {name} state, expected that of a {_class_name(given)}"
+                f"{path} holds no {name} state, expected that of a {_class_names(things)}"
             )
-    if optimizer is not None:
-        groups = _optimizer_groups(path, model, optimizer, arena)
+    if optimizers:
+        groups = _optimizer_groups(path, model, optimizers, arena)
         with refusing(path):
-            _check_optimizer(path, contents, optimizer, groups)
-            options = _new_options(path, contents, optimizer)
-    if scheduler is not None:
-        _check_class(path, state["scheduler"], scheduler)
+            _check_optimizers(path, contents, optimizers, groups)
+            options = _new_options(path, contents, optimizers)
+    if schedulers:
+        _check_class(path, state["scheduler"], schedulers)
     if restore_rng:
         generators = {"rng.cpu": torch.get_rng_state()}
         _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
         with refusing(path):
             random_states = _random_states(contents, rank)
-    _load_state_dicts(path, state, batches, scheduler)
+    _load_state_dicts(path, state, batches, schedulers)
 
     # All of it fits.
     uncompiled(model).load_state_dict(
@@ -646,8 +681,8 @@ def load_checkpoint(
         tensor.copy_(contents.tensor(name))
     if arena is not None:
         arena.weights_current()
-    if optimizer is not None:
-        _restore_optimizer(contents, optimizer, groups, options)
+    if optimizers:
+        _restore_optimizers(contents, optimizers, groups, options)
     if restore_rng:
         _restore_random_states(*random_states)
     return {"step": contents.step, "extra": state["extra"]}
@@ -657,17 +692,19 @@ def load_checkpoint(
 
 
 def checkpoint_path(
-    folder: "str | pathlib.Path", step: int, optimizer: "torch.optim.Optimizer | None" = None
+    folder: "str | pathlib.Path",
+    step: int,
+    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
 ) -> pathlib.Path:
     """`<folder>/step-00000200.safetensors`: a name that `latest_checkpoint` looks for.
 
     Args:
         folder: of checkpoints.
         step: optimizer steps done.
-        optimizer: decides the ending: where its state is spread over ranks, the checkpoint is a
-            folder, `step-00000200.sharded`.
+        optimizer: one, or a list. It decides the ending: where its state is spread over ranks, the
+            checkpoint is a folder, `step-00000200.sharded`.
     """
-    ending = ".safetensors" if _shares_of(optimizer) is None else ".sharded"
+    ending = ".safetensors" if _shares_of(as_list(optimizer)) is None else ".sharded"
     return pathlib.Path(folder).expanduser() / f"step-{int(step):08d}{ending}"
 
 

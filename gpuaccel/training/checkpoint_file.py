@@ -248,7 +248,8 @@ STATE = {
     "extra": unpack,
     "optimizer?": {
         "class": str,
-        "groups": [{"names": [str], "options": _unpack_dict}],
+        # The index of the group's optimizer, from the second on.
+        "groups": [{"names": [str], "options": _unpack_dict, "optimizer?": int}],
         "parameters": {str: DESCRIPTION},
         # A Stored for a tensor.
         "values": {str: {str: unpack}},

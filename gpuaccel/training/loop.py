@@ -106,9 +106,9 @@ class _Checkpoints:
         self.saved_step = -1
         self.state: "dict[str, Any]" = dict(
             model=step.model,
-            optimizer=step.opt,
+            optimizer=step.optimizers,
             arena=step.arena,
-            scheduler=step.scheduler,
+            scheduler=step.schedulers,
             batches=batches if hasattr(batches, "state_dict") else None,
         )
 
@@ -143,7 +143,7 @@ class _Checkpoints:
         sharded = reducer is not None and reducer.sharded
         # A folder of shards holds each rank's generators anyway.
         ranks = () if reducer is None or sharded else reducer.gather(random_state())
-        path = checkpoint_path(self.folder, self.step.count, self.step.opt)
+        path = checkpoint_path(self.folder, self.step.count, self.step.optimizers)
         if is_first or sharded:
             save_checkpoint(path, step=self.step.count, extra=self.extra, ranks=ranks, **self.state)
         if is_first:
@@ -234,7 +234,7 @@ def train(
     done = exhausted = False
     try:
         for batch in batches if step.count < steps else ():
-            lr = step.opt.param_groups[0]["lr"]
+            lr = step.optimizers[0].param_groups[0]["lr"]
             # A scheduler writes into a learning rate on the device.
             lr = lr.clone() if isinstance(lr, Tensor) else lr
             out = step(batch)

@@ -3,51 +3,85 @@
 [inputs.shape for inputs, targets in split((tokens, targets), 4)]
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, described
 
 
 def split(batch, parts: int) -> list:
     """`batch` in `parts` pieces along dim 0, whose sizes differ by one at most.
 
     Args:
-        batch: a tensor, or a tuple, list or dict of tensors. A list of tuples, lists or dicts is
-            split already, into micro-batches that may differ in number and shape; it is returned as
-            it is.
+        batch: a tensor, or tensors in tuples, lists and dicts, nested. Each piece has all that has
+            no rows: numbers, strings, None, () tensors, NumPy arrays. A list of tuples, lists or
+            dicts is split already, into micro-batches that may differ in number and shape; it is
+            returned as it is.
 
     Raises:
-        ArgumentError: when the tensors disagree in dim 0, or there are fewer rows than pieces.
+        ArgumentError: when the tensors disagree in dim 0, there are fewer rows than pieces, or
+            tensors stand in an object of another kind.
     """
     if is_split(batch):
         return batch
-    if isinstance(batch, Tensor):
-        if batch.dim() == 0 or batch.shape[0] < parts:
-            raise ArgumentError(
-                f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} "
-                "micro-batches along dim 0"
-            )
-        return list(torch.tensor_split(batch, parts))
-    if not isinstance(batch, (tuple, list, dict)) or not batch:
+    pieces = _pieces(batch, parts)
+    rows = dict(_rows(batch))
+    if not rows:
         raise ArgumentError(
-            f"a batch is a tensor or a tuple, list or dict of tensors; got {type(batch).__name__}"
+            "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0; got "
+            f"{described(batch)}"
         )
-    items = dict(batch.items() if isinstance(batch, dict) else enumerate(batch))
-    rows = {key: len(t) if isinstance(t, Tensor) and t.dim() else None for key, t in items.items()}
-    if len(set(rows.values())) > 1 or None in rows.values():
+    if len(set(rows.values())) > 1:
         raise ArgumentError(
-            f"the tensors of a batch must agree in dim 0, the number of sequences; got {rows}"
+            "the tensors of a batch must agree in dim 0, the number of sequences; got "
+            + ", ".join(f"{count} in batch{name}" for name, count in rows.items())
         )
-    micros = zip(*[split(t, parts) for t in items.values()])
-    if isinstance(batch, dict):
-        return [dict(zip(batch, micro)) for micro in micros]
-    if hasattr(batch, "_fields"):  # a named tuple
-        return [type(batch)(*micro) for micro in micros]
-    return [type(batch)(micro) for micro in micros]
+    count = next(iter(rows.values()))
+    if count < parts:
+        raise ArgumentError(
+            f"a batch of {count} rows cannot be split into {parts} micro-batches along dim 0"
+        )
+    return pieces
+
+
+def _rows(value, name: str = "") -> "Iterator[tuple[str, int]]":
+    """(place in the batch, dim 0) of each tensor that has rows."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield name, len(value)
+    elif isinstance(value, (tuple, list, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _rows(item, f"{name}[{key!r}]")
+
+
+def _pieces(value, parts: int) -> list:
+    if isinstance(value, Tensor) and value.dim():
+        return list(torch.tensor_split(value, parts))
+    if isinstance(value, dict):
+        columns = {key: _pieces(item, parts) for key, item in value.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
+    if isinstance(value, (tuple, list)):
+        pieces = [_pieces(item, parts) for item in value]
+        return [_like(value, [column[i] for column in pieces]) for i in range(parts)]
+    items: "Iterable[Any]" = getattr(value, "__dict__", {}).values()
+    if isinstance(value, (set, frozenset, deque)):
+        items = value
+    if any(isinstance(item, Tensor) for item in items):
+        raise ArgumentError(
+            f"the batch holds {described(value)}, whose tensors would not be split; expected "
+            "tensors in tuples, lists and dicts"
+        )
+    return [value] * parts
+
+
+def _like(value: "tuple | list", items: list):
+    """The items in a tuple or list of the kind of `value`."""
+    # A named tuple has its fields as arguments.
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def with_dicts(batch):
@@ -56,9 +90,11 @@ def with_dicts(batch):
     Args:
         batch: any, or a list of micro-batches.
     """
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        return dict(batch)
-    return [with_dicts(micro) for micro in batch] if type(batch) is list else batch
+    if isinstance(batch, Mapping):
+        return {key: with_dicts(item) for key, item in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return _like(batch, [with_dicts(item) for item in batch])
+    return batch
 
 
 def is_split(batch) -> bool:
@@ -72,5 +108,4 @@ def is_split(batch) -> bool:
 
 def rows_of(micro) -> int:
     """How many sequences a micro-batch has: dim 0 of its first tensor; 0 without one."""
-    tensors = (leaf for leaf in tree_leaves(micro) if isinstance(leaf, Tensor) and leaf.dim())
-    return next((len(t) for t in tensors), 0)
+    return next((rows for _, rows in _rows(micro)), 0)

@@ -5,7 +5,7 @@ ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 """
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ArgumentError, CaptureError
-from ..graphs import ForwardState, GraphedStep, check_options, preserved
-from ..optim import GradientListener
+from ..graphs import ForwardState, GraphedStep, check_options, frozen_number, preserved
+from ..optim import Arena, DeviceOptimizer, GradientListener
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 
@@ -65,12 +65,18 @@ class StepGraphs:
         ours: the optimizer is a ga.AdamW over the arena. Then a warm-up needs no update, because
             the optimizer allocates its state in prepare(). An optimizer of torch's allocates it in
             a step.
+
+    Attributes:
+        captured: the optimizers whose step a graph holds.
+        launched: the others, which read numbers on the host: they take their step behind a replay.
     """
 
     def __init__(self, step: "TrainStep", ours: bool, options: Replay):
         self._step = weakref.ref(step)
         self.ours = ours
         self._options = options
+        self.launched = [opt for opt in step.optimizers if _reads_on_host(opt, step.arena)]
+        self.captured = [opt for opt in step.optimizers if opt not in self.launched]
         self.batch_graphs = self._make_batch_graphs(step)
         # Made by the first list of micro-batches.
         self.list_graphs: "ListGraphs | None" = None
@@ -88,8 +94,8 @@ class StepGraphs:
     def _make_batch_graphs(self, step: "TrainStep") -> GraphedStep:
         self.loss_module = _loss_module_of(step)
         return GraphedStep(
-            self._eager_step,
-            [*_modules_of(step), step.opt],
+            self._captured_step,
+            [*_modules_of(step), *self.captured],
             warm_up=self._warm_up_batch if self.ours else None,
             saved=self.forward_state if self.ours else None,
             **self.options,
@@ -104,7 +110,7 @@ class StepGraphs:
         if is_split(batch):
             return self._replay_list(batch)
         self._before_batch(batch)
-        return StepOutput(**self.batch_graphs(batch))
+        return self.with_launched(*self.batch_graphs(batch))
 
     def capture(self, batch):
         """Capture for this kind of batch, and take no step."""
@@ -125,9 +131,27 @@ class StepGraphs:
         """What follows in a captured step has parallel branches: see GraphedStep.split."""
         self.batch_graphs.split()
 
-    def _eager_step(self, batch) -> dict:
-        """Captured: the whole step."""
-        return vars(self.step.eager_step(batch))
+    def _captured_step(self, batch) -> "tuple[dict, int]":
+        """Captured: the whole step, but for the launched optimizers."""
+        step = self.step
+        with step.accumulation_window():
+            totals = step.accumulate(step.split(batch), step.reducer)
+            return _captured_update(step, totals, self.captured)
+
+    def with_launched(self, output: dict, received: int) -> StepOutput:
+        """Behind a replay: the launched optimizers take their step with its gradients.
+
+        Args:
+            output: fields of the step's StepOutput.
+            received: which tensors have a gradient, a bit for each.
+        """
+        if self.launched:
+            step = self.step
+            with step.accumulation_window():
+                step.arena.set_gradients(_flags(received, len(step.arena.params)))
+                for opt in self.launched:
+                    opt.step()
+        return StepOutput(**output)
 
     def check_hooks(self):
         """CaptureError for a hook that a replay would not call: eager steps refuse it as well."""
@@ -167,7 +191,10 @@ class StepGraphs:
     @property
     def reason(self) -> str:
         reasons = [graphs.reason for graphs in self.all if graphs.replay == "eager"]
-        return reasons[0] if reasons else self.batch_graphs.reason
+        if reasons or not self.launched:
+            return [*reasons, self.batch_graphs.reason][0]
+        names = ", ".join(type(opt).__name__ for opt in self.launched)
+        return f"{self.batch_graphs.reason}; {names} launched behind them"
 
     def reset(self):
         for graphs in self.all:
@@ -211,7 +238,7 @@ class StepGraphs:
             self.list_graphs = ListGraphs(self, micros)
         graphs = self.list_graphs
         self._agree(lambda: graphs.warm_up_micro(_copied(micros[0]), len(micros)))
-        return graphs(micros)
+        return self.with_launched(*graphs(micros))
 
     def _check_list(self):
         step = self.step
@@ -232,6 +259,7 @@ class ListGraphs:
     def __init__(self, graphs: StepGraphs, micros):
         step = graphs.step
         self._step = weakref.ref(step)
+        self._captured = graphs.captured
         self.loss_fn = step.loss_fn
         device = step.arena.device
         # Of loss_fn's count of tokens; None: it returns means.
@@ -252,7 +280,7 @@ class ListGraphs:
         )
         self.update_graphs = GraphedStep(
             self._update,
-            [step.model, step.opt, *self._totals],
+            [step.model, *self._captured, *self._totals],
             warm_up=self._warm_up_update if graphs.ours else None,
             saved=list if graphs.ours else None,
             **graphs.options,
@@ -262,7 +290,7 @@ class ListGraphs:
     def step(self) -> "TrainStep":
         return _alive(self._step)
 
-    def __call__(self, micros) -> StepOutput:
+    def __call__(self, micros) -> "tuple[dict, int]":
         step = self.step
         # No graph of this step may push out another one of it.
         self.micro_graphs.max_graphs = max(self.micro_graphs.max_graphs, len(micros))
@@ -279,12 +307,11 @@ class ListGraphs:
             step.arena.grads.zero_()
             for micro in micros:
                 received |= self.micro_graphs(micro, count)
-            result = self.update_graphs(received)
+            return self.update_graphs(received)
         except BaseException:
             self._zero_totals()
             step.arena.clear_gradients()
             raise
-        return StepOutput(**result)
 
     def close(self):
         self.micro_graphs.close()
@@ -313,27 +340,54 @@ class ListGraphs:
         if tokens is not None:
             self.tokens += tokens
         arena.clear_gradients()
-        return sum(1 << i for i in tensors.indices)
+        return _bits(i in tensors.indices for i in range(len(arena.params)))
 
     def _warm_up_update(self, received: int):
         totals = Totals(self.loss, self.tokens, self.rows, self.micro_batches)
         self.step.mean_loss(totals)
         self.step.divisor(totals)
 
-    def _update(self, received: int) -> dict:
+    def _update(self, received: int) -> "tuple[dict, int]":
         """Captured: the update, with the gradients of the tensors `received`."""
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
         totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
-        step.arena.set_gradients([received >> i & 1 == 1 for i in range(len(step.arena.params))])
+        step.arena.set_gradients(_flags(received, len(step.arena.params)))
         with step.accumulation_window():
-            output = step.update(totals)
+            result = _captured_update(step, totals, self._captured)
         self._zero_totals()
-        return vars(output)
+        return result
 
     def _zero_totals(self):
         for total in self._totals:
             total.zero_()
+
+
+def _reads_on_host(opt: torch.optim.Optimizer, arena: Arena) -> bool:
+    """Whether a graph cannot hold the optimizer's step."""
+    # Masters without their arena are updated by torch's operations, which read norms on a CPU.
+    alone = isinstance(opt, DeviceOptimizer) and opt.arena is None and arena.device.type == "cpu"
+    return (alone and arena.bf16_weights is not None) or frozen_number(opt) is not None
+
+
+def _captured_update(step: "TrainStep", totals: Totals, captured) -> "tuple[dict, int]":
+    """The update by the captured optimizers.
+
+    Returns:
+        The fields of a StepOutput, and which tensors have a gradient, a bit for each.
+    """
+    output = step.update(totals, optimizers=captured)
+    return vars(output), _bits(step.arena.has_gradient())
+
+
+def _bits(flags: "Iterable[bool]") -> int:
+    """A whole number with a bit for each flag, the first one the lowest."""
+    return sum(1 << i for i, flag in enumerate(flags) if flag)
+
+
+def _flags(bits: int, count: int) -> "list[bool]":
+    """The flags from which _bits() made a number."""
+    return [bits >> i & 1 == 1 for i in range(count)]
 
 
 class TensorsOfBackward(GradientListener):

@@ -19,7 +19,7 @@ How a step runs, in the order of the methods below:
 
 import contextlib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,11 +40,13 @@ from ..graphs import GraphedStep
 from ..measure import Meter
 from ..ops import check_choice, check_max_norm
 from ..optim import AdamW, Arena, DeviceOptimizer, Products
+from .checkpoint import as_list
 from .micro import rows_of, split, with_dicts
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
     from typing_extensions import Self
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
@@ -108,7 +110,8 @@ class TrainStep:
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.
         opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
-            model: model.parameters()). Default: AdamW, lr 3e-4, decay 0.1 on matrices.
+            model: model.parameters()), or a list of optimizers that have these tensors among them.
+            Default: AdamW, lr 3e-4, decay 0.1 on matrices.
         loss_fn: function of (model, micro) that returns (sum of losses, number of tokens), or a
             mean. Default: token_loss.
         micro_batches: pieces that a batch is split into along dim 0, 1 or more. Default: 1.
@@ -117,29 +120,33 @@ class TrainStep:
             batch. "micro_batches": the mean of the micro-batches' means.
         max_norm: limit of the global gradient norm, 0 or more, as in
             `torch.nn.utils.clip_grad_norm_`; None: no clipping. A ga.AdamW over the arena clips
-            inside its step: it is that optimizer's max_norm.
+            inside its step: it is that optimizer's max_norm. Before several optimizers the norm is
+            taken once, over all gradients.
         compile: torch.compile loss_fn. Default: False.
         autocast: a dtype for torch.autocast, such as torch.bfloat16. Default: none.
-        scheduler: a torch learning-rate scheduler, stepped after each step. Default: none.
+        scheduler: a torch learning-rate scheduler, or a list of them, stepped after each step.
+            Default: none.
         meter: gets the time of each stage. Default: none.
         replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
             replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is
-            a list of micro-batches is replayed one by one. `replays` says which it is, `reason`
-            why.
+            a list of micro-batches is replayed one by one. An optimizer whose learning rate is a
+            number that a graph would freeze is launched behind the replay. `replays` says which it
+            is, `reason` why.
         deterministic: two runs are bit-identical (ga.deterministic() around each step), and a
             launched step is bit-identical to a replayed one.
         distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
             batches of its own. Loss, tokens and divisor are then those of all ranks.
 
     Attributes:
-        opt: the optimizer.
+        optimizers: a list, of one optimizer too.
+        schedulers: a list.
         arena: the Arena of the model.
         count: optimizer steps taken, an int.
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
-            arena's, an unknown mode or divisor, an argument of another kind, or two different
-            max_norms.
+            arena's, a trained tensor that no optimizer holds or two of them, an unknown mode or
+            divisor, an argument of another kind, or two different max_norms.
         CaptureError: with replay="graph" and policy "require", where a step cannot be captured.
 
     Example:
@@ -154,7 +161,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        opt: "torch.optim.Optimizer | None" = None,
+        opt: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
         loss_fn: "Callable[..., Tensor | tuple[Tensor, Tensor | int]]" = token_loss,
         *,
         micro_batches: int = 1,
@@ -162,14 +169,16 @@ class TrainStep:
         max_norm: "float | None" = None,
         compile: bool = False,
         autocast: "torch.dtype | None" = None,
-        scheduler: "torch.optim.lr_scheduler.LRScheduler | None" = None,
+        scheduler: "LRScheduler | Sequence[LRScheduler] | None" = None,
         meter: "Meter | None" = None,
         replay: "str | Replay" = "eager",
         deterministic: bool = False,
         distributed: "Distributed | None" = None,
     ):
         check_module("model", model)
-        _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed)
+        optimizers, schedulers = as_list(opt), as_list(scheduler)
+        _check_optimizer_kinds(opt, optimizers)
+        _check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed)
         if divide is not None:
             check_choice("divide", divide, DIVISORS)
         if max_norm is not None:
@@ -181,7 +190,7 @@ class TrainStep:
         self.micro_batches = micro_batches
         self.divide = divide
         self.autocast = autocast
-        self.scheduler = scheduler
+        self.schedulers = schedulers
         self.meter = meter
         self.deterministic = deterministic
         # Optimizer steps taken.
@@ -207,13 +216,17 @@ class TrainStep:
             arena.check_trainable()
             self._frozen = arena.frozen()
             self._cleanup.callback(arena.claim(self))
-            self.opt: torch.optim.Optimizer = opt or AdamW(arena, lr=3e-4, weight_decay=0.1)
-            _check_optimizer(self.opt, arena)
+            self.optimizers: "list[torch.optim.Optimizer]" = (
+                optimizers if opt is not None else [AdamW(arena, lr=3e-4, weight_decay=0.1)]
+            )
+            # Frozen tensors that no optimizer holds.
+            self._unheld = _check_tensors(self.optimizers, arena)
             # The optimizer that clips by itself; None: clipping is done here.
             self._clipping_opt: "DeviceOptimizer | None" = None
-            if isinstance(self.opt, DeviceOptimizer) and self.opt.arena is arena:
-                self._clipping_opt = self.opt
-            _check_clip(self.opt, self._clipping_opt, max_norm)
+            first, *others = self.optimizers
+            if isinstance(first, DeviceOptimizer) and first.arena is arena and not others:
+                self._clipping_opt = first
+            _check_clip(self.optimizers, self._clipping_opt, max_norm)
             adds = options is not None or deterministic
             if distributed is not None and distributed.needs_reducer:
                 settings = {
@@ -247,9 +260,10 @@ class TrainStep:
     def _make_reducer(self, distributed: Distributed, settings: dict, adds: bool, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""
         if distributed.sharded and self._clipping_opt is None:
+            kinds = ", ".join(type(opt).__name__ for opt in self.optimizers)
             raise ArgumentError(
-                f"sharded=True with {type(self.opt).__name__}: a rank has its share of the "
-                "gradient only; expected ga.AdamW over the arena, which clips by itself"
+                f"sharded=True with {kinds}: a rank has its share of the gradient only; expected "
+                "one optimizer, a ga.AdamW over the arena, which clips by itself"
             )
         if settings["replay"] == "graph" and distributed.backend != "nccl":
             raise ArgumentError(
@@ -262,7 +276,9 @@ class TrainStep:
             self._add_products()
         # Told while a compiled backward runs.
         products = self.products if compiled else None
-        reducer = make_reducer(distributed, self.arena, self.opt, settings, products, peer_to_peer)
+        reducer = make_reducer(
+            distributed, self.arena, self.optimizers, settings, products, peer_to_peer
+        )
         self.reducer = reducer
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 
@@ -280,9 +296,11 @@ class TrainStep:
         When loss_fn or backward raises, the gradients are dropped and the weights stay.
 
         Args:
-            batch: a tensor, or a tuple, list or dict (also another mapping) of tensors, on the
-                model's device, rows in dim 0; or a list of such micro-batches. With several ranks
-                None: this one has no batch left, and the others have.
+            batch: a tensor, or tensors in tuples, lists and dicts (also other mappings), nested, on
+                the model's device, rows in dim 0; or a list of such micro-batches. What has no
+                rows (numbers, strings, None, () tensors, NumPy arrays) goes to each micro-batch;
+                in a replayed step it is hashable, and another value is captured anew. With several
+                ranks None: this one has no batch left, and the others have.
 
         Returns:
             A StepOutput. Nothing waits for the device until a value is read.
@@ -298,6 +316,8 @@ class TrainStep:
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
         self.arena.check_frozen(self._frozen)
+        if any(p.requires_grad for p in self._unheld):
+            self._unheld = _check_tensors(self.optimizers, self.arena)
         if self._graphs is not None:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
@@ -315,8 +335,8 @@ class TrainStep:
                 mark("replay")
             else:
                 output = self.eager_step(batch, mark)
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
         if timer:
             timer.stop()
         if self.reducer is not None:
@@ -325,7 +345,7 @@ class TrainStep:
         return output
 
     def eager_step(self, batch, mark=_no_mark) -> StepOutput:
-        """The step, operation by operation. A graph captures this very method.
+        """The step, operation by operation. A graph captures the same calls.
 
         Args:
             batch: as for a call.
@@ -491,19 +511,27 @@ class TrainStep:
             for p, grad in zip(self.arena.params, gradients):
                 p.grad = grad
 
-    def update(self, totals: Totals, mark=_no_mark) -> StepOutput:
+    def update(
+        self,
+        totals: Totals,
+        mark=_no_mark,
+        optimizers: "list[torch.optim.Optimizer] | None" = None,
+    ) -> StepOutput:
         """From the sums of this rank's micro-batches to the new weights.
 
         Args:
             totals: what accumulate() returned.
             mark: called with the name of each stage at its end.
+            optimizers: those that take a step. Default: all.
         """
         if self.reducer is not None:
             totals = self.all_reduce(self.reducer, totals)
         loss = self.mean_loss(totals)
         divisor = self.divisor(totals)
         mark("accumulate")
-        clip = self._clip_and_step(divisor, mark)
+        clip = self._clip_and_step(
+            divisor, mark, self.optimizers if optimizers is None else optimizers
+        )
         tokens = totals.tokens
         if self.reducer is not None:
             tokens = self.reducer.as_counted(tokens)
@@ -556,7 +584,7 @@ class TrainStep:
         assert isinstance(totals.micro_batches, Tensor)
         return totals.micro_batches
 
-    def _clip_and_step(self, divisor: "Tensor | None", mark) -> ClipResult:
+    def _clip_and_step(self, divisor: "Tensor | None", mark, optimizers) -> ClipResult:
         opt = self._clipping_opt
         if opt is not None:
             opt.gradient_divisor = divisor
@@ -575,11 +603,13 @@ class TrainStep:
             norm = nn.utils.clip_grad_norm_(self.arena.parameters(), self.max_norm)
             result = ClipResult.of_norm(norm, self.max_norm)
             mark("clip")
-        self.opt.step()
+        for optimizer in optimizers:
+            optimizer.step()
         mark("optimizer")
-        if self.max_norm is None and isinstance(self.opt, DeviceOptimizer):
+        first, *others = self.optimizers
+        if self.max_norm is None and isinstance(first, DeviceOptimizer) and not others:
             # A ga.AdamW over parameters, which may have clipped by itself.
-            return ClipResult.of_optimizer(self.opt)
+            return ClipResult.of_optimizer(first)
         return result
 
     # ---- state and control ----
@@ -651,23 +681,38 @@ class TrainStep:
         self.close(alone=kind is not None)
 
 
-def _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed):
+def _check_optimizer_kinds(opt, optimizers: list):
+    """ArgumentError unless the argument `opt` is None, an optimizer or a list of them."""
+    expected = "expected an optimizer, a list of optimizers, or None"
+    if opt is not None and not optimizers:
+        raise ArgumentError(f"opt is an empty {type(opt).__name__}; {expected}")
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            hint = ""
+            if callable(each) and not isinstance(each, type):
+                hint = ". A loss has a name: ga.TrainStep(model, loss_fn=...)"
+            verb = "is" if each is opt else "holds"
+            raise ArgumentError(f"opt {verb} {described(each)}; {expected}{hint}")
+        if isinstance(each, torch.optim.LBFGS):
+            raise ArgumentError(
+                "opt is LBFGS, which calls the loss several times in a step; expected an optimizer "
+                "whose step() takes no closure"
+            )
+
+
+def _check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed):
     """ArgumentError, naming the argument, where a TrainStep cannot use a value of this kind."""
-    if not isinstance(opt, (torch.optim.Optimizer, type(None))):
-        hint = ""
-        if callable(opt) and not isinstance(opt, type):
-            hint = ". A loss has a name: ga.TrainStep(model, loss_fn=...)"
-        raise ArgumentError(f"opt is {described(opt)}; expected an optimizer, or None{hint}")
-    if isinstance(opt, torch.optim.LBFGS):
-        raise ArgumentError(
-            "opt is LBFGS, which calls the loss several times in a step; expected an optimizer "
-            "whose step() takes no closure"
-        )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ArgumentError(
-            "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one whose "
-            "step() takes none, or call it yourself after the step"
-        )
+    for scheduler in schedulers:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ArgumentError(
+                "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one "
+                "whose step() takes none, or call it yourself after the step"
+            )
+        if not callable(getattr(scheduler, "step", None)):
+            raise ArgumentError(
+                f"scheduler is {described(scheduler)}; expected a learning-rate scheduler, a list "
+                "of them, or None"
+            )
     loss_of_outputs = isinstance(loss_fn, nn.modules.loss._Loss)
     if loss_of_outputs or getattr(loss_fn, "__module__", "") == F.__name__:
         name = type(loss_fn).__name__ if loss_of_outputs else loss_fn.__name__
@@ -687,39 +732,65 @@ def _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed):
         raise ArgumentError(
             f"autocast is {autocast!r}; expected a dtype, such as torch.bfloat16, or None"
         )
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise ArgumentError(
-            f"scheduler is {described(scheduler)}; expected a learning-rate scheduler, or None"
-        )
     if not isinstance(distributed, (Distributed, type(None))):
         raise ArgumentError(
             f"distributed is {described(distributed)}; expected a ga.Distributed, or None"
         )
 
 
-def _check_clip(opt, clipping_opt: "DeviceOptimizer | None", max_norm: "float | None"):
-    """ArgumentError where gradients would be clipped twice: here and by the optimizer."""
-    if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None or max_norm is None:
-        return
-    if clipping_opt is None or max_norm != opt.max_norm:
-        raise ArgumentError(
-            f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be "
-            "clipped twice; give it once"
-        )
-
-
-def _check_optimizer(opt, arena: Arena):
-    names = {id(p): name for name, p in arena.module.named_parameters()}
-    for g, group in enumerate(opt.param_groups):
-        for p in group["params"]:
-            if id(p) in arena.master_ids or not p.requires_grad:
-                continue
-            if id(p) in names:
-                tensor = f"parameter {names[id(p)]} ({p.dtype})"
-            else:
-                tensor = f"a tensor of shape {tuple(p.shape)} that is not the model's"
+def _check_clip(optimizers, clipping_opt: "DeviceOptimizer | None", max_norm: "float | None"):
+    """ArgumentError where gradients would be clipped twice: here and by an optimizer."""
+    for opt in optimizers:
+        if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None or max_norm is None:
+            continue
+        if clipping_opt is None or max_norm != opt.max_norm:
             raise ArgumentError(
-                f"group {g} of the optimizer holds {tensor}; expected tensors of "
-                "arena.parameters(), the fp32 masters: arena = ga.Arena(model); "
-                "opt = torch.optim.AdamW(arena.parameters())"
+                f"max_norm is {max_norm} here and {opt.max_norm} in {type(opt).__name__}: "
+                "gradients would be clipped twice; give it once"
             )
+
+
+def _check_tensors(optimizers, arena: Arena) -> "list[nn.Parameter]":
+    """ArgumentError unless each trained tensor of the arena is in one optimizer, and in one only.
+
+    Returns:
+        The frozen parameters that are in none.
+    """
+    names = {id(p): name for name, p in arena.module.named_parameters()}
+    # id of a tensor -> index of its optimizer.
+    holders: "dict[int, int]" = {}
+    for k, opt in enumerate(optimizers):
+        for g, group in enumerate(opt.param_groups):
+            for p in group["params"]:
+                if id(p) in arena.master_ids:
+                    if holders.setdefault(id(p), k) != k:
+                        name = next(n for n, m in arena.named_parameters().items() if m is p)
+                        both = type(optimizers[holders[id(p)]]).__name__, type(opt).__name__
+                        raise ArgumentError(
+                            f"{name} is in two optimizers, {both[0]} and {both[1]}; expected each "
+                            "tensor in one of them"
+                        )
+                    continue
+                if not p.requires_grad:
+                    continue
+                if id(p) in names:
+                    tensor = f"parameter {names[id(p)]} ({p.dtype})"
+                else:
+                    tensor = f"a tensor of shape {tuple(p.shape)} that is not the model's"
+                raise ArgumentError(
+                    f"group {g} of the optimizer holds {tensor}; expected tensors of "
+                    "arena.parameters(), the fp32 masters: arena = ga.Arena(model); "
+                    "opt = torch.optim.AdamW(arena.parameters())"
+                )
+    unheld = []
+    for segment, p, master in zip(arena.segments, arena.params, arena.masters):
+        if id(master) in holders:
+            continue
+        if p.requires_grad:
+            kinds = ", ".join(type(opt).__name__ for opt in optimizers)
+            raise ArgumentError(
+                f"no optimizer holds {segment.name}, which would not be trained ({kinds}); "
+                "expected all of arena.parameters(), or requires_grad_(False)"
+            )
+        unheld.append(p)
+    return unheld

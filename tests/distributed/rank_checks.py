@@ -183,7 +183,7 @@ def weights(model):
 
 
 def moments(step):
-    return [t.clone() for state in step.opt.state.values() for t in state.values()]
+    return [t.clone() for state in step.optimizers[0].state.values() for t in state.values()]
 
 
 def run(model, steps, ranks, rank, shares, **options):
@@ -447,7 +447,9 @@ def on_without_shards(rank: Rank, backend, low):
                 for number in range(2):
                     step([micro_batch(4 * number + rank.rank)])
             config = ga.Distributed(group=rank.group, bucket_mb=0.1)
-            with ga.TrainStep(model, step.opt, micro_batches=2, distributed=config) as step:
+            with ga.TrainStep(
+                model, step.optimizers[0], micro_batches=2, distributed=config
+            ) as step:
                 masters = [step.arena.weights.clone()]
                 for number in range(2, 4):
                     step([micro_batch(4 * number + rank.rank)])
@@ -479,7 +481,7 @@ def shards_of_machines(rank: Rank, sizes, folder, low=torch.float32):
         with machines_of(rank, placed):
             model = Net(seed=len(results)).to(low)
             with make_step(model, distributed=config) as step:
-                state = dict(model=model, optimizer=step.opt, arena=step.arena)
+                state = dict(model=model, optimizer=step.optimizers, arena=step.arena)
                 if placed:
                     for number in range(2):
                         step([micro_batch(4 * number + rank.rank)])
@@ -616,7 +618,7 @@ def memory_of_moments(rank: Rank, backend):
     with ga.use_backend(backend), make_step(Net(), distributed=config) as step:
         step([micro_batch(rank.rank)])
         storages = {}
-        for state in step.opt.state.values():
+        for state in step.optimizers[0].state.values():
             for key, t in state.items():
                 if key != "step":
                     storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -640,17 +642,17 @@ def shards_to_file(rank: Rank, backend, folder):
         model = Net()
         with make_step(model, distributed=_ordered_and_sharded(rank)) as step:
             _four_micro_batches(step, rank.rank, 2, 0, 2)
-            state = dict(model=model, optimizer=step.opt, arena=step.arena)
+            state = dict(model=model, optimizer=step.optimizers, arena=step.arena)
             with step.gathered():
                 if rank.rank == 0:
                     ga.save_checkpoint(
-                        f"{folder}/two.safetensors", **state, scheduler=step.scheduler, step=2
+                        f"{folder}/two.safetensors", **state, scheduler=step.schedulers, step=2
                     )
             before = moments(step)
             dist.barrier(rank.group)
             # Over a state that is there.
             with step.gathered():
-                ga.load_checkpoint(f"{folder}/two.safetensors", **state, scheduler=step.scheduler)
+                ga.load_checkpoint(f"{folder}/two.safetensors", **state, scheduler=step.schedulers)
             assert all(map(torch.equal, before, moments(step)))
         if rank.rank == 0:
             plain = Net()
@@ -670,9 +672,9 @@ def shards_from_file(rank: Rank, backend, folder):
                 ga.load_checkpoint(
                     f"{folder}/two.safetensors",
                     model=model,
-                    optimizer=step.opt,
+                    optimizer=step.optimizers,
                     arena=step.arena,
-                    scheduler=step.scheduler,
+                    scheduler=step.schedulers,
                 )
             _four_micro_batches(step, rank.rank, rank.ranks, 2, 4)
             return all(map(torch.equal, model.parameters(), torch.load(f"{folder}/want.pt")))
@@ -689,7 +691,7 @@ def savers_of_shards(rank: Rank, low, folder):
             with step.gathered():
                 here = pathlib.Path(folder, f"{rank.rank}-{sharded}")
                 here.mkdir()
-                torch.save(step.opt.state_dict(), here / "optimizer.pt")
+                torch.save(step.optimizers[0].state_dict(), here / "optimizer.pt")
                 states = torch.load(here / "optimizer.pt", weights_only=True)["state"]
                 bits = [savers.bits(state) for _, state in sorted(states.items())]
                 for save in (
@@ -808,7 +810,7 @@ def nan_on(
         model = Net()
         with make_step(model, deterministic=products, distributed=config, **options) as step:
             step([micro_batch(rank.rank)])
-            before, skips = weights(model), [step.opt.last_skip()]
+            before, skips = weights(model), [step.optimizers[0].last_skip()]
             if where == "norm":
                 # One tensor alone.
                 model.norm.weight.register_hook(spoiled)
@@ -820,14 +822,14 @@ def nan_on(
             out = step([micro_batch(rank.rank + 4)])
             nan_now = False
             same = all(map(torch.equal, before.values(), weights(model).values()))
-            skips += [step.opt.last_skip(), step.reducer.last_nonfinite()]
+            skips += [step.optimizers[0].last_skip(), step.reducer.last_nonfinite()]
             step([micro_batch(rank.rank + 8)])
             return {
                 "same": same,
                 "moved": not torch.equal(before["head.weight"], model.head.weight),
                 "skips": skips,
                 "finite": bool(out.finite),
-                "skipped": int(step.opt.skipped),
+                "skipped": int(step.optimizers[0].skipped),
                 "hash": weight_hashes(step.arena).tolist(),
             }
 
@@ -843,7 +845,7 @@ def second_step_refused(rank: Rank):
                 step([micro_batch(rank.rank)])
                 if again:
                     try:
-                        ga.TrainStep(model, step.opt, distributed=config)
+                        ga.TrainStep(model, step.optimizers[0], distributed=config)
                     except ga.errors.ArgumentError as error:
                         results.append(str(error))
                 step([micro_batch(rank.rank + 4)])
@@ -1250,7 +1252,7 @@ def keeps_its_moments_after_an_error_on_all_ranks():
                 step(rows_of(i))
             except ValueError:
                 break
-    return sum(state["exp_avg"].abs().sum().item() for state in step.opt.state.values())
+    return sum(state["exp_avg"].abs().sum().item() for state in step.optimizers[0].state.values())
 
 
 def evaluates_beside_a_group_that_trains(seconds):

@@ -56,11 +56,13 @@ def take_steps(step, rank, ranks, first, last):
 
 
 def parts(step):
-    return dict(model=step.model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler)
+    return dict(
+        model=step.model, optimizer=step.optimizers, arena=step.arena, scheduler=step.schedulers
+    )
 
 
 def save(step, folder, count):
-    path = checkpoint_path(folder, count, step.opt)
+    path = checkpoint_path(folder, count, step.optimizers[0])
     return ga.save_checkpoint(path, step=count, **parts(step))
 
 
@@ -113,7 +115,7 @@ def watched(step):
     note["allocated"] = allocations.most
     note["largest"] = max(4 * s.numel for s in step.arena.segments)
     note["counts"] = 4 * len(step.arena.segments)
-    note["state"] = sum(4 * t.numel() for t in step.opt.layout.buffers.values())
+    note["state"] = sum(4 * t.numel() for t in step.optimizers[0].layout.buffers.values())
 
 
 # ---- saving and resuming -------------------------------------------------------------------------
@@ -162,7 +164,9 @@ def holds(step, contents):
         named = {f"model.{name}": t for name, t in step.model.state_dict().items()}
         named |= {f"master.{name}": t for name, t in step.arena.named_master().items()}
         for name, p in zip(step.arena.parameter_names(), step.arena.parameters(), strict=True):
-            named |= {f"optim.{name}.{key}": t for key, t in step.opt.state.get(p, {}).items()}
+            named |= {
+                f"optim.{name}.{key}": t for key, t in step.optimizers[0].state.get(p, {}).items()
+            }
         stored = {name for name in contents.entries if not name.startswith("rng.")}
         return named.keys() == stored and all(
             torch.equal(tensor, contents.tensor(name)) for name, tensor in named.items()
@@ -184,11 +188,13 @@ def refuse_shares(rank: Rank, path):
     """What is said of a damaged checkpoint. AssertionError where something has changed."""
     with make_step(rank, seed=3) as step:
         take_steps(step, rank.rank, rank.ranks, 0, 1)
-        before = [t.clone() for t in (step.arena.weights, *step.opt.layout.buffers.values())]
+        before = [
+            t.clone() for t in (step.arena.weights, *step.optimizers[0].layout.buffers.values())
+        ]
         try:
             ga.load_checkpoint(path, **parts(step), rank=rank.rank)
         except ga.errors.CheckpointError as error:
-            after = (step.arena.weights, *step.opt.layout.buffers.values())
+            after = (step.arena.weights, *step.optimizers[0].layout.buffers.values())
             assert all(map(torch.equal, before, after))
             return str(error)
 

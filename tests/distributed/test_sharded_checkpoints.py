@@ -167,11 +167,11 @@ def test_the_generators_of_each_rank_come_back(workers, tmp_path):
 
 def everything(step):
     tensors = [*step.model.state_dict().values(), step.arena.weights, *checks.moments(step)]
-    groups = [{**group, "params": 0} for group in step.opt.param_groups]
+    groups = [{**group, "params": 0} for group in step.optimizers[0].param_groups]
     return (
         [tensor.tolist() for tensor in tensors],
         str(groups),
-        str(step.scheduler.state_dict()),
+        str([each.state_dict() for each in step.schedulers]),
         torch.get_rng_state().tolist(),
     )
 
@@ -185,7 +185,9 @@ def other_step():
 
 
 def parts(step):
-    return dict(model=step.model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler)
+    return dict(
+        model=step.model, optimizer=step.optimizers, arena=step.arena, scheduler=step.schedulers
+    )
 
 
 @pytest.fixture
@@ -330,7 +332,7 @@ def test_another_model(saved, refuse, written):
         ga.load_checkpoint(saved, model=other)
     with checks.make_step(shard_checks.Wide(), kind="sgd") as step:
         with pytest.raises(CheckpointError, match="holds the state of AdamW, expected SGD"):
-            ga.load_checkpoint(saved, model=step.model, optimizer=step.opt)
+            ga.load_checkpoint(saved, model=step.model, optimizer=step.optimizers)
 
 
 # ---- disks and kills -----------------------------------------------------------------------------

@@ -210,9 +210,9 @@ def trained(step, data, device, between=None):
             between(step, k)
         outs.append(step(batch))
     found = (
-        everything(step.model, step.opt, device),
+        everything(step.model, step.optimizers[0], device),
         step.count,
-        getattr(step.opt, "last_skip", lambda: None)(),
+        getattr(step.optimizers[0], "last_skip", lambda: None)(),
     )
     step.close()
     return outs, *found

@@ -251,7 +251,7 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
     with make(device, "graph", loss=loss) as step:
         for attempt in (batch, [batch, batch]):
             with (
-                unchanged(step.model, step.opt, device),
+                unchanged(step.model, step.optimizers[0], device),
                 pytest.raises(CaptureError) as info,
             ):
                 step(attempt)
@@ -259,7 +259,7 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
             assert step.count == 0 and not any(step.arena.has_gradient())
         broken = False
         step(batch)
-        agree(everything(step.model, step.opt, device), want)
+        agree(everything(step.model, step.optimizers[0], device), want)
     healthy(device)
 
 
@@ -312,14 +312,14 @@ def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
     (batch,) = batches(device, n=1)
     with make(device, "graph", loss=loss, policy="auto") as step:
         with (
-            unchanged(step.model, step.opt, device),
+            unchanged(step.model, step.optimizers[0], device),
             pytest.raises(ValueError, match="^my own$"),
         ):
             step(batch)
         assert step.replays == "graph" and step.count == 0 and not any(step.arena.has_gradient())
         broken = False
         step(batch)
-        agree(everything(step.model, step.opt, device), first_step(device))
+        agree(everything(step.model, step.optimizers[0], device), first_step(device))
     healthy(device)
 
 
@@ -359,7 +359,7 @@ def test_a_later_kind_that_cannot_be_captured_raises_under_both_policies(device,
     with make(device, "graph", loss=loss, policy=policy) as step:
         outs = [step(short)]
         with (
-            unchanged(step.model, step.opt, device),
+            unchanged(step.model, step.optimizers[0], device),
             pytest.raises(CaptureError, match=r"item\(\)"),
         ):
             step(long)
@@ -367,7 +367,7 @@ def test_a_later_kind_that_cannot_be_captured_raises_under_both_policies(device,
         outs.append(step(again))
         assert step.replays == "graph"
         outputs_agree(outs, wanted)
-        agree(everything(step.model, step.opt, device), left)
+        agree(everything(step.model, step.optimizers[0], device), left)
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)

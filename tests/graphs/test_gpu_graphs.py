@@ -273,5 +273,5 @@ def test_gpu_replays_on_another_stream_have_eagers_bits(device):
         outs = [step(batch) for batch in data]
     torch.cuda.current_stream().wait_stream(stream)
     outputs_agree(outs, wanted)
-    agree(everything(step.model, step.opt, device), left)
+    agree(everything(step.model, step.optimizers[0], device), left)
     step.close()

@@ -420,7 +420,7 @@ def test_a_train_step_notices_it_too(device, change):
         step(one)
         alter(step.model)
         with (
-            unchanged(step.model, step.opt, device),
+            unchanged(step.model, step.optimizers[0], device),
             pytest.raises((ArgumentError, CaptureError), match=name),
         ):
             step(two)

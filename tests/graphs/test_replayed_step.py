@@ -230,7 +230,7 @@ def test_gradients_of_a_backward_outside_of_the_step_do_not_get_in(device, make_
 
     def between(step, k):
         loss_fn(step.model, probe)[0].backward()
-        step.opt.zero_grad()
+        step.optimizers[0].zero_grad()
 
     compare(device, make_data(device), between, net=lambda: Net(dropout=0.0))
     with make(device, "graph") as step:
@@ -240,7 +240,7 @@ def test_gradients_of_a_backward_outside_of_the_step_do_not_get_in(device, make_
         with pytest.raises(CaptureError, match="gradients stand from a backward outside"):
             step(data[1])
         assert step.count == 1
-        step.opt.zero_grad()
+        step.optimizers[0].zero_grad()
         step(data[1])
 
 
@@ -310,12 +310,12 @@ def test_the_first_call_leaves_what_eagers_first_step_leaves(device):
     (batch,) = batches(device, n=1)
     options = {"net": lambda: Net(norm=True)}
     eager = make(device, "eager", **options)
-    start = everything(eager.model, eager.opt, device)
+    start = everything(eager.model, eager.optimizers[0], device)
     _, left, count, _ = trained(eager, [batch], device)
     with make(device, "graph", **options) as step:
         step(batch)
-        got = everything(step.model, step.opt, device)
-        assert step.count == count == 1 and step.opt.skipped == 0
+        got = everything(step.model, step.optimizers[0], device)
+        assert step.count == count == 1 and step.optimizers[0].skipped == 0
     agree(got, left)
     assert got["norm.num_batches_tracked"] == 2, "one for each micro-batch"
     for name in ("head.weight", "norm.running_mean"):
@@ -361,7 +361,7 @@ def test_a_new_shape_is_refused_in_words_where_that_was_asked_for(device):
     with make(device, "graph", new_shapes="refuse") as step:
         step(short)
         with (
-            unchanged(step.model, step.opt, device),
+            unchanged(step.model, step.optimizers[0], device),
             pytest.raises(CaptureError, match=message),
         ):
             step(long)
@@ -418,7 +418,7 @@ def set_sign(opt, k):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, change):
     data = batches(device, n=5, lengths=(8,))
-    wanted = compare(device, data, lambda step, k: change(step.opt, k), schedule=None)
+    wanted = compare(device, data, lambda step, k: change(step.optimizers[0], k), schedule=None)
     plain, *_ = trained(make(device, "eager", schedule=None), data, device)
     assert wanted[4].loss != plain[4].loss, "the change makes no difference: nothing was tested"
 
@@ -460,11 +460,11 @@ def test_load_state_dict_between_replays_takes_effect(device, dtype, counts):
 
     def between(step, k):
         if k == 2:
-            states["early"] = copy.deepcopy(step.opt.state_dict())
+            states["early"] = copy.deepcopy(step.optimizers[0].state_dict())
             states["early"]["param_groups"][0]["lr"] = LR / 7
         if k == 4:
-            step.opt.load_state_dict(states["early"])
-            assert step.opt.param_groups[0]["lr"] == LR / 7
+            step.optimizers[0].load_state_dict(states["early"])
+            assert step.optimizers[0].param_groups[0]["lr"] == LR / 7
 
     data = batches(device, n=7, lengths=(8,))
     options = {"schedule": None, "dtype": dtype}
@@ -510,7 +510,7 @@ def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=to
     ):
         if reading.step == stop_at:
             break
-    found = everything(step.model, step.opt, device)
+    found = everything(step.model, step.optimizers[0], device)
     assert step.replays == replay
     step.close()
     return (folder / "run.jsonl").read_text(), found
@@ -544,18 +544,18 @@ def test_a_checkpoint_loaded_between_replays_brings_the_same_steps_again(device,
     with make(device, "graph") as step:
         state = {
             "model": step.model,
-            "optimizer": step.opt,
+            "optimizer": step.optimizers,
             "arena": step.arena,
-            "scheduler": step.scheduler,
+            "scheduler": step.schedulers,
         }
         for batch in data[:2]:
             step(batch)
         ga.save_checkpoint(path, step=2, **state)
         once = [step(batch) for batch in data[2:]]
-        after = everything(step.model, step.opt, device)
+        after = everything(step.model, step.optimizers[0], device)
         ga.load_checkpoint(path, **state)
         outputs_agree([step(batch) for batch in data[2:]], once)
-        agree(everything(step.model, step.opt, device), after)
+        agree(everything(step.model, step.optimizers[0], device), after)
         assert counts.captures == 1
 
 
@@ -571,7 +571,7 @@ def test_an_unknown_replay_is_refused_and_the_model_stays_ordinary():
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_captured(device, counts):
     x, y, weight = batches(device, n=1)[0]
-    with make(device, "graph") as step, unchanged(step.model, step.opt, device):
+    with make(device, "graph") as step, unchanged(step.model, step.optimizers[0], device):
         for batch in ((x[:1], y[:1], weight[:1]), (x, y[:2], weight), "text", []):
             with pytest.raises(ArgumentError):
                 step(batch)
@@ -620,7 +620,7 @@ def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
         step.capture(batch)
         step(batch)
         assert len(step.graphs) == 1
-        step.opt.max_norm = None
+        step.optimizers[0].max_norm = None
         with pytest.raises(CaptureError, match="in another mode"):
             step(batch)
 
@@ -638,7 +638,7 @@ def test_a_hook_that_a_replay_would_not_call_is_refused_by_name_on_every_backend
             handle = step.model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
             for refused in (step, step.capture):
                 with (
-                    unchanged(step.model, step.opt, device),
+                    unchanged(step.model, step.optimizers[0], device),
                     pytest.raises(CaptureError, match=message),
                 ):
                     refused(batch)

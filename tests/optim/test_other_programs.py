@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
 from helpers import generator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -110,3 +111,37 @@ def test_a_module_that_keeps_its_own_arena_says_so_before_a_file_is_written(keep
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     model[0].kept = None
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("optimizer", [ga.AdamW, torch.optim.AdamW])
+def test_masters_under_the_names_of_a_model_are_what_torchs_checkpoints_need(optimizer, flat):
+    """As in docs/accumulation.md: torch asks a model for the names of the optimizer's tensors."""
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def trained(steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 2))).bfloat16()
+        arena = ga.Arena(model)
+        opt = optimizer(arena if optimizer is ga.AdamW else arena.parameters(), lr=0.1)
+        for k in range(steps):
+            x = torch.randn(2, 4, generator=generator(k), dtype=torch.bfloat16)
+            model(x).float().square().sum().backward()
+            opt.step(), opt.zero_grad()
+        masters = copy.deepcopy(model)
+        for name, p in arena.named_parameters().items():
+            part, _, last = name.rpartition(".")
+            setattr(masters.get_submodule(part), last, p)
+        return arena, opt, masters
+
+    arena, opt, masters = trained(3)
+    with pytest.raises(KeyError):
+        dcp.get_optimizer_state_dict(arena.module, opt, options=options)
+    state = copy.deepcopy(dcp.get_optimizer_state_dict(masters, opt, options=options))
+    names = ".".join(map(str, state if flat else state["state"]))
+    assert all(name in names for name in arena.parameter_names())
+    other_arena, other, other_masters = trained(1)
+    dcp.set_optimizer_state_dict(other_masters, other, state, options=options)
+    for p, q in zip(arena.parameters(), other_arena.parameters()):
+        assert opt.state[p].keys() == other.state[q].keys()
+        assert all(torch.equal(opt.state[p][key], other.state[q][key]) for key in opt.state[p])

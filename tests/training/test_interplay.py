@@ -132,7 +132,9 @@ def test_a_hook_before_the_step_may_write_in_ways_that_torch_does_not_count(devi
         return module(x).sum()
 
     with TrainStep(layer, loss_fn=loss_fn, max_norm=1.0) as step:
-        step.opt.register_step_pre_hook(lambda *_: [layer.weight.grad.data.mul_(100)] and None)
+        step.optimizers[0].register_step_pre_hook(
+            lambda *_: [layer.weight.grad.data.mul_(100)] and None
+        )
         out = step(ones(device))
         assert float(out.norm) == pytest.approx(100 * 2**0.5) and float(
             out.clipped_norm

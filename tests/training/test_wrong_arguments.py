@@ -26,12 +26,30 @@ def sgd(model):
 CASES = {
     "the loss in the optimizer's place": (
         lambda model: ga.TrainStep(model, loss_fn),
-        "opt is the function loss_fn; expected an optimizer, or None. A loss has a name: "
-        "ga.TrainStep(model, loss_fn=...)",
+        "opt is the function loss_fn; expected an optimizer, a list of optimizers, or None. A loss "
+        "has a name: ga.TrainStep(model, loss_fn=...)",
     ),
     "a criterion in the optimizer's place": (
         lambda model: ga.TrainStep(model, nn.CrossEntropyLoss()),
         "opt is a CrossEntropyLoss (a module); expected an optimizer",
+    ),
+    "a list of something else": (
+        lambda model: ga.TrainStep(model, [sgd(model), model]),
+        "opt holds a Linear (a module); expected an optimizer, a list of optimizers, or None",
+    ),
+    "no optimizer in a list": (
+        lambda model: ga.TrainStep(model, []),
+        "opt is an empty list; expected an optimizer, a list of optimizers, or None",
+    ),
+    "parameters in the optimizer's place": (
+        lambda model: ga.TrainStep(model, model.parameters()),
+        "opt is a generator; expected an optimizer, a list of optimizers, or None",
+    ),
+    "a list with a scheduler that needs a metric": (
+        lambda model: ga.TrainStep(
+            model, scheduler=[torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(model))]
+        ),
+        "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one",
     ),
     "an optimizer's class": (
         lambda model: ga.TrainStep(model, ga.AdamW),
@@ -94,7 +112,8 @@ CASES = {
     ),
     "a schedule that is a function": (
         lambda model: ga.TrainStep(model, scheduler=loss_fn),
-        "scheduler is the function loss_fn; expected a learning-rate scheduler, or None",
+        "scheduler is the function loss_fn; expected a learning-rate scheduler, a list of them, "
+        "or None",
     ),
     "an arena of parameters": (
         lambda model: Arena(model.parameters()),
