@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def add_by_tensor(arena: Arena, kernel: str, grads):
     """One launch per tensor."""
     launch = accumulate_kernel(kernel, grads[0].dtype)
-    for view, grad in zip(arena.grad_views, grads):
+    for view, grad in zip(arena.gradients.views, grads):
         n = view.numel()
         blocks = -(-n // 256) if kernel == "accumulate_v1" else min(-(-n // 1024), 4096)
         launch[blocks, 256](view, grad, n)
@@ -60,7 +60,7 @@ def addition(config) -> dict:
         grads = [torch.randn(segment.shape, device=DEVICE).to(dtype) for segment in arena.segments]
         times = milliseconds(
             {
-                "torch._foreach_add_": lambda: torch._foreach_add_(arena.grad_views, grads),
+                "torch._foreach_add_": lambda: torch._foreach_add_(arena.gradients.views, grads),
                 "accumulate_v1, per tensor": lambda: add_by_tensor(arena, "accumulate_v1", grads),
                 "accumulate_v2, per tensor": lambda: add_by_tensor(arena, "accumulate_v2", grads),
                 "accumulate_v3, one launch": lambda: add_at_once(arena, grads),

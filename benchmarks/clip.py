@@ -83,13 +83,13 @@ def variants_of(parameters, values, config, dtype) -> "tuple[dict, Arena | None]
     if dtype != torch.float32:
         return public, None
     arena = Arena(build(config, dtype))
-    arena.set_gradients([True] * len(arena.params))
+    arena.gradients.set([True] * len(arena.params))
     partials = torch.empty(256 * len(grads), device=DEVICE)
     state = torch.empty(2, device=DEVICE)
 
     def restore_arena():
         # An arena holds the parameters in reverse order.
-        torch._foreach_copy_(arena.grad_views, values[::-1])
+        torch._foreach_copy_(arena.gradients.views, values[::-1])
 
     variants = {
         ITEM: (restore, lambda limit: clip_by_item(grads, limit)),

@@ -75,10 +75,10 @@ class Ours:
         self.optimizer = AdamW(self.arena, **SETTINGS, max_norm=1.0)
         groups = self.arena.parameter_groups(0.1)
         self.torch_optimizer = torch.optim.AdamW(groups, **SETTINGS, fused=True, **CAPTURABLE)
-        self.arena.set_gradients([True] * len(self.grads))
+        self.arena.gradients.set([True] * len(self.grads))
 
     def restore(self):
-        torch._foreach_copy_(self.arena.grad_views, self.grads)
+        torch._foreach_copy_(self.arena.gradients.views, self.grads)
 
     def tail(self):
         self.optimizer.step()
@@ -99,7 +99,7 @@ class Ours:
         squares = torch.zeros(len(arena.chunk_table), dtype=torch.float64, device=arena.device)
 
         def add_squares():
-            clip.launch_squares(arena.grad_views, squares)
+            clip.launch_squares(arena.gradients.views, squares)
 
         def reduce():
             clip.launch_reduce(

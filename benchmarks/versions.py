@@ -86,7 +86,7 @@ class Version:
 
         def tail():
             # Gradients of zero are all the work that others are.
-            for master, view in zip(optimizer.arena.masters, optimizer.arena.grad_views):
+            for master, view in zip(optimizer.arena.masters, optimizer.arena.gradients.views):
                 master.grad = view
             optimizer.step()
 

@@ -113,14 +113,14 @@ def filled(model, seed=0, size=1.0):
 
 def fill(arena, grads):
     """Sums as a backward would leave them; `grads` in the order of registration."""
-    for view, g in zip(arena.grad_views, reversed(grads), strict=True):
+    for view, g in zip(arena.gradients.views, reversed(grads), strict=True):
         view.copy_(g)
-    arena.set_gradients([True] * len(grads))
+    arena.gradients.set([True] * len(grads))
 
 
 def sums(arena):
     """Name -> slice with the sum of gradients, of each tensor of an arena."""
-    return {s.name: view for s, view in zip(arena.segments, arena.grad_views)}
+    return {s.name: view for s, view in zip(arena.segments, arena.gradients.views)}
 
 
 def products_add(arena):

@@ -397,7 +397,9 @@ def test_one_launch_adds_as_torch_does(on_simt):
     grads = [torch.randn(s.shape).bfloat16() for s in arena.segments]
     for _ in range(2):
         accumulate.add_at_once(arena, grads)
-    assert all(torch.equal(v, 2 * g.float()) for v, g in zip(arena.grad_views, grads, strict=True))
+    assert all(
+        torch.equal(v, 2 * g.float()) for v, g in zip(arena.gradients.views, grads, strict=True)
+    )
 
 
 @needs_simt

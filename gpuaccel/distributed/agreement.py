@@ -139,7 +139,7 @@ class UsedTensors:
 
     def expose(self):
         """After backward: `.grad` of every tensor that takes part is its sum, on every rank."""
-        mine = self.arena.has_gradient()
+        mine = self.arena.gradients.received()
         known = self.taking_part
         if known is None or self.every_step:
             known = self.taking_part = self._union(mine)
@@ -150,7 +150,7 @@ class UsedTensors:
                     "step it got none on any rank. The first step decides which tensors take part, "
                     "so that later steps need not wait. Instead: ga.Distributed(find_unused=True)"
                 )
-        self.arena.set_gradients(known)
+        self.arena.gradients.set(known)
 
     def _union(self, mine: "list[bool]") -> "list[bool]":
         """Whether it is true on any rank. Waits for the device."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..optim import Arena
-from ..optim.arena import Block
+from ..optim.layout import Block
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class LightGradients:
         self.sums = torch.zeros(len(chunks), CHUNK, dtype=torch.float32, device=arena.device)
         for i, start in starts.items():
             s = arena.segments[i]
-            self.views[i] = own_storage(self.sums.view(-1)[start : start + s.numel].view(s.shape))
+            flat = self.sums.view(-1)[start : start + s.numel]
+            self.views[i] = own_storage(flat.as_strided(s.shape, s.stride))
         # The slices, while the sums lie here.
         self.moved: "dict[int, Tensor]" = {}
 
@@ -52,9 +53,9 @@ class LightGradients:
             return
         arena = self.arena
         for i in self.tensors:
-            arena.collect(i, i + 1)
+            arena.gradients.collect(i, i + 1)
         torch.index_select(arena.grads.view(-1, CHUNK), 0, self.chunks, out=self.sums)
-        self.moved = arena.place_gradients(self.views)
+        self.moved = arena.gradients.place(self.views)
 
     def all_reduce(self, search: NonFiniteSearch):
         """Sum over all ranks, behind the last bucket.
@@ -63,7 +64,7 @@ class LightGradients:
             search: takes this rank's probes, if it is enabled.
         """
         for i in self.tensors:
-            self.arena.zero_stale(i, i + 1)
+            self.arena.gradients.zero_stale(i, i + 1)
         if search.enabled and search.by_chunk:
             search.probes.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
         elif search.enabled:
@@ -79,5 +80,5 @@ class LightGradients:
 
     def end(self):
         """From here on the slices are the arena's again."""
-        self.arena.place_gradients(self.moved)
+        self.arena.gradients.place(self.moved)
         self.moved = {}

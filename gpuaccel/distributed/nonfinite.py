@@ -66,7 +66,7 @@ class NonFiniteSearch:
         tensors = slice(bucket.first, bucket.last)
         rows = slice(arena.first_chunk[bucket.first], arena.first_chunk[bucket.last])
         if not self.kernels:
-            sums = [view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]]
+            sums = [view.sum(dtype=torch.float64) for view in arena.gradients.views[tensors]]
             self.probes[tensors] = torch.stack(sums)
         else:
             launch_squares([arena.grads[bucket.start : bucket.stop]], self.probes[rows])

@@ -70,8 +70,8 @@ class OrderedReducer(ReducerBase):
             self.exchange_began = time.monotonic()
         if not self._capturing():
             self.heartbeat(0)
-        arena.collect()
-        arena.zero_stale()
+        arena.gradients.collect()
+        arena.gradients.zero_stale()
         self.nonfinite.probe(self.bucket)
         self.nonfinite.collect()
         shares, rest = grads[: self.shared], grads[self.shared :]
@@ -85,8 +85,8 @@ class OrderedReducer(ReducerBase):
             for rank in range(self.world):
                 accumulate_(self.total_rest, self.rests[rank])
         self.messages.append(self._message(loss, tokens, rows, micro_batches))
-        self.received = [a or b for a, b in zip(self.received, arena.has_gradient())]
-        arena.clear_gradients()
+        self.received = [a or b for a, b in zip(self.received, arena.gradients.received())]
+        arena.gradients.clear()
 
     def _add_shares(self, shares: torch.Tensor):
         """Add the slices of this rank's share, of all ranks."""
@@ -147,7 +147,7 @@ class OrderedReducer(ReducerBase):
             collectives.all_gather(everyone.view(-1), mine, group=self.group)
         grads[self.shared :].copy_(self.total_rest)
         count = len(self.messages)
-        self.arena.set_gradients(self.received)
+        self.arena.gradients.set(self.received)
         self._forget_step()
         self.nonfinite.record(everyone[:, StepTotals.FIELDS * count :])
         return self._added(everyone[:, : StepTotals.FIELDS * count], count)

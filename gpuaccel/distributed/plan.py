@@ -30,7 +30,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..ops import CHUNK
-from ..optim.arena import Block, lay_out
+from ..optim.layout import Block, lay_out
 from .buckets import join_blocks
 
 # Of a micro-batch's time: two of the three matrix products of a weight are those of backward.

@@ -2,7 +2,7 @@
 and the words for them: distributed/config.py.
 
     reducer = make_reducer(config, arena, optimizers, settings)
-    with arena.listening(reducer.listener()):      # buckets are sent
+    with arena.gradients.listening(reducer.listener()):      # buckets are sent
         loss.backward()
     loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
     # arena.grads holds the sum over all ranks
@@ -133,8 +133,8 @@ class Reducer(ReducerBase):
         number, bucket = self.next, self.buckets[self.next]
         if number == 0:
             self.exchange_began = time.monotonic()
-        self.arena.collect(bucket.first, bucket.last)
-        self.arena.zero_stale(bucket.first, bucket.last)
+        self.arena.gradients.collect(bucket.first, bucket.last)
+        self.arena.gradients.zero_stale(bucket.first, bucket.last)
         self.next += 1
         self.sent = not self._capturing()
         if self.p2p is not None:
@@ -266,7 +266,7 @@ class Reducer(ReducerBase):
         if self.shard_squares is not None:
             self.shard_squares.sum(self.squares, self.group)
         if self.p2p is not None or self.shard_squares is not None:
-            self.arena.keep_squares(self.squares)
+            self.arena.gradients.keep_squares(self.squares)
 
     def _replace_stale_squares(self):
         """Square the light gradients again: the buckets were reduced with their old values."""
@@ -354,7 +354,7 @@ class _BucketSender(GradientListener):
 
     def _version(self, i: int) -> int:
         """Autograd's additions and products change it."""
-        return self.reducer.arena.grad_views[i]._version
+        return self.reducer.arena.gradients.views[i]._version
 
     def product_added(self, tensors):
         if not self.light:

@@ -224,7 +224,7 @@ class ReducerBase:
             self.means = tokens is None
         if tokens is not None:
             self.count_dtype = tokens.dtype
-        self.arena.collect()
+        self.arena.gradients.collect()
         totals = self._reduce(loss, tokens, rows, micro_batches)
         self.summed = True
         try:

@@ -85,7 +85,7 @@ class OtherSums:
     def __init__(self, participants: "list[CaptureParticipant]"):
         mine = [getattr(participant, "arena", None) for participant in participants]
         self._before = [
-            (arena, arena.has_gradient())
+            (arena, arena.gradients.received())
             for arena in Arena.all()
             if all(arena is not other for other in mine)
         ]
@@ -93,7 +93,7 @@ class OtherSums:
     def check(self):
         """CaptureError where a backward has added to one of them."""
         for arena, before in self._before:
-            for segment, had, has in zip(arena.segments, before, arena.has_gradient()):
+            for segment, had, has in zip(arena.segments, before, arena.gradients.received()):
                 if has and not had:
                     raise CaptureError(
                         f"the step's backward also reaches {segment.name} of another arena, whose "

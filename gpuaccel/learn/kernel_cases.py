@@ -123,7 +123,7 @@ def _sums(n, device, generator, dtypes) -> Results:
         for _ in range(2):
             loss = model.loss(normal(3, sum(_sizes(n))))
             add_all(arena, torch.autograd.grad(loss, arena.params, allow_unused=True))
-        for segment, view in zip(arena.segments, arena.grad_views):
+        for segment, view in zip(arena.segments, arena.gradients.views):
             results[f"sum of two gradients of {segment.name}, {_words(dtype, with_unused)}"] = view
     return results
 

@@ -48,7 +48,7 @@ def by_autograd(arena: Arena, losses: Iterator[Tensor]):
     for loss in losses:
         for total, grad in zip(sums, torch.autograd.grad(loss, arena.params)):
             total += grad
-    torch._foreach_copy_(arena.grad_views, sums)
+    torch._foreach_copy_(arena.gradients.views, sums)
 
 
 def in_the_arena(arena: Arena, losses: Iterator[Tensor]):
@@ -90,7 +90,7 @@ def add_all(arena: Arena, grads: "Sequence[Tensor | None]"):
         grads: fp32 or bf16, one for each tensor of the arena; None: no gradient.
     """
     if not takes(arena.device):
-        for view, grad in zip(arena.grad_views, grads):
+        for view, grad in zip(arena.gradients.views, grads):
             if grad is not None:
                 view += grad
         return
@@ -134,7 +134,7 @@ class AddingLinear(torch.autograd.Function):
 @contextlib.contextmanager
 def adding_linears(arena: Arena) -> Iterator[None]:
     """Every nn.Linear without a bias is an AddingLinear, up to the end of the block."""
-    totals = {id(p): view for p, view in zip(arena.params, arena.grad_views)}
+    totals = {id(p): view for p, view in zip(arena.params, arena.gradients.views)}
     layers = [
         layer
         for layer in arena.module.modules()
@@ -231,7 +231,7 @@ class PlainStep:
         self.place(self.arena, next_losses())
         loss, tokens = torch.stack(losses).sum(), torch.stack(counts).sum()
         self.arena.grads /= tokens
-        for p, view in zip(self.arena.params, self.arena.grad_views):
+        for p, view in zip(self.arena.params, self.arena.gradients.views):
             p.grad = view
         timer.mark("accumulate")
         norm = clipped_norm = None

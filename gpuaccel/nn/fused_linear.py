@@ -2,7 +2,7 @@
 
 cuBLAS computes acc += dy^T x in one call.
 
-    fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) adds its weight gradient there
+    fused = FusedLinear(layer, arena.gradients.views[i])   # layer(x) adds its weight gradient there
     fused.remove()                                    # an ordinary nn.Linear again
 
 A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its

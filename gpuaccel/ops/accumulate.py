@@ -2,7 +2,7 @@
 
     ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
 
-How a backward adds into an arena is in optim/arena.py.
+How a backward adds into an arena is in optim/gradients.py.
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in
 Micikevicius et al., 2018.

@@ -179,10 +179,11 @@ def clip_grads_(
         policy = on_nonfinite or "skip"
         check_choice("on_nonfinite", policy, POLICIES)
         arena.check()
-        arena.collect()
+        arena.gradients.collect()
         nothing = arena.grads[:0]
         grads = [
-            nothing if p.grad is None else view for p, view in zip(arena.params, arena.grad_views)
+            nothing if p.grad is None else view
+            for p, view in zip(arena.params, arena.gradients.views)
         ]
         names = functools.partial(list, [s.name for s in arena.segments])
         if scope == "block":

@@ -45,8 +45,9 @@ from ..ops import (
     tensors_of_launch,
     unnamed,
 )
-from .arena import Arena, check_parameters_or_arena, own_storage
+from .arena import Arena, check_parameters_or_arena
 from .device_state import DeviceState, is_capturing
+from .layout import own_storage
 from .state_layout import ArenaLayout, ParameterLayout, same_order
 
 
@@ -293,7 +294,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.arena is not None:
-            self.arena.collect()
+            self.arena.gradients.collect()
         parts = self._parts()
         self._took_norm = bool(parts) and self._takes_norm()
         try:
@@ -509,7 +510,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             squares = None
             # Those of the whole arena, which a reduction may have left.
             if self.arena is not None and self._numbers.keys() == set(map(id, self._params())):
-                squares = self.arena.kept_squares()
+                squares = self.arena.gradients.kept_squares()
             state.take_norm(clip, groups, grads, part.squares, squares, divisor)
         else:
             rows = [self._clip_row(j) for j in part.jobs]

@@ -34,7 +34,8 @@ from ..nn import (
     register_slice,
     unregister_slice,
 )
-from .arena import Arena, own_storage
+from .arena import Arena
+from .layout import own_storage
 
 
 class _ProductSlice:
@@ -72,8 +73,8 @@ class _ProductSlice:
         for i, adds, start, stop in zip(self.tensors, added, first_rows, first_rows[1:]):
             if not adds:
                 continue
-            overwrite = arena.gradient(i) is None
-            arena.params[i].grad = arena.grad_views[i]
+            overwrite = arena.gradients[i] is None
+            arena.params[i].grad = arena.gradients.views[i]
             self.products.added[i] += 1
             if rows and rows[-1][1:] == (start, overwrite):
                 start = rows.pop().start
@@ -120,7 +121,7 @@ class Products:
     def __init__(self, arena: Arena):
         self.arena = arena
         # Gives a slice that lost its memory (`p.grad.data = ...`) the address that layers know.
-        arena.collect(graphs=False)
+        arena.gradients.collect(graphs=False)
         # Products added to each tensor in this backward, and in the one before.
         self.added = [0] * len(arena.segments)
         self.added_before = self.added
@@ -139,10 +140,10 @@ class Products:
             # A weight with hooks needs its gradient from autograd.
             if i is None or _has_hooks(arena, i):
                 continue
-            fused = _fuse(layer, arena.grad_views[i])
+            fused = _fuse(layer, arena.gradients.views[i])
             if fused is not None:
                 self._fused[layer] = fused
-                self._slices.append(_ProductSlice(self, [i], arena.grad_views[i]))
+                self._slices.append(_ProductSlice(self, [i], arena.gradients.views[i]))
         self.tensors = {i for part in self._slices for i in part.tensors}
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
@@ -226,23 +227,23 @@ class Products:
                     "make a new one after"
                 )
         # As in __init__(): for each slice that has lost its memory since.
-        self.arena.collect(graphs=False)
+        self.arena.gradients.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
     def end_backward(self):
         """Note which tensors autograd has added to behind the products."""
         for i in self.tensors:
-            if self.added[i] and self.arena.grad_views[i]._version != self._versions[i]:
+            if self.added[i] and self.arena.gradients.views[i]._version != self._versions[i]:
                 self.also_from_autograd.add(i)
 
     def report(self, tensors: "list[int]"):
         """A product has been added to these tensors (indices)."""
         complete = {}
         for i in tensors:
-            self._versions[i] = self.arena.grad_views[i]._version
+            self._versions[i] = self.arena.gradients.views[i]._version
             same_number = 0 < self.added[i] == self.added_before[i]
             complete[i] = same_number and i not in self.also_from_autograd
-        self.arena.product_added(complete)
+        self.arena.gradients.product_added(complete)
 
     def close(self):
         """Run the layers' own forwards again."""
@@ -257,7 +258,7 @@ class Products:
 
 def _has_hooks(arena: Arena, i: int) -> bool:
     """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
-    return bool(arena.params[i]._backward_hooks) or arena.has_hooks(i)
+    return bool(arena.params[i]._backward_hooks) or arena.gradients.has_hooks(i)
 
 
 def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":

@@ -21,7 +21,7 @@ from ..ops import (
     list_launches,
     torch_step,
 )
-from .arena import own_storage
+from .layout import own_storage
 
 
 class ParameterLayout:
@@ -90,15 +90,13 @@ class ArenaLayout(ParameterLayout):
     def allocate(self, key, p, i):
         if key not in self.buffers:
             self.buffers[key] = torch.zeros_like(self.arena.weights)
-        segment = self.arena.segments[i]
-        flat = self.buffers[key][segment.offset : segment.offset + segment.numel]
-        return own_storage(flat.view(segment.shape))
+        return own_storage(self.arena.slice(self.buffers[key], i))
 
     def launches(self, rule, jobs, stochastic):
         lists = list_launches(rule, jobs, stochastic)
         arena = self.arena
         # A gradient in another order than its weight's has been copied.
-        views = [arena.grad_views[j.number] for j in jobs]
+        views = [arena.gradients.views[j.number] for j in jobs]
         in_order = all(j.grad.data_ptr() == view.data_ptr() for j, view in zip(jobs, views))
         runs = arena_runs(jobs, arena) if in_order else []
         if not 0 < len(runs) <= len(lists):

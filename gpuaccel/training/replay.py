@@ -148,7 +148,7 @@ class StepGraphs:
         if self.launched:
             step = self.step
             with step.accumulation_window():
-                step.arena.set_gradients(_flags(received, len(step.arena.params)))
+                step.arena.gradients.set(_flags(received, len(step.arena.params)))
                 for opt in self.launched:
                     opt.step()
         return StepOutput(**output)
@@ -157,7 +157,7 @@ class StepGraphs:
         """CaptureError for a hook that a replay would not call: eager steps refuse it as well."""
         arena = self.step.arena
         for i, segment in enumerate(arena.segments):
-            if arena.has_hooks(i):
+            if arena.gradients.has_hooks(i):
                 raise CaptureError(
                     f"{segment.name} has a hook of register_post_accumulate_grad_hook(), which a "
                     "replay would not call. Instead: remove it, or use replay='eager'"
@@ -169,7 +169,7 @@ class StepGraphs:
         Eager adds to them, a replay may not."""
         if self.batch_graphs.closed:
             raise CaptureError("the step was closed: make a new one")
-        if any(self.step.arena.has_gradient()):
+        if any(self.step.arena.gradients.received()):
             raise CaptureError(
                 "gradients stand from a backward outside of this step, and a replay would not "
                 "always add them: call optimizer.zero_grad() before, or use replay='eager'"
@@ -225,7 +225,7 @@ class StepGraphs:
     def _warm_up_batch(self, batch) -> "list[bool]":
         with self.step.accumulation_window():
             self.step.accumulate(self.step.split(batch), reducer=None)
-            return self.step.arena.has_gradient()
+            return self.step.arena.gradients.received()
 
     # ---- a list of micro-batches ----
 
@@ -310,7 +310,7 @@ class ListGraphs:
             return self.update_graphs(received)
         except BaseException:
             self._zero_totals()
-            step.arena.clear_gradients()
+            step.arena.gradients.clear()
             raise
 
     def close(self):
@@ -321,7 +321,7 @@ class ListGraphs:
         with self.step.accumulation_window():
             _, tokens = self.step.micro(micro, count or 1)
             self._token_dtype = None if tokens is None else tokens.dtype
-            return self.step.arena.has_gradient()
+            return self.step.arena.gradients.received()
 
     def _add_micro(self, micro, count: int) -> int:
         """Captured: one micro-batch, added to the sums.
@@ -331,15 +331,15 @@ class ListGraphs:
         """
         arena = self.step.arena
         tensors = TensorsOfBackward()
-        arena.set_gradients([True] * len(arena.params))
-        with arena.listening(tensors):
+        arena.gradients.set([True] * len(arena.params))
+        with arena.gradients.listening(tensors):
             loss, tokens = self.step.micro(micro, count or 1)
         self.loss += loss
         self.rows += rows_of(micro)
         self.micro_batches += 1
         if tokens is not None:
             self.tokens += tokens
-        arena.clear_gradients()
+        arena.gradients.clear()
         return _bits(i in tensors.indices for i in range(len(arena.params)))
 
     def _warm_up_update(self, received: int):
@@ -352,7 +352,7 @@ class ListGraphs:
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
         totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
-        step.arena.set_gradients(_flags(received, len(step.arena.params)))
+        step.arena.gradients.set(_flags(received, len(step.arena.params)))
         with step.accumulation_window():
             result = _captured_update(step, totals, self._captured)
         self._zero_totals()
@@ -377,7 +377,7 @@ def _captured_update(step: "TrainStep", totals: Totals, captured) -> "tuple[dict
         The fields of a StepOutput, and which tensors have a gradient, a bit for each.
     """
     output = step.update(totals, optimizers=captured)
-    return vars(output), _bits(step.arena.has_gradient())
+    return vars(output), _bits(step.arena.gradients.received())
 
 
 def _bits(flags: "Iterable[bool]") -> int:

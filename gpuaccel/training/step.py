@@ -246,7 +246,7 @@ class TrainStep:
             if options is not None:
                 self._graphs = StepGraphs(self, self._clipping_opt is not None, options)
                 self._cleanup.callback(self._graphs.close)
-            arena.clear_gradients()
+            arena.gradients.clear()
         except BaseException:
             self._cleanup.close()
             raise
@@ -363,11 +363,11 @@ class TrainStep:
         try:
             yield
         except BaseException as error:
-            self.arena.clear_gradients()
+            self.arena.gradients.clear()
             if self.reducer is not None:
                 self.reducer.abort_step(error)
             raise
-        self.arena.clear_gradients()
+        self.arena.gradients.clear()
 
     def split(self, batch) -> list:
         """This rank's micro-batches.
@@ -410,11 +410,11 @@ class TrainStep:
         """
         totals = Totals()
         # What a backward outside of the step has left may be bf16: it is added to in fp32.
-        self.arena.collect()
+        self.arena.gradients.collect()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.check_usable()
-        with self.arena.collected_by_hand():
+        with self.arena.gradients.collected_by_hand():
             for i, micro in enumerate(micros):
                 # Starts to all-reduce while the last backward runs.
                 is_last = i == len(micros) - 1
@@ -426,7 +426,7 @@ class TrainStep:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
                 ordered.add_micro_batch(None, None, 0, 0)
-        self.arena.collect()
+        self.arena.gradients.collect()
         return totals
 
     def micro(
@@ -459,11 +459,11 @@ class TrainStep:
             self._graphs.split()
         if self.products is not None:
             self.products.begin_backward()
-        with self.arena.listening(listener):
+        with self.arena.gradients.listening(listener):
             objective.backward()
         if self.products is not None:
             self.products.end_backward()
-        self.arena.collect(graphs=False)
+        self.arena.gradients.collect(graphs=False)
         mark("backward")
         return loss.detach().float(), tokens
 

@@ -204,7 +204,7 @@ def run(model, steps, ranks, rank, shares, **options):
             values = (out.loss, out.tokens, out.norm)
             outs.append([None if t is None else t.tolist() for t in values])
             # The next step overwrites what this one has left: NaN in its place do no harm.
-            for sums in step.arena.grad_views:
+            for sums in step.arena.gradients.views:
                 sums.fill_(float("nan"))
         return weights(model), outs
 

@@ -27,7 +27,7 @@ from gpuaccel.distributed.plan import (
     slowest_of,
 )
 from gpuaccel.errors import ArgumentError
-from gpuaccel.optim.arena import Block
+from gpuaccel.optim.layout import Block
 
 HOW = ({"hierarchical": True}, {"hierarchical": False})
 

@@ -256,7 +256,7 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
             ):
                 step(attempt)
             names_the_line(info, fault, instead)
-            assert step.count == 0 and not any(step.arena.has_gradient())
+            assert step.count == 0 and not any(step.arena.gradients.received())
         broken = False
         step(batch)
         agree(everything(step.model, step.optimizers[0], device), want)
@@ -316,7 +316,9 @@ def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
             pytest.raises(ValueError, match="^my own$"),
         ):
             step(batch)
-        assert step.replays == "graph" and step.count == 0 and not any(step.arena.has_gradient())
+        assert (
+            step.replays == "graph" and step.count == 0 and not any(step.arena.gradients.received())
+        )
         broken = False
         step(batch)
         agree(everything(step.model, step.optimizers[0], device), first_step(device))

@@ -504,7 +504,7 @@ def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay()
         tape.replay()
         for _ in range(3):
             plain(x).sum().backward()
-        torch.testing.assert_close(arena.grad_views[0], plain.weight.grad)
+        torch.testing.assert_close(arena.gradients.views[0], plain.weight.grad)
 
 
 # ---- the graph ----

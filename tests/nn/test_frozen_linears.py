@@ -113,7 +113,7 @@ def test_values_and_sums_are_those_of_plain_layers(device, dtype, targets, joine
             objective(got).backward()
             objective(want).backward()
         sums_agree(arena, plain, BOUND[dtype])
-        assert all(arena.has_gradient())
+        assert all(arena.gradients.received())
     # Gate and up, too, are one product where torch.compile makes one kernel of what follows.
     assert joined == [len(set(targets).intersection(NAMES))] * 6
 
@@ -207,7 +207,9 @@ def test_a_backward_for_some_factors_adds_or_returns_only_those(device, some, jo
         for name, got in zip(some, returned, strict=True):
             close(got, wanted[name], f"gradient of {name}")
         model(x).sin().sum().backward(inputs=leaves)
-        for s, total, received in zip(arena.segments, arena.grad_views, arena.has_gradient()):
+        for s, total, received in zip(
+            arena.segments, arena.gradients.views, arena.gradients.received()
+        ):
             assert received == (s.name in some)
             if received:
                 close(total, wanted[s.name], f"sum of {s.name}")

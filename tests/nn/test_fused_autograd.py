@@ -161,7 +161,7 @@ def test_what_is_returned_is_as_in_torch_and_the_arena_stays_empty(device, case)
         wanted = RETURNING[case](plain, device)
         for k, (got, want) in enumerate(zip(results, wanted, strict=True)):
             close(got, want, f"result {k}")
-        assert not arena.grads.any() and not any(arena.has_gradient())
+        assert not arena.grads.any() and not any(arena.gradients.received())
         # The next backward adds.
         loss_of(model, tokens_on(device)).backward()
         loss_of(plain, tokens_on(device)).backward()
@@ -336,4 +336,4 @@ def test_a_compiled_layer_says_that_it_returns_no_gradient(act, message, monkeyp
         with pytest.raises(ArgumentError, match=f"{message}.*do not compile it, or register"):
             act(model, loss)
         assert model.first.weight.grad is None
-        assert not arena.grad_views[arena.number_of(model.first.weight)].any()
+        assert not arena.gradients.views[arena.number_of(model.first.weight)].any()

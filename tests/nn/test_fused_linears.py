@@ -99,9 +99,9 @@ def test_values_and_gradients_are_those_of_separate_layers(device, dtype, joined
             close(x.grad, twin.grad, "gradient of the input", BOUND[dtype])
         assert joined == [(sum(WIDTHS), 64)] * 2, "the product was not joint: nothing was tested"
         sums_agree(arena, plain, bound=BOUND[dtype])
-        assert all(arena.has_gradient())
+        assert all(arena.gradients.received())
         for i, owner in enumerate(arena.masters):
-            assert owner.grad is arena.grad_views[i]
+            assert owner.grad is arena.gradients.views[i]
         model.zero_grad(set_to_none=False)
         assert not arena.grads.any()
 
@@ -180,9 +180,11 @@ def test_a_backward_for_some_weights_adds_only_those(device, asked, joined):
             i = [s.name for s in arena.segments].index(name)
             if name.removesuffix(".weight") in asked:
                 close(total, plain.get_parameter(name).grad, f"sum of {name}")
-                assert arena.has_gradient()[i]
+                assert arena.gradients.received()[i]
             else:
-                assert not total.any() and not arena.has_gradient()[i], f"{name} was not asked for"
+                assert not total.any() and not arena.gradients.received()[i], (
+                    f"{name} was not asked for"
+                )
 
 
 @pytest.mark.parametrize("asked", SOME, ids=lambda asked: "+".join(asked) or "input")
@@ -430,7 +432,7 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
                 for block in plain:
                     objective(separately(block, x)).backward()
                 sums_agree(arena, plain)
-            assert all(arena.has_gradient())
+            assert all(arena.gradients.received())
             for block, other in zip(model, plain):
                 for y, wanted in zip(block(x), separately(other, x)):
                     close(y, wanted, "output")
@@ -593,7 +595,7 @@ def test_conv1d_has_the_values_and_gradients_of_transformers(
             close(got, want, "output", BOUND[dtype])
             close(x.grad, twin.grad, "gradient of the input", BOUND[dtype])
         sums_agree(arena, plain, bound=2 * BOUND[dtype])
-        assert all(arena.has_gradient())
+        assert all(arena.gradients.received())
     # In each backward of c_fc twice, of the head, and of c_proj.
     assert sorted(products) == [(32, 48)] * 6 + [(48, 32)] * 2
     assert all("forward" not in vars(layer) for layer in layers)

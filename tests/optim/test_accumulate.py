@@ -29,7 +29,7 @@ from gpuaccel.errors import ArgumentError
 from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.ops.accumulate import accumulate_, accumulate_kernel, reference_accumulate
 from gpuaccel.optim import AdamW, GradientListener, Lion, Products
-from gpuaccel.optim import arena as arena_module
+from gpuaccel.optim import gradients as gradients_module
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep, token_loss
 
@@ -113,7 +113,7 @@ class Sums:
     def __init__(self, model, adding):
         self.arena = Arena(model)
         self.products = Products(self.arena) if adding == "products" else None
-        for view in self.arena.grad_views:
+        for view in self.arena.gradients.views:
             view.fill_(NAN)
 
     def backward(self, loss, *args):
@@ -124,7 +124,7 @@ class Sums:
     def check(self, exact, bound):
         """Each `.grad` is within `bound` of float64, relative to its norm, and in its slice."""
         arena = self.arena
-        for s, p, view in zip(arena.segments, arena.params, arena.grad_views):
+        for s, p, view in zip(arena.segments, arena.params, arena.gradients.views):
             if s.name not in exact:
                 assert p.grad is None, f"{s.name} got no gradient, yet .grad is there"
                 continue
@@ -238,7 +238,7 @@ def test_gradients_of_any_stride_are_summed():
 def test_fresh_gradients_of_many_tensors_are_copied_at_once_or_when_many_bytes_wait(
     size, device, monkeypatch
 ):
-    monkeypatch.setattr(arena_module, "MAX_FRESH_BYTES", size)
+    monkeypatch.setattr(gradients_module, "MAX_FRESH_BYTES", size)
     params = [nn.Parameter(torch.randn(1 + i % 50)) for i in range(1000)]
     model = nn.ParameterList(params).to(device)
     with accumulating(model, "autograd") as sums:
@@ -258,7 +258,7 @@ class Listens(GradientListener):
 
     def gradient_complete(self, i):
         assert i not in self.complete
-        self.complete[i] = self.arena.gradient(i).clone()
+        self.complete[i] = self.arena.gradients[i].clone()
 
     def product_added(self, tensors):
         self.early |= {i for i, complete in tensors.items() if complete}
@@ -272,7 +272,7 @@ def test_a_listener_is_told_of_each_gradient_once_when_it_is_complete(adding, ti
         for k, x in enumerate(micro_batches(3)):
             listener = Listens(sums.arena)
             loss = loss_of(model, x)
-            with sums.arena.listening(listener):
+            with sums.arena.gradients.listening(listener):
                 sums.backward(loss)
             trained = [i for i, s in enumerate(sums.arena.segments) if s.name != "unused"]
             assert sorted(listener.complete) == trained
@@ -300,7 +300,7 @@ def test_a_stale_slice_is_neither_used_nor_measured_nor_clipped(make, dtype, dev
         for missing in (["unused"], ["unused", "blocks.1.weight", "norm.bias"]):
             opt.zero_grad()
             loss_of(model, micro_batches(1, device)[0]).backward()
-            for s, p, view in zip(arena.segments, arena.params, arena.grad_views):
+            for s, p, view in zip(arena.segments, arena.params, arena.gradients.views):
                 if s.name in missing:
                     p.grad = None
                     view.fill_(NAN)
@@ -326,7 +326,11 @@ def test_a_gradient_that_does_not_fit_is_named_before_anything_changes():
                 weight.grad = bad
             else:
                 weight.grad.data = bad
-            for use in (opt.step, sums.arena.collect, lambda: ga.clip_grad_norm_(sums.arena, 1.0)):
+            for use in (
+                opt.step,
+                sums.arena.gradients.collect,
+                lambda: ga.clip_grad_norm_(sums.arena, 1.0),
+            ):
                 with pytest.raises(ArgumentError, match=r"blocks\.0\.weight"):
                     use()
         assert torch.equal(sums.arena.weights, weights)
@@ -676,7 +680,7 @@ def test_gpu_a_captured_accumulation_replays_to_the_eager_sum(adding):
     with torch.cuda.stream(stream), accumulating(model, adding) as sums:
 
         def accumulate():
-            sums.arena.clear_gradients()
+            sums.arena.gradients.clear()
             for x in micros:
                 sums.backward(loss_of(model, x))
 

@@ -1912,10 +1912,10 @@ def graph_setup(what, seed=0, **kwargs):
         return AdamW(ours, **kwargs), [p.grad for p in ours], ours
     model = Blocks(dtype=torch.bfloat16 if "bf16" in what else torch.float32).cuda()
     arena = Arena(model)
-    arena.set_gradients([True] * len(arena.params))
+    arena.gradients.set([True] * len(arena.params))
     return (
         AdamW(arena, **kwargs),
-        arena.grad_views,
+        arena.gradients.views,
         [arena.weights, *([arena.bf16_weights] if "bf16" in what else [])],
     )
 

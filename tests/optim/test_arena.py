@@ -12,8 +12,9 @@ from torch import nn
 
 from gpuaccel.errors import ArgumentError
 from gpuaccel.ops.accumulate import CHUNK
-from gpuaccel.optim import Products
-from gpuaccel.optim.arena import Arena, Summary, lay_out
+from gpuaccel.optim import AdamW, Products
+from gpuaccel.optim.arena import Arena
+from gpuaccel.optim.layout import Summary, lay_out
 from gpuaccel.training.models import Transformer, preset
 
 few = settings(max_examples=30, deadline=None)
@@ -89,7 +90,9 @@ def check_layout(segments, blocks, module):
 
 def check_views(arena):
     buffers = {torch.float32: arena.weights, torch.bfloat16: arena.bf16_weights}
-    for p, owner, view, s in zip(arena.params, arena.masters, arena.grad_views, arena.segments):
+    for p, owner, view, s in zip(
+        arena.params, arena.masters, arena.gradients.views, arena.segments
+    ):
         if not s.numel:
             continue
         home = buffers[p.dtype]
@@ -106,7 +109,7 @@ def check_views(arena):
         assert (
             owner.is_leaf
             and p.is_leaf
-            and p.is_contiguous()
+            and p.stride() == s.stride
             and view.shape == p.shape == owner.shape
         )
 
@@ -248,7 +251,7 @@ def test_deepcopy_of_arena_and_of_module_stand_alone(dtype):
     assert (
         twin.module is not model
         and torch.equal(twin.weights, arena.weights)
-        and twin.has_gradient() == arena.has_gradient() == [True, False, False, False]
+        and twin.gradients.received() == arena.gradients.received() == [True, False, False, False]
         and twin.params[0].grad.eq(7).all()
     )
     assert twin.weights.data_ptr() != arena.weights.data_ptr()
@@ -348,11 +351,11 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         assert getattr(arena, name).data_ptr() == home.data_ptr()
     check_views(arena)
     arena.check()
-    for p, view in zip(arena.params, arena.grad_views):
+    for p, view in zip(arena.params, arena.gradients.views):
         assert p.grad is view
     sums = [p.grad.clone() for p in arena.params]
     model(torch.arange(6)[None]).float().sum().backward()
-    for p, view, before in zip(arena.params, arena.grad_views, sums):
+    for p, view, before in zip(arena.params, arena.gradients.views, sums):
         assert p.grad is view and torch.equal(view, 2 * before)
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
@@ -375,22 +378,22 @@ def test_squares_are_kept_until_a_gradient_changes(adding):
             products.begin_backward()
         model(torch.ones(2, 5)).sum().backward()
 
-    assert arena.kept_squares() is None
+    assert arena.gradients.kept_squares() is None
     for change in (
         backward,
-        arena.clear_gradients,
+        arena.gradients.clear,
         backward,
         lambda: arena.grads.mul_(2),
         lambda: model[0].weight.grad.add_(1),
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-        lambda: (setattr(model[0].bias, "grad", torch.ones(3)), arena.collect()),
+        lambda: (setattr(model[0].bias, "grad", torch.ones(3)), arena.gradients.collect()),
     ):
-        arena.keep_squares(squares)
-        assert arena.kept_squares()[0] is squares
-        arena.collect()
-        assert arena.kept_squares()[0] is squares
+        arena.gradients.keep_squares(squares)
+        assert arena.gradients.kept_squares()[0] is squares
+        arena.gradients.collect()
+        assert arena.gradients.kept_squares()[0] is squares
         change()
-        assert arena.kept_squares() is None
+        assert arena.gradients.kept_squares() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -508,3 +511,75 @@ def test_an_arena_that_dies_while_an_optimizer_calls_its_hooks_does_no_harm():
     assert not other.any() and hooks() == before + 1
     Arena(nn.Linear(2, 2).bfloat16()).release()
     assert hooks() == before
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        # Without a bias, whose gradient the norm would make rounding alone.
+        self.first = nn.Conv2d(3, 5, 3, bias=False)
+        self.norm = nn.BatchNorm2d(5)
+        self.second = nn.Conv2d(5, 4, 3)
+        self.volume = nn.Conv3d(2, 3, 2)
+
+    def forward(self, x):
+        y = self.second(self.norm(self.first(x)).relu())
+        return y.mean() + self.volume(y.unflatten(1, (2, 2))).square().mean()
+
+
+def convolutions(dtype, memory_formats=True):
+    torch.manual_seed(0)
+    model = Convolutions().to(dtype)
+    if memory_formats:
+        for layer in (model.first, model.second):
+            layer.to(memory_format=torch.channels_last)
+        model.volume.to(memory_format=torch.channels_last_3d)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_channels_last_weight_keeps_its_memory_format_and_gives_it_back(dtype):
+    model = convolutions(dtype)
+    strides = {name: p.stride() for name, p in model.named_parameters()}
+    assert not model.first.weight.is_contiguous() and not model.volume.weight.is_contiguous()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    arena = Arena(model)
+    check_views(arena)
+    for segment, p, master, view in zip(
+        arena.segments, arena.params, arena.masters, arena.gradients.views
+    ):
+        assert {t.stride() for t in (p, master, view)} == {strides[segment.name]}, segment.name
+        assert torch.equal(p, values[segment.name])
+    arena.release()
+    assert {name: p.stride() for name, p in model.named_parameters()} == strides
+    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["ga.AdamW", "torch.optim.AdamW", "torch.optim.SGD"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_weights_train_as_contiguous_ones(dtype, optimizer):
+    """As an arena of contiguous weights, up to the order of the convolutions' sums."""
+    random = torch.Generator().manual_seed(1)
+    data = torch.randn(6, 2, 3, 9, 9, generator=random).to(dtype)
+    results = []
+    for memory_formats in (False, True):
+        model = convolutions(dtype, memory_formats)
+        arena = Arena(model)
+        if optimizer == "ga.AdamW":
+            opt = AdamW(arena, lr=1e-2, max_norm=0.5)
+        else:
+            opt = getattr(torch.optim, optimizer.rpartition(".")[2])(arena.parameters(), lr=1e-2)
+        for x in data:
+            x = x.to(memory_format=torch.channels_last) if memory_formats else x
+            model(x).backward()
+            model(x).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append({name: p.detach().clone() for name, p in arena.named_parameters().items()})
+        arena.release()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for name, p in results[0].items():
+        torch.testing.assert_close(
+            results[1][name], p, rtol=tolerance, atol=tolerance, check_stride=False
+        )
+    assert results[1]["first.weight"].stride() != results[0]["first.weight"].stride()

@@ -850,7 +850,7 @@ def test_scopes_of_an_arena_against_torch_per_group(scope, norm_type, device):
         )
         got = found.norm if scope == "global" else found.norm[i]
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
-    for at, twin in zip(arena.grad_views, reversed(twins)):
+    for at, twin in zip(arena.gradients.views, reversed(twins)):
         torch.testing.assert_close(at, twin.grad, rtol=1e-5, atol=1e-7)
     for s in arena.segments:
         assert not arena.grads[s.offset + s.numel : s.offset + s.padded].any(), (
@@ -880,7 +880,7 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
         arena = Arena(model)
         fill(arena, grads)
         target, names = arena, [s.name for s in reversed(arena.segments)]
-        now = [v for v in reversed(arena.grad_views)]
+        now = [v for v in reversed(arena.gradients.views)]
     else:
         target = torchs(grads, device)
         now = [p.grad for p in target]
@@ -1162,7 +1162,7 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
         def refill():
             fill(arena, filled(model, seed, 1.0 if math.isnan(size) else size))
             if math.isnan(size):
-                arena.grad_views[2].view(-1)[0] = NAN
+                arena.gradients.views[2].view(-1)[0] = NAN
             for i, p in enumerate(views):
                 p.grad.copy_(size * torch.randn(p.shape, generator=generator(seed + i)).cuda())
 

@@ -92,7 +92,7 @@ def test_a_weight_that_is_unfrozen_later_is_named_by_a_train_step():
         step(torch.ones(4, 8))
         assert not torch.equal(model[1].weight, before)
     model(torch.ones(4, 8)).sum().backward()
-    assert all(arena.has_gradient()) and all(second.has_gradient())
+    assert all(arena.gradients.received()) and all(second.gradients.received())
 
 
 @pytest.mark.parametrize("keep", [lambda arena: arena, Products], ids=["arena", "products"])

@@ -357,7 +357,7 @@ def test_autograd_and_products_add_the_same_gradients(dtype):
             assert fused == (factors | joint if adds is products_add else set())
             for seed in (1, 2, 3):
                 loss_of(model, tokens(seed=seed)).backward()
-            assert all(view.any() for view in arena.grad_views), "a factor got no gradient"
+            assert all(view.any() for view in arena.gradients.views), "a factor got no gradient"
             sums.append(arena.grads.clone())
         assert type(model.blocks[0].w_q.lora_A) is nn.Linear
     tolerance = dict(rtol=1e-5, atol=1e-7) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-3)

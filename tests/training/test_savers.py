@@ -31,7 +31,7 @@ from savers import (
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.optim.arena import own_storage
+from gpuaccel.optim.layout import own_storage
 
 transformers = pytest.importorskip("transformers")
 

@@ -74,8 +74,8 @@ def run(net, device, dtype, left, **options):
         for k in range(6):
             micros = [batch(device, 10 * k + i, rows=2) for i in range(3)]
             results[f"norm {k}"] = step(micros if k in (2, 3) else batch(device, k)).norm.clone()
-            assert not any(arena.has_gradient())
-            for view in arena.grad_views:
+            assert not any(arena.gradients.received())
+            for view in arena.gradients.views:
                 view.fill_(left)
     results["weights"] = arena.weights.clone()
     for name, p in arena.named_parameters().items():

@@ -21,6 +21,7 @@ from gpuaccel.measure import Meter
 from gpuaccel.nn import fused_forward
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.optim.gradients import Gradients
 from gpuaccel.training.data import Batches
 from gpuaccel.training.loop import evaluate, train, warmup_cosine
 from gpuaccel.training.models import Config, Transformer
@@ -319,7 +320,7 @@ def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
         monkeypatch.setattr(torch, "compile", fails)
         options |= {"compile": True, "distributed": Distributed(ordered=True)}
     elif failing == "the end":
-        monkeypatch.setattr(Arena, "clear_gradients", fails)
+        monkeypatch.setattr(Gradients, "clear", fails)
         options |= {"distributed": Distributed(ordered=True)}
     else:
         options |= {"replay": Replay(policy="require")}
@@ -375,7 +376,7 @@ def test_a_loss_fn_that_returns_no_number_is_refused():
             ArgumentError, match="loss_fn returned Tensor; expected a one-element tensor"
         ):
             step(next(make_batches()))
-        assert step.count == 0 and not any(step.arena.has_gradient())
+        assert step.count == 0 and not any(step.arena.gradients.received())
 
 
 def test_close_gives_an_ordinary_module_back():

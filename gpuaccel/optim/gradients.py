@@ -1,0 +1,401 @@
+"""The gradients of an arena: `.grad` is their only state.
+
+| a parameter's `.grad` is | then |
+|---|---|
+| the arena's slice | it is the sum so far: torch adds to it in place, in fp32 |
+| another tensor, or has got other memory | that is the whole sum; it is copied into the slice |
+| None | there is no gradient; the slice is stale, and the next write overwrites it |
+
+A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
+backward, or when many bytes wait, all of them are copied into their slices by one call, collect().
+The master of a bf16 parameter shows the parameter's `.grad` as its own.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+from ..ops import check_gradient
+from .layout import Segment, own_storage
+
+# Fresh gradients are copied into their slices when this many bytes wait.
+MAX_FRESH_BYTES = 256 * 2**20
+
+
+class GradientListener:
+    """Told about gradients while a backward runs, by autograd's threads: `arena.listener`."""
+
+    def gradient_complete(self, i: int):
+        """Backward has computed all of tensor i's gradient, which may still wait for
+        Arena.collect()."""
+
+    def product_added(self, tensors: "dict[int, bool]"):
+        """A product has added its gradient (optim/products.py).
+
+        Args:
+            tensors: index of each tensor of the product -> whether its gradient is complete,
+                provided that this backward runs as many products as the one before.
+        """
+
+
+class Gradients:
+    """The gradient sums of an arena's parameters: `arena.gradients`.
+
+    Args:
+        params: of the arena, in its order. Until close() a hook of each sees its gradients.
+        segments: where each of them lies.
+        buffer: (N,) fp32, the sums.
+        chunk_to_tensor: (chunks,) int32, the tensor of each chunk.
+        check: called where a gradient does not fit its parameter: an ArgumentError of it comes
+            first. Held weakly.
+
+    Attributes:
+        views: of each tensor its slice of the buffer, in its shape. That of a tensor whose `.grad`
+            is None is stale.
+    """
+
+    def __init__(
+        self,
+        params: "list[nn.Parameter]",
+        segments: "list[Segment]",
+        buffer: Tensor,
+        chunk_to_tensor: Tensor,
+        check: "Callable[[], None]",
+    ):
+        self.params = params
+        self.segments = segments
+        self.buffer = buffer
+        self.chunk_to_tensor = chunk_to_tensor
+        self._check = weakref.WeakMethod(check)
+        # Each has a storage and a version of its own. Where the gradients that one operation writes
+        # share a storage, torch.compile's Inductor copies them before it and back after it.
+        self.views = [own_storage(s.of(buffer)) for s in segments]
+        self._addresses = [view.data_ptr() for view in self.views]
+        # Sums of squares that a reduction has left, and the versions of the gradients then.
+        self._squares: "tuple[Tensor, list[int]] | None" = None
+        # Told about gradients while a backward runs.
+        self._listeners: "list[GradientListener]" = []
+        # The backward, by autograd's number, whose fresh gradients are collected at its end.
+        self._collecting = -1
+        self._fresh_bytes = 0
+        self._handles: "list[Any]" = []
+        self._closed = False
+        for p in params:
+            if p.dtype != torch.float32:
+                # None: `.grad` may have another dtype than the parameter.
+                p.grad_dtype = None
+        self._follow()
+
+    def close(self):
+        """Make every `.grad` that is a slice a tensor of its own, in its parameter's dtype."""
+        self._closed = True
+        self._remove_hooks()
+        for p, address in zip(self.params, self._addresses):
+            if p.grad is not None and p.grad.data_ptr() == address:
+                p.grad = p.grad.to(p.dtype, copy=True)
+
+    def moved(self):
+        """The buffer has other memory: the slices follow it."""
+        for s, view in zip(self.segments, self.views):
+            view.data = own_storage(s.of(self.buffer))
+        self._addresses[:] = [view.data_ptr() for view in self.views]
+
+    def _follow(self):
+        """Call a hook after each gradient of a backward: see _gradient_hook."""
+        if self._closed or self._handles:
+            return
+        weak = weakref.ref(self)
+        for i, p in enumerate(self.params):
+            hook = _gradient_hook(weak, i, self._addresses, self._listeners)
+            # A frozen parameter takes no hook.
+            with self._trainable(p):
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _trainable(p: nn.Parameter):
+        trained = p.requires_grad
+        p.requires_grad_(True)
+        yield
+        p.requires_grad_(trained)
+
+    def _remove_hooks(self):
+        while self._handles:
+            self._handles.pop().remove()
+
+    def has_hooks(self, i: int) -> bool:
+        """Whether somebody else has registered a post-accumulate hook on tensor i.
+
+        Args:
+            i: index of the tensor in `segments`.
+        """
+        own = {handle.id for handle in self._handles[i : i + 1]}
+        return not own.issuperset(self.params[i]._post_accumulate_grad_hooks or ())
+
+    @contextlib.contextmanager
+    def collected_by_hand(self):
+        """Context manager: the caller calls collect() after each backward.
+
+        Python is then not called for each gradient.
+
+        Returns:
+            A context manager.
+        """
+        self._remove_hooks()
+        try:
+            yield
+        finally:
+            self._follow()
+
+    def _collect_later(self, grad: Tensor):
+        """Collect a gradient that is not a slice: at the end of the backward, or when many bytes
+        wait."""
+        if grad.requires_grad:
+            # With create_graph=True `.grad` keeps its graph until a step uses it.
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._collecting:
+            self._collecting = task
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self.collect(graphs=False))
+        self._fresh_bytes += grad.numel() * grad.element_size()
+        if self._fresh_bytes >= MAX_FRESH_BYTES:
+            self.collect(graphs=False)
+
+    @contextlib.contextmanager
+    def listening(self, listener: "GradientListener | None"):
+        """Context manager around a backward of which `listener` is told; None: nobody.
+
+        Args:
+            listener: its methods are called while backward runs.
+        """
+        if listener is None:
+            yield
+            return
+        by_hand = not self._handles
+        if by_hand:
+            self._follow()
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+            if by_hand:
+                self._remove_hooks()
+
+    def product_added(self, tensors: "dict[int, bool]"):
+        """Tell the listeners that a product has added: see GradientListener.
+
+        Args:
+            tensors: as there.
+        """
+        for listener in self._listeners:
+            listener.product_added(tensors)
+
+    def _is_slice(self, i: int, grad: Tensor) -> bool:
+        """Whether a `.grad` is tensor i's slice. No empty tensor is, and no sparse one."""
+        view = self.views[i]
+        try:
+            in_place = grad.data_ptr() == self._addresses[i] != 0
+        except RuntimeError:
+            return False
+        # Not a transposed view of it.
+        return in_place and (grad is view or grad.stride() == view.stride())
+
+    @torch.no_grad()
+    def collect(self, first: int = 0, last: "int | None" = None, graphs: bool = True):
+        """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
+
+        Runs by itself at the end of a backward, before a step of an optimizer of this package, and
+        where an fp32 master's `.grad` is read.
+
+        Args:
+            first, last: of the tensors [first, last) only. Default: of all.
+            graphs: also those with an autograd graph of their own (create_graph=True), which they
+                lose.
+
+        Raises:
+            ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
+        """
+        self._fresh_bytes = 0
+        indices, given = [], []
+        last = len(self.params) if last is None else last
+        start = self.buffer.data_ptr()
+        slices = range(start, start + 4 * len(self.buffer))
+        for i in range(first, last):
+            grad = self.params[i].grad
+            if grad is None or self._is_slice(i, grad):
+                continue
+            if grad.requires_grad and not graphs:
+                continue
+            try:
+                check_gradient(
+                    self.segments[i].name, grad, self.segments[i].shape, self.buffer.device
+                )
+            except ArgumentError:
+                # That of a parameter which has left the arena: then this is what to say.
+                check = self._check()
+                if check is not None:
+                    check()
+                raise
+            indices.append(i)
+            # Another tensor's slice will be overwritten: `p.grad, q.grad = q.grad, p.grad`.
+            given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
+        for i in range(first, last):
+            # `p.grad.data = ...` has given the view other memory.
+            if self.views[i].data_ptr() != self._addresses[i]:
+                self.views[i].data = own_storage(self.segments[i].of(self.buffer))
+        if not indices:
+            return
+        views = [self.views[i] for i in indices]
+        torch._foreach_copy_(views, given)
+        for i in indices:
+            self.params[i].grad = self.views[i]
+
+    def __getitem__(self, i: int) -> "Tensor | None":
+        """Tensor i's sum so far, in its slice; None: it has no gradient.
+
+        Args:
+            i: index of the tensor in `segments`.
+        """
+        grad = self.params[i].grad
+        if grad is None or self._is_slice(i, grad):
+            return grad
+        # First all others: this slice may be the gradient of one of them.
+        self.collect(graphs=False)
+        self.collect(i, i + 1)
+        return self.params[i].grad
+
+    def received(self) -> "list[bool]":
+        """Whether each tensor has a gradient."""
+        return [p.grad is not None for p in self.params]
+
+    def clear(self):
+        """Set every `.grad` to None. Nothing is written: the slices are stale."""
+        for p in self.params:
+            p.grad = None
+        self._squares = None
+
+    @torch.no_grad()
+    def set(self, received: "Iterable[bool]"):
+        """Make the slices `.grad` of the tensors that have received a gradient, None of others.
+
+        Args:
+            received: of each tensor.
+        """
+        for p, view, has_one in zip(self.params, self.views, received):
+            p.grad = view if has_one else None
+
+    def place(self, views: "dict[int, Tensor]") -> "dict[int, Tensor]":
+        """Let the sums of some tensors lie elsewhere; their values are the caller's business.
+
+        Args:
+            views: index of a tensor -> fp32, of its shape: in place of its slice.
+
+        Returns:
+            The views that had their places, for the way back.
+        """
+        before = {i: self.views[i] for i in views}
+        for i, view in views.items():
+            self.views[i] = view
+            self._addresses[i] = view.data_ptr()
+            if self.params[i].grad is not None:
+                self.params[i].grad = view
+        return before
+
+    def keep_squares(self, squares: Tensor):
+        """Keep the chunks' sums of squares of `grads` for the next norm, until a gradient changes.
+
+        Args:
+            squares: (chunks,) fp64.
+        """
+        self._squares = squares, self._grad_versions()
+
+    def kept_squares(self) -> "tuple[Tensor, Tensor] | None":
+        """(sums of squares, tensor of each) of keep_squares(); None: a gradient has changed."""
+        if self._squares is None or self._squares[1] != self._grad_versions():
+            return None
+        return self._squares[0], self.chunk_to_tensor
+
+    def _grad_versions(self) -> "list[int]":
+        return [view._version for view in (self.buffer, *self.views)]
+
+    @torch.no_grad()
+    def zero_stale(self, first: int = 0, last: "int | None" = None):
+        """Write zeros to the slices of tensors without a gradient: before a sum over ranks.
+
+        Args:
+            first, last: of the tensors [first, last) only. Default: of all.
+        """
+        stale = [
+            view
+            for p, view in zip(self.params[first:last], self.views[first:last])
+            if p.grad is None
+        ]
+        if stale:
+            torch._foreach_zero_(stale)
+
+
+def _gradient_hook(weak: "weakref.ref[Gradients]", i: int, addresses, listeners):
+    """Runs once per tensor and backward, after autograd's addition or a product: each line counts
+    on a slow host."""
+
+    def ready(p: Tensor):
+        grad = p.grad
+        if grad is not None:
+            try:
+                in_place = grad.data_ptr() == addresses[i]
+            except RuntimeError:
+                # A sparse gradient, which collect() refuses.
+                in_place = False
+            gradients = None if in_place else weak()
+            if gradients is not None:
+                gradients._collect_later(grad)
+        for listener in listeners:
+            listener.gradient_complete(i)
+
+    return ready
+
+
+_TENSOR_GRAD: Any = Tensor.grad
+
+
+class Master(nn.Parameter):
+    """The fp32 master of a bf16 parameter. Its `.grad` is the parameter's: both have one sum."""
+
+    # None in a copy, until its arena has it.
+    parameter: "nn.Parameter | None" = None
+    gradients: "Callable[[], Gradients | None]" = staticmethod(lambda: None)
+    number: int
+
+    @property
+    def grad(self) -> "Tensor | None":
+        """The sum, in the arena's slice."""
+        if self.parameter is None:
+            return _TENSOR_GRAD.__get__(self)
+        gradients = self.gradients()
+        return self.parameter.grad if gradients is None else gradients[self.number]
+
+    @grad.setter
+    def grad(self, value: "Tensor | None"):
+        if self.parameter is None:
+            _TENSOR_GRAD.__set__(self, value)
+        else:
+            self.parameter.grad = value
+
+    @grad.deleter
+    def grad(self):
+        self.grad = None
+
+    def __reduce_ex__(self, protocol):
+        # The arena that is pickled with it says whose master it is.
+        return _restored_master, (self.data, self.requires_grad)
+
+
+def _restored_master(data: Tensor, requires_grad: bool) -> Master:
+    return Master(data, requires_grad)
