@@ -252,7 +252,7 @@ class Arena:
         else:
             master = masters[i]  # type: ignore[assignment]
             master.data = weight.copy_(master)
-        master.parameter, master.gradients, master.number = p, weakref.ref(self.gradients), i
+        master.arena, master.number = weakref.ref(self), i
         assert self.bf16_weights is not None  # a parameter is not fp32
         p.data = own_storage(self.slice(self.bf16_weights, i)).copy_(p)
         return master
@@ -528,11 +528,16 @@ class Arena:
         """Declare that bf16 parameters and masters agree: edits are counted from here on."""
         self._bf16_versions = [p._version for p, _ in self._bf16_pairs]
 
+    @property
+    def released(self) -> bool:
+        """Whether release() was called: the parameters are ordinary ones."""
+        return self not in _arenas
+
     def release(self):
         """Make the module's parameters ordinary ones again.
 
         They keep the values and the gradients that they have now, in their own dtype."""
-        if self not in _arenas:
+        if self.released:
             return
         for close in [*self.before_release]:
             close()

@@ -368,25 +368,34 @@ _TENSOR_GRAD: Any = Tensor.grad
 class Master(nn.Parameter):
     """The fp32 master of a bf16 parameter. Its `.grad` is the parameter's: both have one sum."""
 
-    # None in a copy, until its arena has it.
-    parameter: "nn.Parameter | None" = None
-    gradients: "Callable[[], Gradients | None]" = staticmethod(lambda: None)
+    # The Arena, weakly: it holds its masters. None in a copy, until its arena has it.
+    arena: "Callable[[], Any] | None" = None
     number: int
 
     @property
     def grad(self) -> "Tensor | None":
         """The sum, in the arena's slice."""
-        if self.parameter is None:
+        if self.arena is None:
             return _TENSOR_GRAD.__get__(self)
-        gradients = self.gradients()
-        return self.parameter.grad if gradients is None else gradients[self.number]
+        return self._arena().gradients[self.number]
 
     @grad.setter
     def grad(self, value: "Tensor | None"):
-        if self.parameter is None:
+        if self.arena is None:
             _TENSOR_GRAD.__set__(self, value)
         else:
-            self.parameter.grad = value
+            self._arena().params[self.number].grad = value
+
+    def _arena(self):
+        assert self.arena is not None
+        arena = self.arena()
+        if arena is None or arena.released:
+            raise ArgumentError(
+                f"the arena of an fp32 master of shape {tuple(self.shape)} was released or "
+                "garbage-collected, and the optimizer that holds it would train nothing: keep the "
+                "arena in a variable, and after arena.release() make a new optimizer"
+            )
+        return arena
 
     @grad.deleter
     def grad(self):

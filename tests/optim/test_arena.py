@@ -583,3 +583,25 @@ def test_channels_last_weights_train_as_contiguous_ones(dtype, optimizer):
             results[1][name], p, rtol=tolerance, atol=tolerance, check_stride=False
         )
     assert results[1]["first.weight"].stride() != results[0]["first.weight"].stride()
+
+
+@pytest.mark.parametrize("end", ["released", "collected"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
+def test_masters_without_an_arena_are_refused_and_nothing_changes(kind, end):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).bfloat16()
+    arena = Arena(model)
+    opt = kind(arena.parameters(), lr=0.1)
+    x = torch.randn(3, 8).bfloat16()
+    model(x).square().sum().backward()
+    opt.step()
+    before = model.weight.detach().clone()
+    if end == "released":
+        arena.release()
+    del arena
+    gc.collect()
+    model(x).square().sum().backward()
+    with pytest.raises(ArgumentError, match="keep the arena in a variable"):
+        opt.step()
+    assert torch.equal(model.weight, before)
+    opt.state_dict()
