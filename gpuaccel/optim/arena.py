@@ -21,8 +21,10 @@ else that compares storages see separate, ordinary tensors.
 This module lays out and stores; it launches no kernel of this package.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ from ..ops import CHUNK
 from .gradients import Gradients, Master
 from .layout import Block, Segment, Summary, lay_out, own_storage, trainable
 
+log = logging.getLogger("gpuaccel")
 # Hooks of arenas that are gone: removed when an arena is made or released.
 _abandoned_hooks: list = []
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
@@ -66,8 +69,6 @@ def _check_parameters(module: nn.Module, named: "list[tuple[str, nn.Parameter]]"
             problem = (
                 f"is on {p.device}, {first_name} on {first.device}; an arena lies on one device"
             )
-        elif any(id(p) in other._index for other in _arenas):
-            problem = "is already in an arena; call release() on that one first"
         if problem:
             raise ArgumentError(f"parameter {name} {problem}")
     for name, part in module.named_modules():
@@ -93,7 +94,8 @@ def _check_parameters(module: nn.Module, named: "list[tuple[str, nn.Parameter]]"
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
-    A parameter that is unfrozen later is not in the arena: release() and make a new one. The module
+    A parameter that is unfrozen later is not in the arena: make a new one, which takes the place of
+    the first. The module
     is saved, pickled and copied as without an arena.
 
     bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict,
@@ -120,7 +122,7 @@ class Arena:
     Raises:
         ArgumentError: with nothing changed and the parameter named, for a module without trainable
             parameters, and for one whose parameters are sparse, complex, fp16, fp64, on the meta
-            device, on several devices, in another arena, or overlap in memory; for what is no
+            device, on several devices, or overlap in memory; for what is no
             module, and for a decay or lr_scale that is no function.
 
     Example:
@@ -160,6 +162,10 @@ class Arena:
         named = trainable(module)
         _check_parameters(module, named)
         segments, blocks = lay_out(module, decay, lr_scale)
+        for other in self.all():
+            if any(id(p) in other._index for _, p in named):
+                log.warning("a new Arena of %s takes the place of the first", type(module).__name__)
+                other.release()
         self._build(module, [p for _, p in reversed(named)], segments, blocks)
 
     def _build(self, module, params, segments, blocks, masters=None):
@@ -174,8 +180,8 @@ class Arena:
         self.numel: int = blocks[-1].stop
         self._index = {id(p): i for i, p in enumerate(params)}
         self._allocate(masters)
-        # The TrainStep whose arena this is, if it has one.
-        self._user: "Callable[[], object]" = _nobody
+        # The open TrainStep of this arena, weakly.
+        self._step: "Callable[[], Any]" = _nobody
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: "list[Callable[[], object]]" = []
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
@@ -357,28 +363,14 @@ class Arena:
         """Bytes of the accumulator, before padding and with it; `print` it."""
         return Summary(self.segments, self.blocks)
 
-    def claim(self, user) -> "Callable[[], None]":
-        """Let one object alone run the steps of this arena: a TrainStep.
+    @property
+    def step(self) -> Any:
+        """The open TrainStep of this arena, or None. release() closes it."""
+        return self._step()
 
-        Args:
-            user: this object, which is held weakly.
-
-        Returns:
-            A function that ends it.
-
-        Raises:
-            ArgumentError: while another one does.
-        """
-        if self._user() is not None:
-            raise ArgumentError(
-                "a TrainStep of this model is open already; call close() on that one first"
-            )
-        self._user = weakref.ref(user)
-
-        def end():
-            self._user = _nobody
-
-        return end
+    @step.setter
+    def step(self, step: Any):
+        self._step = _nobody if step is None else weakref.ref(step)
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer holds some of parameters().
@@ -536,7 +528,11 @@ class Arena:
     def release(self):
         """Make the module's parameters ordinary ones again.
 
-        They keep the values and the gradients that they have now, in their own dtype."""
+        They keep the values and the gradients that they have now, in their own dtype. An open TrainStep
+        is closed."""
+        if self.step is not None:
+            self.step.close()
+        # Closed, a TrainStep releases the arena that it has made.
         if self.released:
             return
         for close in [*self.before_release]:

@@ -386,6 +386,10 @@ class Master(nn.Parameter):
         else:
             self._arena().params[self.number].grad = value
 
+    @grad.deleter
+    def grad(self):
+        self.grad = None
+
     def _arena(self):
         assert self.arena is not None
         arena = self.arena()
@@ -396,10 +400,6 @@ class Master(nn.Parameter):
                 "arena in a variable, and after arena.release() make a new optimizer"
             )
         return arena
-
-    @grad.deleter
-    def grad(self):
-        self.grad = None
 
     def __reduce_ex__(self, protocol):
         # The arena that is pickled with it says whose master it is.

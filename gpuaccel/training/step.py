@@ -18,6 +18,7 @@ How a step runs, in the order of the methods below:
 """
 
 import contextlib
+import logging
 import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from typing_extensions import Self
 
+log = logging.getLogger("gpuaccel")
 DIVISORS = ("tokens", "sequences", "micro_batches")
 # A target that does not count, as in torch's cross_entropy.
 IGNORED = -100
@@ -104,7 +106,7 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. Use `with`, or close(): a step that is only dropped keeps the arena's
+    of the caller's stays. A second TrainStep of a model closes the first. Use `with`, or close(): a step that is only dropped keeps the arena's
     memory until Python's garbage collector comes by.
 
     Args:
@@ -208,14 +210,13 @@ class TrainStep:
         self._closes_alone = True
         try:
             arena = Arena.of(model)
-            if arena is None:
-                arena = Arena(model)
-                self._cleanup.callback(arena.release)
+            self._owns_arena = arena is None
+            arena = arena or Arena(model)
+            self._cleanup.callback(self._release_own_arena)
             self.arena: Arena = arena
             arena.check()
             arena.check_trainable()
             self._frozen = arena.frozen()
-            self._cleanup.callback(arena.claim(self))
             self.optimizers: "list[torch.optim.Optimizer]" = (
                 optimizers if opt is not None else [AdamW(arena, lr=3e-4, weight_decay=0.1)]
             )
@@ -227,6 +228,7 @@ class TrainStep:
             if isinstance(first, DeviceOptimizer) and first.arena is arena and not others:
                 self._clipping_opt = first
             _check_clip(self.optimizers, self._clipping_opt, max_norm)
+            self._claim_arena()
             adds = options is not None or deterministic
             if distributed is not None and distributed.needs_reducer:
                 settings = {
@@ -256,6 +258,20 @@ class TrainStep:
             with cublas_workspace():
                 # torch reads the variable here, so that products before the first step do no harm.
                 pass
+
+    def _claim_arena(self):
+        """Close the step that the arena has, and take its place."""
+        first = self.arena.step
+        if first is not None:
+            log.warning("a new TrainStep of %s closes the first", type(self.model).__name__)
+            self._owns_arena, first._owns_arena = first._owns_arena, False
+            first.close()
+        self.arena.step = self
+        self._cleanup.callback(setattr, self.arena, "step", None)
+
+    def _release_own_arena(self):
+        if self._owns_arena:
+            self.arena.release()
 
     def _make_reducer(self, distributed: Distributed, settings: dict, adds: bool, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""

@@ -834,22 +834,34 @@ def nan_on(
             }
 
 
-def second_step_refused(rank: Rank):
-    """A second step on the same model is refused, and the first goes on as if nothing had been:
-    the error, its weights, and those of a step that was left alone."""
+def error_of(call) -> str:
+    try:
+        call()
+    except ga.errors.ArgumentError as error:
+        return str(error)
+    return "no error"
+
+
+def second_step(rank: Rank):
+    """A second TrainStep takes the first one's place between two steps; one is refused; none is
+    made: hashes of the weights, the refusal, the error of the first one's next step."""
     results = []
     with ga.use_backend("simt"), copies_between_files(1 << 22):
-        for again in (True, False):
+        for how in ("second", "refused", "one"):
             model, config = Net(), ga.Distributed(group=rank.group, sharded=True)
-            with make_step(model, distributed=config) as step:
-                step([micro_batch(rank.rank)])
-                if again:
-                    try:
-                        ga.TrainStep(model, step.optimizers[0], distributed=config)
-                    except ga.errors.ArgumentError as error:
-                        results.append(str(error))
-                step([micro_batch(rank.rank + 4)])
-                results.append(weight_hashes(step.arena).tolist())
+            step = make_step(model, distributed=config)
+            first = step
+            step([micro_batch(rank.rank)])
+            if how == "second":
+                step = ga.TrainStep(model, step.optimizers[0], distributed=config)
+            elif how == "refused":
+                opt = ga.AdamW(step.arena.masters[:1])
+                results.append(error_of(lambda: ga.TrainStep(model, opt, distributed=config)))
+            step([micro_batch(rank.rank + 4)])
+            results.append(weight_hashes(step.arena).tolist())
+            step.close()
+            if how == "second":
+                results.append(error_of(lambda: first([micro_batch(rank.rank)])))
     return results
 
 

@@ -230,9 +230,10 @@ def test_copies_are_added_in_the_order_of_the_ranks(workers, backend, ranks, sla
 
 
 @pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
-def test_a_refused_second_step_leaves_the_copies_of_the_first_alone(workers):
-    for error, hashes, undisturbed in workers(checks.second_step_refused, 2):
-        assert "a TrainStep of this model is open already" in error and hashes == undisturbed
+def test_a_second_step_takes_the_place_of_the_first_and_a_refused_one_leaves_it_alone(workers):
+    for second, closed, refusal, refused, one in workers(checks.second_step, 2):
+        assert second == refused == one
+        assert "this TrainStep is closed" in closed and "no optimizer holds" in refusal
 
 
 def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(workers):

@@ -466,14 +466,26 @@ def test_an_arena_refuses_and_changes_nothing(make, message):
     assert Arena.of(module) is None
 
 
-def test_a_second_arena_over_the_same_parameters_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    arena = Arena(model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_arena_takes_the_place_of_the_first(dtype, caplog):
+    """Weights and gradients stay; an arena of a part has its parameters alone."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)
+    first = Arena(model)
+    model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+    before = [(p.detach().clone(), p.grad.to(dtype)) for p in model.parameters()]
     for again in (model, model[1]):
-        with pytest.raises(ArgumentError, match="weight is already in an arena; call release"):
-            Arena(again)
-    arena.release()
-    Arena(model[1])
+        second = Arena(again)
+        assert first.released and Arena.of(again) is second
+        check_views(second)
+        first = second
+    assert all(
+        torch.equal(p, weight) and torch.equal(p.grad.to(dtype), grad)
+        for p, (weight, grad) in zip(model.parameters(), before)
+    )
+    assert [r.message for r in caplog.records] == [
+        "a new Arena of Sequential takes the place of the first",
+        "a new Arena of Linear takes the place of the first",
+    ]
 
 
 def test_an_arena_of_empty_tensors_only():
