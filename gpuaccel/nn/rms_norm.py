@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import add_rms_norm, rms_norm_runs
-from .fused_linear import differentiates_otherwise, has_class_forward
+from .fused_forward import has_class_forward
+from .gradient_use import differentiates_otherwise
 
 
 def fused_add_norm(

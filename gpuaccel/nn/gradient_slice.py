@@ -1,0 +1,98 @@
+"""Slices of an arena's gradients that products add into, and how a product finds its slice.
+
+A layer keeps the slice's tensor. The tensor's storage, which it shares with no other slice, leads
+to the GradientSlice: a compiled backward passes tensors only, and other tensor objects than the
+layer's, but of the same storage.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .gradient_use import ADDED, GradientUse, in_backward
+
+
+class SlicePart(NamedTuple):
+    """The part of a slice that one product is written to.
+
+    Attributes:
+        sums: fp32, (rows, in).
+        columns: of dy that the rows are for; None: all.
+        overwrite: what stands there is not of this accumulation window, and does not count.
+    """
+
+    sums: Tensor
+    columns: "slice | None"
+    overwrite: bool
+
+
+class GradientSlice:
+    """The gradient sums of one weight, or of several side by side, into which products add.
+
+    What a product does: uses(), begin(), the addition to each part, end(). This class adds, and
+    tells nobody; that of optim/products.py keeps `.grad`.
+
+    Args:
+        sums: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
+            pass to the operations, and leads to this object, which it does not keep alive.
+    """
+
+    def __init__(self, sums: Tensor):
+        self.sums = sums
+        vars(sums.untyped_storage())["gpuaccel_slice"] = weakref.ref(self)
+
+    def uses(self, edges: "Iterable[tuple] | None" = None) -> "list[GradientUse]":
+        """What the running backward does with the gradient of each weight of the slice.
+
+        Args:
+            edges: to the weights, in the slice's order, as for gradient_uses(). None: the layer
+                is compiled, and cannot return a gradient.
+
+        Raises:
+            ArgumentError: for a gradient that a compiled layer would have to return.
+        """
+        return [ADDED]
+
+    def begin(self, uses: "list[GradientUse]") -> "list[SlicePart]":
+        """Before a product is added: the first one of an accumulation window may have to clear.
+
+        Args:
+            uses: of each weight. Those that are ADDED get a gradient.
+
+        Returns:
+            What to write: the whole slice, or a part for each weight.
+        """
+        return [SlicePart(self.sums, None, False)]
+
+    def end(self, uses: "list[GradientUse]"):
+        """The product of begin() has been added.
+
+        Args:
+            uses: as for begin().
+        """
+
+
+def slice_of(sums: Tensor) -> GradientSlice:
+    """The slice that `sums` is the tensor of; outside of a backward, of any tensor.
+
+    Args:
+        sums: a GradientSlice's, or another tensor of its storage.
+
+    Raises:
+        ArgumentError: in a backward, for the tensor of no slice, or of one that is gone.
+    """
+    reference = getattr(sums.untyped_storage(), "gpuaccel_slice", None)
+    target = reference and reference()
+    if target is not None:
+        return target
+    if in_backward():
+        raise ArgumentError(
+            f"a weight-gradient product was given a tensor of shape {tuple(sums.shape)} that is "
+            "not a slice of an arena: either the TrainStep was closed between forward and "
+            "backward, or a torch.compile backend other than inductor passed on a copy. Instead: "
+            "close it after backward; compile with backend='inductor', which is the default"
+        )
+    return GradientSlice(sums)
