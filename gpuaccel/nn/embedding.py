@@ -123,8 +123,8 @@ def _add_to_slice(target: GradientSlice, uses: "list[GradientUse]", dout, segmen
         if overwrite:
             # Most rows get no gradient.
             zero_(sums)
-        _add_rows(sums, dout, segments, by_count)
-    target.end(uses)
+        _add_rows(sums, dout.contiguous(), segments, by_count)
+    # No end(): it is for those who wait while backward runs, and nothing runs behind an embedding.
 
 
 def _add_rows(sums, dout, segments, by_count):
@@ -184,7 +184,7 @@ class _Encode(torch.autograd.Function):
             if sums is not None:
                 target = slice_of(sums)
                 uses = target.uses(ctx.next_functions[1 + i : 2 + i])
-                _add_to_slice(target, uses, dout.contiguous(), weight_segments, ctx.by_count)
+                _add_to_slice(target, uses, dout, weight_segments, ctx.by_count)
             if RETURNED in uses:
                 row_sums = _reference_row_sums if is_batch(dout) else _RowSums.apply
                 fresh[i] = row_sums(dout, weight_segments, *ctx.weights[i], ctx.by_count)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .gradient_use import ADDED, GradientUse, in_backward
+from .gradient_use import ADDED, RETURNED, UNUSED, GradientUse, gradient_uses, in_backward
 
 
 class SlicePart(NamedTuple):
@@ -32,8 +32,8 @@ class SlicePart(NamedTuple):
 class GradientSlice:
     """The gradient sums of one weight, or of several side by side, into which products add.
 
-    What a product does: uses(), begin(), the addition to each part, end(). This class adds, and
-    tells nobody; that of optim/products.py keeps `.grad`.
+    What a product does: uses(), begin(), the addition to each part, end(). The slices of an arena
+    are optim/products.py's. This class is memory of no arena: autograd keeps the gradients.
 
     Args:
         sums: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
@@ -49,23 +49,34 @@ class GradientSlice:
 
         Args:
             edges: to the weights, in the slice's order, as for gradient_uses(). None: the layer
-                is compiled, and cannot return a gradient.
+                is compiled, and can return no gradient.
 
         Raises:
             ArgumentError: for a gradient that a compiled layer would have to return.
         """
+        if edges is not None:
+            return [UNUSED if use is UNUSED else RETURNED for use in gradient_uses(edges)]
+        if in_backward():
+            raise ArgumentError(
+                f"a weight-gradient product was given a tensor of shape {tuple(self.sums.shape)} "
+                "that is not a slice of an arena: either the TrainStep was closed between forward "
+                "and backward, or a torch.compile backend other than inductor passed on a copy. "
+                "Instead: close it after backward; compile with backend='inductor', which is the "
+                "default"
+            )
+        # Somebody calls the operation by itself.
         return [ADDED]
 
     def begin(self, uses: "list[GradientUse]") -> "list[SlicePart]":
-        """Before a product is added: the first one of an accumulation window may have to clear.
+        """Before a product is added: the first one of an accumulation window overwrites.
 
         Args:
             uses: of each weight. Those that are ADDED get a gradient.
 
         Returns:
-            What to write: the whole slice, or a part for each weight.
+            What to write: the whole slice, or the part of each weight that gets a gradient.
         """
-        return [SlicePart(self.sums, None, False)]
+        return [SlicePart(self.sums, None, False)] if ADDED in uses else []
 
     def end(self, uses: "list[GradientUse]"):
         """The product of begin() has been added.
@@ -76,23 +87,11 @@ class GradientSlice:
 
 
 def slice_of(sums: Tensor) -> GradientSlice:
-    """The slice that `sums` is the tensor of; outside of a backward, of any tensor.
+    """The slice that `sums` is the tensor of; where it is of none, or of one that is gone, memory
+    of no arena.
 
     Args:
         sums: a GradientSlice's, or another tensor of its storage.
-
-    Raises:
-        ArgumentError: in a backward, for the tensor of no slice, or of one that is gone.
     """
     reference = getattr(sums.untyped_storage(), "gpuaccel_slice", None)
-    target = reference and reference()
-    if target is not None:
-        return target
-    if in_backward():
-        raise ArgumentError(
-            f"a weight-gradient product was given a tensor of shape {tuple(sums.shape)} that is "
-            "not a slice of an arena: either the TrainStep was closed between forward and "
-            "backward, or a torch.compile backend other than inductor passed on a copy. Instead: "
-            "close it after backward; compile with backend='inductor', which is the default"
-        )
-    return GradientSlice(sums)
+    return reference and reference() or GradientSlice(sums)

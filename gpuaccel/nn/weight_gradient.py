@@ -77,12 +77,16 @@ for _name, _function, _fake in (
 
 def _begun(target: GradientSlice, uses: "list[GradientUse]", dy, x, alpha):
     """What is to be added, and the slice knows it."""
-    dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
-    x = x.flatten(0, -2) if x.dim() > 1 else x[None]
     return [
-        WeightGradient(sums, dy if columns is None else dy[:, columns], x, alpha, overwrite)
+        WeightGradient(
+            sums, _rows(dy if columns is None else dy[..., columns]), _rows(x), alpha, overwrite
+        )
         for sums, columns, overwrite in target.begin(uses)
     ]
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2) if t.dim() > 1 else t[None]
 
 
 def add_product(

@@ -57,7 +57,10 @@ class _ProductSlice(GradientSlice):
         self.tensors = tensors
         segments = [self.arena.segments[i] for i in tensors]
         stops = list(itertools.accumulate(s.shape[0] for s in segments))
-        self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
+        # Of dy, for each weight.
+        self._columns: "list[slice | None]" = [None]
+        if len(tensors) > 1:
+            self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
         first, last = segments[0], segments[-1]
         sums = self.arena.grads[first.offset : last.offset + last.numel]
         super().__init__(own_storage(sums.view(stops[-1], *first.shape[1:])))
@@ -97,7 +100,8 @@ class _ProductSlice(GradientSlice):
                 overwrite[i] = arena.gradient(i) is None
                 arena.params[i].grad = arena.grad_views[i]
                 self.products.added[i] += 1
-        if len(overwrite) == len(self.tensors) and len({*overwrite.values()}) == 1:
+        if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:
+            increment_version([arena.grad_views[i] for i in self.tensors])
             return [SlicePart(self.sums, None, overwrite[self.tensors[0]])]
         return [
             SlicePart(arena.grad_views[i], columns, overwrite[i])
@@ -228,6 +232,8 @@ class Products:
                     "(module.to(...) or .data = ... moved it): close the TrainStep before, and "
                     "make a new one after"
                 )
+        # A slice that has lost its memory (`p.grad.data = ...`) gets it again.
+        self.arena.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
     def end_backward(self):
@@ -238,8 +244,6 @@ class Products:
 
     def report(self, tensors: "list[int]"):
         """A product has been added to these tensors (indices)."""
-        # It wrote by another tensor of the same memory.
-        increment_version([self.arena.grad_views[i] for i in tensors])
         complete = {}
         for i in tensors:
             self._versions[i] = self.arena.grad_views[i]._version
