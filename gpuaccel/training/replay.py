@@ -7,7 +7,7 @@ ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 import weakref
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from ..optim import GradientListener
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 
-if TYPE_CHECKING:
-    from .step import TrainStep
+# A TrainStep, whose module imports this one.
+Step = Any
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepGraphs:
             a step.
     """
 
-    def __init__(self, step: "TrainStep", ours: bool, options: Replay):
+    def __init__(self, step: Step, ours: bool, options: Replay):
         self._step = weakref.ref(step)
         self.ours = ours
         self._options = options
@@ -76,7 +76,7 @@ class StepGraphs:
         self.list_graphs: "ListGraphs | None" = None
 
     @property
-    def step(self) -> "TrainStep":
+    def step(self) -> Step:
         """Whose graphs these are. It has them, and a second strong reference would be a cycle."""
         return _alive(self._step)
 
@@ -85,7 +85,7 @@ class StepGraphs:
         """Of each GraphedStep."""
         return {"modes": self._mode, **asdict(self._options)}
 
-    def _make_batch_graphs(self, step: "TrainStep") -> GraphedStep:
+    def _make_batch_graphs(self, step: Step) -> GraphedStep:
         self.loss_module = _loss_module_of(step)
         return GraphedStep(
             self._eager_step,
@@ -259,7 +259,7 @@ class ListGraphs:
         )
 
     @property
-    def step(self) -> "TrainStep":
+    def step(self) -> Step:
         return _alive(self._step)
 
     def __call__(self, micros) -> StepOutput:
@@ -361,12 +361,12 @@ class _Identity:
         return id(self.value)
 
 
-def _loss_module_of(step: "TrainStep") -> "nn.Module | None":
+def _loss_module_of(step: Step) -> "nn.Module | None":
     """step.loss_fn where it is a module, whose buffers a step may change."""
     return step.loss_fn if isinstance(step.loss_fn, nn.Module) else None
 
 
-def _modules_of(step: "TrainStep") -> "list[nn.Module]":
+def _modules_of(step: Step) -> "list[nn.Module]":
     """The modules that run in a step."""
     loss = _loss_module_of(step)
     return [step.model] if loss is None else [step.model, loss]
@@ -377,7 +377,7 @@ def _copied(batch):
     return tree_map_only(Tensor, torch.clone, batch)
 
 
-def _alive(reference: "weakref.ref[TrainStep]") -> "TrainStep":
+def _alive(reference: "weakref.ref[Step]") -> Step:
     step = reference()
     if step is None:
         raise CaptureError("the TrainStep of these graphs is gone: keep it, and call it")
