@@ -1,5 +1,6 @@
 """Modules: embedding, richards_glu, poly_attention, lora, linear layers whose weight gradient is
-added straight into an arena (fused_linear), and nn.RMSNorm with the addition before it (rms_norm).
+added straight into an arena (fused_linear, joint_linears), and nn.RMSNorm with the addition before
+it (rms_norm).
 """
 
 from .embedding import (

@@ -119,11 +119,11 @@ def _backward(sums, dout, segments, by_count, into_arena):
 
 
 def _add_to_slice(target: GradientSlice, uses: "list[GradientUse]", dout, segments, by_count):
-    for sums, _, overwrite in target.begin(uses):
+    for acc, _, overwrite in target.begin(uses):
         if overwrite:
             # Most rows get no gradient.
-            zero_(sums)
-        _add_rows(sums, dout.contiguous(), segments, by_count)
+            zero_(acc)
+        _add_rows(acc, dout.contiguous(), segments, by_count)
     # No end(): it is for those who wait while backward runs, and nothing runs behind an embedding.
 
 
@@ -282,11 +282,11 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
             counter.invalid = invalid
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
         return torch.ops.gpuaccel.encoder_forward(tokens, *weights, invalid, left_out, False)[0]
-    sums = _slice_of(wte), None if wpe is None else _slice_of(wpe)
+    sums = _grad_of(wte), None if wpe is None else _grad_of(wpe)
     return _Encode.apply(tokens, *weights, sums, invalid, left_out, wte.scale_grad_by_freq)
 
 
-def _slice_of(layer: nn.Embedding) -> "Tensor | None":
+def _grad_of(layer: nn.Embedding) -> "Tensor | None":
     """The tensor of the slice for the weight's gradient; None: nothing is added there."""
     fused = adds_to_arena(layer)
     return None if fused is None else fused.grad

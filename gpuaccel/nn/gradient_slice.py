@@ -19,12 +19,12 @@ class SlicePart(NamedTuple):
     """The part of a slice that one product is written to.
 
     Attributes:
-        sums: fp32, (rows, in).
+        acc: fp32, (rows, in).
         columns: of dy that the rows are for; None: all.
         overwrite: what stands there is not of this accumulation window, and does not count.
     """
 
-    sums: Tensor
+    acc: Tensor
     columns: "slice | None"
     overwrite: bool
 
@@ -36,13 +36,13 @@ class GradientSlice:
     are optim/products.py's. This class is memory of no arena: autograd keeps the gradients.
 
     Args:
-        sums: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
+        acc: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
             pass to the operations, and leads to this object, which it does not keep alive.
     """
 
-    def __init__(self, sums: Tensor):
-        self.sums = sums
-        vars(sums.untyped_storage())["gpuaccel_slice"] = weakref.ref(self)
+    def __init__(self, acc: Tensor):
+        self.acc = acc
+        vars(acc.untyped_storage())["gpuaccel_slice"] = weakref.ref(self)
 
     def uses(self, edges: "Iterable[tuple] | None" = None) -> "list[GradientUse]":
         """What the running backward does with the gradient of each weight of the slice.
@@ -58,7 +58,7 @@ class GradientSlice:
             return [UNUSED if use is UNUSED else RETURNED for use in gradient_uses(edges)]
         if in_backward():
             raise ArgumentError(
-                f"a weight-gradient product was given a tensor of shape {tuple(self.sums.shape)} "
+                f"a weight-gradient product was given a tensor of shape {tuple(self.acc.shape)} "
                 "that is not a slice of an arena: either the TrainStep was closed between forward "
                 "and backward, or a torch.compile backend other than inductor passed on a copy. "
                 "Instead: close it after backward; compile with backend='inductor', which is the "
@@ -76,7 +76,7 @@ class GradientSlice:
         Returns:
             What to write: the whole slice, or the part of each weight that gets a gradient.
         """
-        return [SlicePart(self.sums, None, False)] if ADDED in uses else []
+        return [SlicePart(self.acc, None, False)] if ADDED in uses else []
 
     def end(self, uses: "list[GradientUse]"):
         """The product of begin() has been added.
@@ -86,12 +86,12 @@ class GradientSlice:
         """
 
 
-def slice_of(sums: Tensor) -> GradientSlice:
-    """The slice that `sums` is the tensor of; where it is of none, or of one that is gone, memory
+def slice_of(acc: Tensor) -> GradientSlice:
+    """The slice that `acc` is the tensor of; where it is of none, or of one that is gone, memory
     of no arena.
 
     Args:
-        sums: a GradientSlice's, or another tensor of its storage.
+        acc: a GradientSlice's, or another tensor of its storage.
     """
-    reference = getattr(sums.untyped_storage(), "gpuaccel_slice", None)
-    return reference and reference() or GradientSlice(sums)
+    reference = getattr(acc.untyped_storage(), "gpuaccel_slice", None)
+    return reference and reference() or GradientSlice(acc)

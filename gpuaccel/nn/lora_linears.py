@@ -5,7 +5,6 @@ y = x @ joint^T, and the thin product (x @ A^T) @ B^T adds into its columns of y
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 _library.define(
@@ -18,14 +17,7 @@ _library.define(
 )
 
 
-def _lora_linears(
-    x: Tensor,
-    weight: Tensor,
-    u: Tensor,
-    bs: "list[Tensor]",
-    starts: "list[int]",
-    scalings: "list[float]",
-) -> Tensor:
+def _lora_linears(x, weight, u, bs, starts, scalings):
     """y = x @ weight^T, then y[..., start :][..., : out] += scaling * u_k @ b^T for each layer with
     LoRA.
 
@@ -44,14 +36,7 @@ def _lora_linears(
     return y
 
 
-def _lora_linears_backward(
-    dy: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    bs: "list[Tensor]",
-    starts: "list[int]",
-    scalings: "list[float]",
-) -> "tuple[Tensor, Tensor]":
+def _lora_linears_backward(dy, weight, a, bs, starts, scalings):
     """(gradient of x, gradient of u) of _lora_linears() and u = x @ a^T.
 
     Args:

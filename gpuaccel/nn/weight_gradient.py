@@ -27,7 +27,7 @@ _library.define(
 # ---- the operations: what a compiled backward calls ----------------------------------------------
 
 
-def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, alpha: float = 1.0) -> None:
+def _add_weight_gradient(acc, dy, x, alpha=1.0):
     """acc += alpha * dy^T @ x, summed in fp32.
 
     Args:
@@ -38,15 +38,13 @@ def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, alpha: float = 1.0)
     add_product(target, target.uses(), dy, x, alpha)
 
 
-def _add_lora_gradients(
-    accs: "list[Tensor]", dys: "list[Tensor]", xs: "list[Tensor]", alphas: "list[float]"
-) -> None:
+def _add_lora_gradients(accs, dys, xs, alphas):
     """_add_weight_gradient() of each, those of LoRA's factors in one launch."""
     targets = [slice_of(acc) for acc in accs]
     _add_products([(t, t.uses(), *rest) for t, *rest in zip(targets, dys, xs, alphas)])
 
 
-def _fused_linears_backward(acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor) -> Tensor:
+def _fused_linears_backward(acc, dys, x, weight):
     """acc += dy^T @ x; returns the input's gradient dy @ weight.
 
     Args:
@@ -75,18 +73,14 @@ for _name, _function, _fake in (
 # ---- their additions, which an eager backward calls ----------------------------------------------
 
 
-def _begun(target: GradientSlice, uses: "list[GradientUse]", dy, x, alpha):
-    """What is to be added, and the slice knows it."""
-    return [
-        WeightGradient(
-            sums, _rows(dy if columns is None else dy[..., columns]), _rows(x), alpha, overwrite
-        )
-        for sums, columns, overwrite in target.begin(uses)
-    ]
-
-
-def _rows(t: Tensor) -> Tensor:
-    return t.flatten(0, -2) if t.dim() > 1 else t[None]
+def _begin(target: GradientSlice, uses: "list[GradientUse]", dy, x, alpha):
+    """The product, in a piece for each part of the slice, which counts it from here on."""
+    pieces = []
+    for acc, columns, overwrite in target.begin(uses):
+        part = dy if columns is None else dy[..., columns]
+        part, rows = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (part, x))
+        pieces.append(WeightGradient(acc, part, rows, alpha, overwrite))
+    return pieces
 
 
 def add_product(
@@ -101,14 +95,14 @@ def add_product(
         x: (..., in).
         alpha: a factor.
     """
-    for product in _begun(target, uses, dy, x, alpha):
-        reference_weight_gradient(product)
+    for piece in _begin(target, uses, dy, x, alpha):
+        reference_weight_gradient(piece)
     target.end(uses)
 
 
 def _add_products(arguments: "list[tuple]"):
     """add_product() of each, those of LoRA's factors in one launch. Each slice has one weight."""
-    add_lora_gradients_([product for each in arguments for product in _begun(*each)])
+    add_lora_gradients_([piece for each in arguments for piece in _begin(*each)])
     # Once for a factor that two layers share, when both of its products are there.
     for target, uses in {target: uses for target, uses, *_ in arguments}.items():
         target.end(uses)

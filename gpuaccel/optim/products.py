@@ -62,8 +62,8 @@ class _ProductSlice(GradientSlice):
         if len(tensors) > 1:
             self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
         first, last = segments[0], segments[-1]
-        sums = self.arena.grads[first.offset : last.offset + last.numel]
-        super().__init__(own_storage(sums.view(stops[-1], *first.shape[1:])))
+        acc = self.arena.grads[first.offset : last.offset + last.numel]
+        super().__init__(own_storage(acc.view(stops[-1], *first.shape[1:])))
 
     def uses(self, edges=None):
         if edges is None:
@@ -102,7 +102,7 @@ class _ProductSlice(GradientSlice):
                 self.products.added[i] += 1
         if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:
             increment_version([arena.grad_views[i] for i in self.tensors])
-            return [SlicePart(self.sums, None, overwrite[self.tensors[0]])]
+            return [SlicePart(self.acc, None, overwrite[self.tensors[0]])]
         return [
             SlicePart(arena.grad_views[i], columns, overwrite[i])
             for i, columns in zip(self.tensors, self._columns)
@@ -134,7 +134,7 @@ class Products:
         self.also_from_autograd: "set[int]" = set()
         self.tensors: "set[int]" = set()
         self._fused: "dict[nn.Module, FusedForward]" = {}
-        # Kept alive until close(): a product into one that is gone is an error.
+        # Kept alive here, until close().
         self._slices: "dict[tuple[int, ...], _ProductSlice]" = {}
         # Frozen weights that lie side by side -> their addresses.
         self._frozen: "dict[Tensor, int]" = {}
@@ -146,7 +146,7 @@ class Products:
             # A weight with hooks needs its gradient from autograd.
             if i is None or kind is None or not has_class_forward(layer) or _has_hooks(arena, i):
                 continue
-            self._fused[layer] = kind(layer, self._sums((i,)))
+            self._fused[layer] = kind(layer, self._acc((i,)))
             self.tensors.add(i)
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
@@ -155,11 +155,11 @@ class Products:
                 self._add_frozen_joint(layers)
         arena.before_release.append(self.close)
 
-    def _sums(self, tensors: "tuple[int, ...]") -> Tensor:
+    def _acc(self, tensors: "tuple[int, ...]") -> Tensor:
         """The tensor of the slice with these weights. Layers that share a weight share it."""
         if tensors not in self._slices:
             self._slices[tensors] = _ProductSlice(self, tensors)
-        return self._slices[tensors].sums
+        return self._slices[tensors].acc
 
     def _add_joint(self, layers: "list[nn.Module]", index: "dict[int, int]"):
         """Make one product of several layers of one input (nn.fused_linears).
@@ -169,13 +169,12 @@ class Products:
         Args:
             index: id of a parameter -> its index in the arena.
         """
-        # The arena stores parameters last to first; `fused` has that order.
-        fused: "list[FusedLinear]" = []
-        for layer in reversed(layers):
-            forward = self._fused.get(layer)
-            if isinstance(forward, FusedLinear) and forward.layer.bias is None:
-                fused.append(forward)
-        linears = [forward.layer for forward in fused]
+        # The arena stores parameters last to first; `linears` has that order.
+        linears = [
+            layer
+            for layer in reversed(layers)
+            if isinstance(layer, nn.Linear) and layer in self._fused and layer.bias is None
+        ]
         if len(linears) < len(layers) or len({linear.weight.dtype for linear in linears}) > 1:
             return
         tensors = tuple(index[id(linear.weight)] for linear in linears)
@@ -185,14 +184,11 @@ class Products:
         fp32 = linears[0].weight.dtype == torch.float32
         weights = self.arena.weights if fp32 else self.arena.bf16_weights
         assert weights is not None  # one of its parameters is bf16
+        grad = self._acc(tensors)
         start = segments[0].offset
-        stop = start + sum(s.numel for s in segments)
+        weight = weights[start : start + grad.numel()].view_as(grad)
         # fused_linears() looks at the first layer of forward, which is the last one here.
-        fused[-1].joint = Joint(
-            weight=weights[start:stop].view(-1, linears[0].in_features),
-            grad=self._sums(tensors),
-            kernels=takes(weights.device),
-        )
+        self._fused[layers[0]].joint = Joint(weight, grad, takes(weight.device))
 
     def _add_frozen_joint(self, layers: "list[nn.Module]"):
         """Make one product of several frozen layers of one input, with LoRA or without.

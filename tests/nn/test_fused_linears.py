@@ -361,7 +361,7 @@ def test_close_takes_the_joint_product_away(joined):
     adding = Products(arena)
     sums = [fused_forward(getattr(model, name)).grad for name in NAMES]
     sums.append(fused_forward(model.w_q).joint.grad)
-    assert len({slice_of(t) for t in sums}) == 4 and all(slice_of(t).sums is t for t in sums)
+    assert len({slice_of(t) for t in sums}) == 4 and all(slice_of(t).acc is t for t in sums)
     late = objective(model(x))
     adding.close()
     assert joined.pop() and not joined
