@@ -293,7 +293,12 @@ def _grad_of(layer: nn.Embedding) -> "Tensor | None":
 
 
 class FusedEmbedding(FusedForward):
-    """forward of an nn.Embedding or Embedding; backward adds the gradient into `grad`."""
+    """forward of an nn.Embedding or Embedding; backward adds the gradient into `grad`.
+
+    Args:
+        layer: that is supported.
+        grad: fp32, of the weight's shape, the tensor of a GradientSlice.
+    """
 
     def __init__(self, layer: nn.Embedding, grad: Tensor):
         super().__init__(layer, grad)

@@ -48,7 +48,7 @@ class FusedForward:
 
     Args:
         layer: a module whose `forward` is its class's.
-        grad: fp32, of the weight's shape: the tensor of a GradientSlice. None: the weight is frozen.
+        grad: fp32, of the weight's shape, the tensor of a GradientSlice. None: it is frozen.
     """
 
     joint: "Joint | None" = None

@@ -74,7 +74,7 @@ for _name, _function, _fake in (
 
 
 def _begin(target: GradientSlice, uses: "list[GradientUse]", dy, x, alpha):
-    """The product, in a piece for each part of the slice, which counts it from here on."""
+    """The product, in a piece for each part of the slice, which knows of it from here on."""
     pieces = []
     for acc, columns, overwrite in target.begin(uses):
         part = dy if columns is None else dy[..., columns]
