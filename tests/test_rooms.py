@@ -3,11 +3,14 @@
 A room's floor is computed from its imports."""
 
 import ast
+import graphlib
+import itertools
 import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import gpuaccel
@@ -151,6 +154,66 @@ def test_a_cycle_of_rooms_is_found():
         assert "cycle" in str(error)
     else:
         raise AssertionError("a cycle was not found")
+
+
+def imports_inside(folder):
+    """file -> the files of the folder that it imports, wherever in it the import stands."""
+    imports = {}
+    for path in sorted(folder.glob("*.py")):
+        imports[path.name] = imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            prefix = []
+            if isinstance(node, ast.ImportFrom):
+                prefix = [folder.name] * (node.level == 1) + [node.module] * bool(node.module)
+            elif not isinstance(node, ast.Import):
+                continue
+            for alias in node.names:
+                name = ".".join([*prefix, alias.name]).removeprefix(f"{ROOT.name}.")
+                room, *parts = name.split(".")
+                if room == folder.name:
+                    is_file = bool(parts) and (folder / f"{parts[0]}.py").exists()
+                    imported.add(f"{parts[0]}.py" if is_file else "__init__.py")
+    return imports
+
+
+def circle_in_words(imports):
+    """A circle of files that import each other; empty: there is none."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        steps = itertools.pairwise(reversed(error.args[1]))
+        return ", ".join(f"{here} imports {there}" for here, there in steps)
+    return ""
+
+
+@pytest.mark.parametrize("room", ["optim", "training"])
+def test_files_of_a_room_import_one_way(room):
+    assert circle_in_words(imports_inside(ROOT / room)) == ""
+
+
+@pytest.mark.parametrize(
+    "there, back",
+    [
+        ("from .b import B", "from .a import A"),
+        ("from . import b", "import {room}.a"),
+        ("def f():\n    from .b import B", "from gpuaccel.{room}.a import A"),
+        ("if TYPE_CHECKING:\n    from .b import B", "from ..{room}.a import A"),
+        ("from . import b", "if TYPE_CHECKING:\n    from ..{room} import a"),
+    ],
+)
+def test_a_circle_of_files_is_found(there, back, tmp_path):
+    """In each form that an import has. A third file, which both import, belongs to none."""
+    (tmp_path / "a.py").write_text(f"from .c import C\n{there}\n")
+    (tmp_path / "b.py").write_text("from .c import C\n")
+    (tmp_path / "c.py").write_text("import torch\nfrom ..errors import ArgumentError\n")
+    assert imports_inside(tmp_path) == {"a.py": {"b.py", "c.py"}, "b.py": {"c.py"}, "c.py": set()}
+    assert circle_in_words(imports_inside(tmp_path)) == ""
+    (tmp_path / "b.py").write_text(f"from .c import C\n{back.format(room=tmp_path.name)}\n")
+    words = circle_in_words(imports_inside(tmp_path))
+    assert words in (
+        "a.py imports b.py, b.py imports a.py",
+        "b.py imports a.py, a.py imports b.py",
+    )
 
 
 def test_importing_the_package_loads_nothing_for_notebooks_and_the_command_line():

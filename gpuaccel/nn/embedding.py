@@ -34,16 +34,9 @@ from ..ops import (
     reference_segments,
     segments_on_host,
 )
-from .fused_linear import (
-    FusedForward,
-    GradientUse,
-    adds_to_arena,
-    differentiates_otherwise,
-    fused_forward,
-    gradient_uses,
-    has_class_forward,
-    rows_added,
-)
+from .fused_forward import FusedForward, adds_to_arena, fused_forward, has_class_forward
+from .gradient_slice import GradientSlice, slice_of
+from .gradient_use import RETURNED, GradientUse, differentiates_otherwise
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -115,16 +108,25 @@ def _count_invalid(tokens, vocab, invalid):
         invalid.copy_(torch.cat([invalid[:1] + out_of_range.sum(), example]))
 
 
-def _backward(sums, dout, segments, by_count, into_arena, added=None):
+def _backward(sums, dout, segments, by_count, into_arena):
     """sums += the gradient: that of wte, or without segments that of wpe."""
-    # First: the first gradient of an accumulation window may have to clear the slice.
     if into_arena:
-        rows = rows_added(sums, added)
-        if not rows:
-            return
-        if rows[0].overwrite:
+        target = slice_of(sums)
+        _add_to_slice(target, target.uses(), dout, segments, by_count)
+    else:
+        _add_rows(sums, dout, segments, by_count)
+
+
+def _add_to_slice(target: GradientSlice, uses: "list[GradientUse]", dout, segments, by_count):
+    for acc, _, overwrite in target.begin(uses):
+        if overwrite:
             # Most rows get no gradient.
-            zero_(sums)
+            zero_(acc)
+        _add_rows(acc, dout.contiguous(), segments, by_count)
+    # No end(): it is for those who wait while backward runs, and nothing runs behind an embedding.
+
+
+def _add_rows(sums, dout, segments, by_count):
     if not dout.numel():
         return
     if segments is None:
@@ -169,20 +171,22 @@ class _Encode(torch.autograd.Function):
         (segments,) = ctx.saved_tensors
         fresh = [None, None]
         for i, sums in enumerate(ctx.sums):
-            if ctx.needs_input_grad[1 + i]:
-                weight_segments = None if i else segments
-                use = GradientUse.RETURNED
-                if sums is not None and not torch.compiler.is_compiling():
-                    (use,) = gradient_uses(sums, ctx.next_functions[1 + i : 2 + i])
-                if sums is not None and torch.compiler.is_compiling():
-                    torch.ops.gpuaccel.encoder_backward_(
-                        sums, dout.contiguous(), weight_segments, ctx.by_count, True
-                    )
-                elif use is GradientUse.RETURNED:
-                    row_sums = _reference_row_sums if _is_batch(dout) else _RowSums.apply
-                    fresh[i] = row_sums(dout, weight_segments, *ctx.weights[i], ctx.by_count)
-                elif use is GradientUse.ADDED:
-                    _backward(sums, dout.contiguous(), weight_segments, ctx.by_count, True, [True])
+            if not ctx.needs_input_grad[1 + i]:
+                continue
+            weight_segments = None if i else segments
+            uses = [RETURNED]
+            if sums is not None and torch.compiler.is_compiling():
+                torch.ops.gpuaccel.encoder_backward_(
+                    sums, dout.contiguous(), weight_segments, ctx.by_count, True
+                )
+                continue
+            if sums is not None:
+                target = slice_of(sums)
+                uses = target.uses(ctx.next_functions[1 + i : 2 + i])
+                _add_to_slice(target, uses, dout, weight_segments, ctx.by_count)
+            if RETURNED in uses:
+                row_sums = _reference_row_sums if _is_batch(dout) else _RowSums.apply
+                fresh[i] = row_sums(dout, weight_segments, *ctx.weights[i], ctx.by_count)
         return None, *fresh, None, None, None, None
 
 
@@ -285,22 +289,31 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
             counter.invalid = invalid
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
         return torch.ops.gpuaccel.encoder_forward(tokens, *weights, invalid, left_out, False)[0]
-    sums = _slice_of(wte), None if wpe is None else _slice_of(wpe)
+    sums = _grad_of(wte), None if wpe is None else _grad_of(wpe)
     return _Encode.apply(tokens, *weights, sums, invalid, left_out, wte.scale_grad_by_freq)
 
 
-def _slice_of(layer: nn.Embedding) -> "Tensor | None":
-    """The slice of arena.grads for the weight's gradient; None: nothing is added there."""
+def _grad_of(layer: nn.Embedding) -> "Tensor | None":
+    """The tensor of the slice for the weight's gradient; None: nothing is added there."""
     fused = adds_to_arena(layer)
     return None if fused is None else fused.grad
 
 
 class FusedEmbedding(FusedForward):
-    """forward of an nn.Embedding or Embedding; backward adds the gradient into `grad`."""
+    """forward of an nn.Embedding or Embedding; backward adds the gradient into `grad`.
+
+    Args:
+        layer: that is supported.
+        grad: fp32, of the weight's shape, the tensor of a GradientSlice.
+    """
 
     def __init__(self, layer: nn.Embedding, grad: Tensor):
         super().__init__(layer, grad)
         self.invalid = None if isinstance(layer, Embedding) else _none_seen(grad.device)
+
+    @staticmethod
+    def supports(layer):
+        return type(layer) in (nn.Embedding, Embedding) and not refused_options(layer)
 
     @staticmethod
     def forward(layer: nn.Embedding, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -319,23 +332,6 @@ class FusedEmbedding(FusedForward):
     def tensors_changed_by_step(self) -> "list[Tensor]":
         """forward counts tokens that are out of range."""
         return [] if self.invalid is None else [self.invalid]
-
-
-def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
-    """Add the weight's gradient into `grad` from now on.
-
-    Args:
-        layer: an nn.Embedding.
-        grad: fp32, of the weight's shape: a slice of arena.grads.
-
-    Returns:
-        What removes it again; None, with nothing changed, for a layer that does not support it.
-    """
-    if not isinstance(layer, nn.Embedding) or type(layer) not in (nn.Embedding, Embedding):
-        return None
-    if refused_options(layer):
-        return None
-    return FusedEmbedding(layer, grad)
 
 
 def check_options(layer: nn.Embedding):
@@ -576,9 +572,7 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
         )
     # A layer that stands in several places stays one layer.
     made = {layer: Embedding.sharing(layer) for layer in plain.values() if has_class_forward(layer)}
-    for parent in list(model.modules()):
-        # named_children() leaves repetitions out.
-        for name, child in list(parent._modules.items()):
-            if child in made:
-                setattr(parent, name, made[child])
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        if layer in made:
+            model.set_submodule(name, made[layer])
     return [name for name, layer in plain.items() if layer in made]

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ..backends import backend, takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
-from .fused_linear import differentiates_otherwise
+from .gradient_use import differentiates_otherwise
 from .richards_glu import (
     CURVE,
     GATE,

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
-from .fused_linear import differentiates_otherwise
+from .gradient_use import differentiates_otherwise
 
 NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
 POSITIVE = ("nu", "k", "beta", "T")

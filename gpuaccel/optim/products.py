@@ -16,81 +16,73 @@ import itertools
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from ..backends import takes
 from ..errors import ArgumentError
 from ..nn import (
     FrozenLinear,
+    FusedConv1D,
+    FusedEmbedding,
     FusedForward,
     FusedLinear,
+    GradientSlice,
     GradientUse,
     Joint,
     LoRALinear,
-    Rows,
-    fuse_embedding,
-    fuse_linear,
+    SlicePart,
+    gradient_uses,
     has_class_forward,
-    parameter_use,
-    register_slice,
-    unregister_slice,
 )
 from .arena import Arena
 from .layout import own_storage
 
+ADDED, RETURNED = GradientUse.ADDED, GradientUse.RETURNED
+# What takes the place of a layer's forward.
+KINDS: "tuple[type[FusedForward], ...]" = FusedLinear, FusedConv1D, FusedEmbedding
 
-class _ProductSlice:
-    """A slice of arena.grads that products are added into (an nn.fused_linear.GradientSlice).
+
+class _ProductSlice(GradientSlice):
+    """A slice of arena.grads, by whose products `.grad` follows the arena's rule.
+
+    Its tensor is none that somebody sees as `.grad`, whose memory anybody may replace.
 
     Args:
-        products: counts what is added.
-        tensors: indices of the weights in the slice: one, or several side by side.
-        grad: the slice.
+        products: is told what is added.
+        tensors: indices of the slice's weights, in the arena's order.
     """
 
-    def __init__(self, products: "Products", tensors: "list[int]", grad: Tensor):
+    def __init__(self, products: "Products", tensors: "tuple[int, ...]"):
         self.products = products
         self.arena = products.arena
         self.tensors = tensors
-        self.grad = grad
-        # The first row of each weight; at the end the number of rows.
-        rows = [len(self.arena.params[i]) for i in tensors]
-        self._first_rows = [0, *itertools.accumulate(rows)]
-        register_slice(grad, self)
+        segments = [self.arena.segments[i] for i in tensors]
+        stops = list(itertools.accumulate(s.shape[0] for s in segments))
+        # Of dy, for each weight.
+        self._columns: "list[slice | None]" = [None]
+        if len(tensors) > 1:
+            self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
+        first, last = segments[0], segments[-1]
+        acc = self.arena.grads[first.offset : last.offset + last.numel]
+        super().__init__(own_storage(acc.view(stops[-1], *first.shape[1:])))
 
-    def with_hooks(self) -> "list[int]":
-        """As GradientSlice says."""
-        return [k for k, i in enumerate(self.tensors) if _has_hooks(self.arena, i)]
+    def uses(self, edges=None):
+        if edges is None:
+            return self._uses_when_compiled()
+        with_graph = torch.is_grad_enabled()
+        return [
+            RETURNED if use is ADDED and (with_graph or _has_hooks(self.arena, i)) else use
+            for i, use in zip(self.tensors, gradient_uses(edges))
+        ]
 
-    def before_product(self, added: "list[bool] | None") -> "list[Rows]":
-        """As GradientSlice says; neighbours are joined. Outside of backward no product counts."""
-        first_rows = self._first_rows
-        if torch._C._current_graph_task_id() == -1:
-            return [Rows(0, first_rows[-1], False)]
-        if added is None:
-            added = self._added_when_compiled()
+    def _uses_when_compiled(self) -> "list[GradientUse]":
         arena = self.arena
-        rows: "list[Rows]" = []
-        for i, adds, start, stop in zip(self.tensors, added, first_rows, first_rows[1:]):
-            if not adds:
-                continue
-            overwrite = arena.gradients[i] is None
-            arena.params[i].grad = arena.gradients.views[i]
-            self.products.added[i] += 1
-            if rows and rows[-1][1:] == (start, overwrite):
-                start = rows.pop().start
-            rows.append(Rows(start, stop, overwrite))
-        return rows
-
-    def _added_when_compiled(self) -> "list[bool]":
-        """Whether the backward of a compiled layer, which returns no gradient, adds each one."""
-        arena = self.arena
-        uses = [parameter_use(arena.params[i]) for i in self.tensors]
-        with_hooks = self.with_hooks()
-        for k, (i, use) in enumerate(zip(self.tensors, uses)):
+        uses = gradient_uses([get_gradient_edge(arena.params[i]) for i in self.tensors])
+        for i, use in zip(self.tensors, uses):
             name = arena.segments[i].name
-            if use is GradientUse.RETURNED:
+            if use is RETURNED:
                 what = f"torch.autograd.grad() asks for the gradient of {name}"
-            elif use is GradientUse.ADDED and k in with_hooks:
+            elif use is ADDED and _has_hooks(arena, i):
                 what = f"{name} got a hook after the TrainStep was made"
             else:
                 continue
@@ -98,14 +90,28 @@ class _ProductSlice:
                 f"{what}, which a compiled layer adds to the arena and shows to nobody. Instead: "
                 "do not compile it, or register hooks before the TrainStep is made"
             )
-        return [use is GradientUse.ADDED for use in uses]
+        return uses
 
-    def after_product(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            self.products.report(self.tensors)
+    def begin(self, uses):
+        arena = self.arena
+        # Tensor -> whether its first product overwrites.
+        overwrite = {}
+        for i, use in zip(self.tensors, uses):
+            if use is ADDED:
+                overwrite[i] = arena.gradients[i] is None
+                arena.params[i].grad = arena.gradients.views[i]
+                self.products.added[i] += 1
+        if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:
+            increment_version([arena.gradients.views[i] for i in self.tensors])
+            return [SlicePart(self.acc, None, overwrite[self.tensors[0]])]
+        return [
+            SlicePart(arena.gradients.views[i], columns, overwrite[i])
+            for i, columns in zip(self.tensors, self._columns)
+            if i in overwrite
+        ]
 
-    def close(self):
-        unregister_slice(self.grad)
+    def end(self, uses):
+        self.products.report([i for i, use in zip(self.tensors, uses) if use is ADDED])
 
 
 class Products:
@@ -120,8 +126,6 @@ class Products:
 
     def __init__(self, arena: Arena):
         self.arena = arena
-        # Gives a slice that lost its memory (`p.grad.data = ...`) the address that layers know.
-        arena.gradients.collect(graphs=False)
         # Products added to each tensor in this backward, and in the one before.
         self.added = [0] * len(arena.segments)
         self.added_before = self.added
@@ -129,22 +133,22 @@ class Products:
         self._versions = [0] * len(arena.segments)
         # Tensors to which autograd adds as well: a layer's weight that something else uses, too.
         self.also_from_autograd: "set[int]" = set()
+        self.tensors: "set[int]" = set()
         self._fused: "dict[nn.Module, FusedForward]" = {}
-        self._slices: "list[_ProductSlice]" = []
+        # Kept alive here, until close().
+        self._slices: "dict[tuple[int, ...], _ProductSlice]" = {}
         # Frozen weights that lie side by side -> their addresses.
         self._frozen: "dict[Tensor, int]" = {}
         index = {id(p): i for i, p in enumerate(arena.params)}
         for layer in arena.module.modules():
             # Not the attribute, which a parametrization would compute.
-            i = index.get(id(layer._parameters.get("weight")))
+            i = index.get(id(dict(layer.named_parameters(recurse=False)).get("weight")))
+            kind = next((kind for kind in KINDS if kind.supports(layer)), None)
             # A weight with hooks needs its gradient from autograd.
-            if i is None or _has_hooks(arena, i):
+            if i is None or kind is None or not has_class_forward(layer) or _has_hooks(arena, i):
                 continue
-            fused = _fuse(layer, arena.gradients.views[i])
-            if fused is not None:
-                self._fused[layer] = fused
-                self._slices.append(_ProductSlice(self, [i], arena.gradients.views[i]))
-        self.tensors = {i for part in self._slices for i in part.tensors}
+            self._fused[layer] = kind(layer, self._acc((i,)))
+            self.tensors.add(i)
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
                 layers = [getattr(layer, name) for name in names]
@@ -152,41 +156,40 @@ class Products:
                 self._add_frozen_joint(layers)
         arena.before_release.append(self.close)
 
+    def _acc(self, tensors: "tuple[int, ...]") -> Tensor:
+        """The tensor of the slice with these weights. Layers that share a weight share it."""
+        if tensors not in self._slices:
+            self._slices[tensors] = _ProductSlice(self, tensors)
+        return self._slices[tensors].acc
+
     def _add_joint(self, layers: "list[nn.Module]", index: "dict[int, int]"):
-        """Make one product of several layers of one input (nn.fused_linear.fused_linears).
+        """Make one product of several layers of one input (nn.fused_linears).
 
         Nothing changes where their weights do not lie side by side in the arena.
 
         Args:
             index: id of a parameter -> its index in the arena.
         """
-        # The arena stores parameters last to first; `fused` has that order.
-        fused: "list[FusedLinear]" = []
-        for layer in reversed(layers):
-            forward = self._fused.get(layer)
-            if isinstance(forward, FusedLinear) and forward.layer.bias is None:
-                fused.append(forward)
-        linears = [forward.layer for forward in fused]
+        # The arena stores parameters last to first; `linears` has that order.
+        linears = [
+            layer
+            for layer in reversed(layers)
+            if isinstance(layer, nn.Linear) and layer in self._fused and layer.bias is None
+        ]
         if len(linears) < len(layers) or len({linear.weight.dtype for linear in linears}) > 1:
             return
-        tensors = [index[id(linear.weight)] for linear in linears]
+        tensors = tuple(index[id(linear.weight)] for linear in linears)
         segments = [self.arena.segments[i] for i in tensors]
         if any(a.offset + a.numel != b.offset for a, b in zip(segments, segments[1:])):
             return
         fp32 = linears[0].weight.dtype == torch.float32
         weights = self.arena.weights if fp32 else self.arena.bf16_weights
         assert weights is not None  # one of its parameters is bf16
+        grad = self._acc(tensors)
         start = segments[0].offset
-        stop = start + sum(s.numel for s in segments)
-        grad = self.arena.grads[start:stop].view(-1, linears[0].in_features)
-        joint = Joint(
-            weight=weights[start:stop].view(-1, linears[0].in_features),
-            grad=grad,
-            kernels=takes(weights.device),
-        )
+        weight = weights[start : start + grad.numel()].view_as(grad)
         # fused_linears() looks at the first layer of forward, which is the last one here.
-        fused[-1].joint = joint
-        self._slices.append(_ProductSlice(self, tensors, grad))
+        self._fused[layers[0]].joint = Joint(weight, grad, takes(weight.device))
 
     def _add_frozen_joint(self, layers: "list[nn.Module]"):
         """Make one product of several frozen layers of one input, with LoRA or without.
@@ -226,7 +229,7 @@ class Products:
                     "(module.to(...) or .data = ... moved it): close the TrainStep before, and "
                     "make a new one after"
                 )
-        # As in __init__(): for each slice that has lost its memory since.
+        # A slice that has lost its memory (`p.grad.data = ...`) gets it again.
         self.arena.gradients.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
@@ -247,11 +250,9 @@ class Products:
 
     def close(self):
         """Run the layers' own forwards again."""
-        for part in self._slices:
-            part.close()
         for fused in self._fused.values():
             fused.remove()
-        self._slices = []
+        self._slices.clear()
         if self.close in self.arena.before_release:
             self.arena.before_release.remove(self.close)
 
@@ -259,13 +260,6 @@ class Products:
 def _has_hooks(arena: Arena, i: int) -> bool:
     """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
     return bool(arena.params[i]._backward_hooks) or arena.gradients.has_hooks(i)
-
-
-def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":
-    """Put a FusedForward in the place of the layer's forward; None: the layer stays as it is."""
-    if not has_class_forward(layer):
-        return None
-    return fuse_linear(layer, grad) or fuse_embedding(layer, grad)
 
 
 def _frozen_linear(layer: nn.Module, fused: "dict[nn.Module, FusedForward]") -> "nn.Linear | None":

@@ -7,7 +7,7 @@ ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from ..optim import Arena, DeviceOptimizer, GradientListener
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 
-if TYPE_CHECKING:
-    from .step import TrainStep
+# A TrainStep, whose module imports this one.
+Step = Any
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepGraphs:
         launched: the others, which read numbers on the host: they take their step behind a replay.
     """
 
-    def __init__(self, step: "TrainStep", ours: bool, options: Replay):
+    def __init__(self, step: Step, ours: bool, options: Replay):
         self._step = weakref.ref(step)
         self.ours = ours
         self._options = options
@@ -82,7 +82,7 @@ class StepGraphs:
         self.list_graphs: "ListGraphs | None" = None
 
     @property
-    def step(self) -> "TrainStep":
+    def step(self) -> Step:
         """Whose graphs these are. It has them, and a second strong reference would be a cycle."""
         return _alive(self._step)
 
@@ -91,7 +91,7 @@ class StepGraphs:
         """Of each GraphedStep."""
         return {"modes": self._mode, **asdict(self._options)}
 
-    def _make_batch_graphs(self, step: "TrainStep") -> GraphedStep:
+    def _make_batch_graphs(self, step: Step) -> GraphedStep:
         self.loss_module = _loss_module_of(step)
         return GraphedStep(
             self._captured_step,
@@ -287,7 +287,7 @@ class ListGraphs:
         )
 
     @property
-    def step(self) -> "TrainStep":
+    def step(self) -> Step:
         return _alive(self._step)
 
     def __call__(self, micros) -> "tuple[dict, int]":
@@ -370,7 +370,7 @@ def _reads_on_host(opt: torch.optim.Optimizer, arena: Arena) -> bool:
     return (alone and arena.bf16_weights is not None) or frozen_number(opt) is not None
 
 
-def _captured_update(step: "TrainStep", totals: Totals, captured) -> "tuple[dict, int]":
+def _captured_update(step: Step, totals: Totals, captured) -> "tuple[dict, int]":
     """The update by the captured optimizers.
 
     Returns:
@@ -415,12 +415,12 @@ class _Identity:
         return id(self.value)
 
 
-def _loss_module_of(step: "TrainStep") -> "nn.Module | None":
+def _loss_module_of(step: Step) -> "nn.Module | None":
     """step.loss_fn where it is a module, whose buffers a step may change."""
     return step.loss_fn if isinstance(step.loss_fn, nn.Module) else None
 
 
-def _modules_of(step: "TrainStep") -> "list[nn.Module]":
+def _modules_of(step: Step) -> "list[nn.Module]":
     """The modules that run in a step."""
     loss = _loss_module_of(step)
     return [step.model] if loss is None else [step.model, loss]
@@ -431,7 +431,7 @@ def _copied(batch):
     return tree_map_only(Tensor, torch.clone, batch)
 
 
-def _alive(reference: "weakref.ref[TrainStep]") -> "TrainStep":
+def _alive(reference: "weakref.ref[Step]") -> Step:
     step = reference()
     if step is None:
         raise CaptureError("the TrainStep of these graphs is gone: keep it, and call it")

@@ -44,7 +44,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, CaptureError
-from gpuaccel.nn.fused_linear import fused_forward
+from gpuaccel.nn import fused_forward
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
 from gpuaccel.training.loop import train, warmup_cosine

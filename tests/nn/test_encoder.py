@@ -38,8 +38,10 @@ from gpuaccel.learn.ladders import (  # noqa: E402
     launch_buckets,
     reference_buckets,
 )
-from gpuaccel.nn import embedding  # noqa: E402
-from gpuaccel.nn.fused_linear import fused_forward
+from gpuaccel.nn import (
+    embedding,  # noqa: E402
+    fused_forward,
+)
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
     PIECE,

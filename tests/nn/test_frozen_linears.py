@@ -13,7 +13,8 @@ from torch.func import functional_call
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn import fused_forward, fused_linear, fused_linears
+from gpuaccel.nn import GradientSlice, SlicePart, fused_forward, fused_linears, joint_linears
+from gpuaccel.nn.gradient_slice import slice_of
 from gpuaccel.ops import lora_gradients
 from gpuaccel.optim import Arena, Products
 from gpuaccel.training.lora import BLOCK_NORMS
@@ -72,13 +73,13 @@ def sums_agree(arena, plain, bound=BOUND[torch.float32]):
 @pytest.fixture
 def joined(monkeypatch):
     """Grows by the number of LoRA layers with each joint product of frozen weights."""
-    seen, was = [], fused_linear._FrozenLinears.forward
+    seen, was = [], joint_linears._FrozenLinears.forward
 
     def forward(ctx, x, joint, widths, table, starts, *rest):
         seen.append(len(starts))
         return was(ctx, x, joint, widths, table, starts, *rest)
 
-    monkeypatch.setattr(fused_linear._FrozenLinears, "forward", staticmethod(forward))
+    monkeypatch.setattr(joint_linears._FrozenLinears, "forward", staticmethod(forward))
     return seen
 
 
@@ -337,20 +338,19 @@ def test_a_factor_that_two_layers_share_is_complete_once():
     """When both products are there: what it had before was sent to other ranks too early."""
     acc, log = torch.zeros(4, 24), []
 
-    class Target:
-        def before_product(self, added):
-            log.append("before")
-            return [fused_linear.Rows(0, 4, False)]
+    class Target(GradientSlice):
+        def begin(self, uses):
+            log.append("begin")
+            return [SlicePart(acc, None, False)]
 
-        def after_product(self):
-            log.append("after")
+        def end(self, uses):
+            log.append("end")
 
-    target = Target()
-    fused_linear.register_slice(acc, target)
+    target = Target(acc)
     dys, xs = [torch.ones(3, 4)] * 2, [torch.ones(3, 24)] * 2
-    fused_linear._add_weight_gradients([acc, acc], dys, xs, [1.0, 2.0])
-    fused_linear.unregister_slice(acc)
-    assert log == ["before", "before", "after"] and acc.eq(9).all()
+    torch.ops.gpuaccel.add_lora_gradients_([acc, acc], dys, xs, [1.0, 2.0])
+    assert slice_of(acc) is target
+    assert log == ["begin", "begin", "end"] and acc.eq(9).all()
 
 
 def test_a_factor_that_a_layer_outside_of_the_joint_has_too_lies_in_one_storage():

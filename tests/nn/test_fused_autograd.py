@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn.fused_linear import fused_forward, fused_linears
+from gpuaccel.nn import fused_forward, fused_linears
 from gpuaccel.optim.arena import Arena
 
 DEVICES = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from helpers import CUDA, close, products_add, sums
 from torch import nn
 
-from gpuaccel.nn import fused_linear
-from gpuaccel.nn.fused_linear import fused_forward, fused_linears
+from gpuaccel.errors import ArgumentError
+from gpuaccel.nn import fused_forward, fused_linears, joint_linears, weight_gradient
+from gpuaccel.nn.fused_linear import FusedConv1D
+from gpuaccel.nn.gradient_slice import slice_of
 from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.optim import Arena, Products
 from gpuaccel.training.models import Block, Config, Transformer
@@ -69,13 +71,13 @@ def sums_agree(arena, plain, times=1, bound=BOUND[torch.float32], only=None):
 @pytest.fixture
 def joined(monkeypatch):
     """Grows with each joint product."""
-    seen, was = [], fused_linear._LinearsIntoArena.forward
+    seen, was = [], joint_linears._LinearsIntoArena.forward
 
     def forward(ctx, x, joint, *rest):
         seen.append(tuple(joint.shape))
         return was(ctx, x, joint, *rest)
 
-    monkeypatch.setattr(fused_linear._LinearsIntoArena, "forward", staticmethod(forward))
+    monkeypatch.setattr(joint_linears._LinearsIntoArena, "forward", staticmethod(forward))
     return seen
 
 
@@ -346,22 +348,37 @@ def test_without_gradients_or_where_autograd_adds_each_layer_is_called(joined):
 # ---- coming and going ----
 
 
+def add_in_a_backward(sums):
+    """What a compiled backward calls."""
+    dy, x = torch.ones(2, len(sums)), torch.ones(2, sums.shape[1])
+    y = torch.ones(1, requires_grad=True)
+    y.register_hook(lambda grad: torch.ops.gpuaccel.add_weight_gradient_(sums, dy, x))
+    y.sum().backward()
+
+
 def test_close_takes_the_joint_product_away(joined):
+    """The gradients of a forward before are autograd's; those of a compiled one are refused."""
     model, x = heads(), inputs()
     arena = Arena(model)
-    before = set(fused_linear._slices)
     adding = Products(arena)
-    assert (
-        fused_forward(model.w_q)
-        and fused_forward(model.w_q).joint is not None
-        and len(set(fused_linear._slices)) == len(before) + 5
-    )
+    sums = [fused_forward(getattr(model, name)).grad for name in NAMES]
+    sums.append(fused_forward(model.w_q).joint.grad)
+    assert len({slice_of(t) for t in sums}) == 4 and all(slice_of(t).acc is t for t in sums)
+    late = objective(model(x))
     adding.close()
+    assert joined.pop() and not joined
     for name in NAMES:
         layer = getattr(model, name)
         assert type(layer) is nn.Linear and "forward" not in vars(layer)
-    assert set(fused_linear._slices) == before, "a product into memory that is no longer watched"
+    late.backward()
+    for t in sums:
+        with pytest.raises(ArgumentError, match="closed between forward and backward"):
+            add_in_a_backward(t)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
     objective(model(x)).backward()
+    for p, of_the_graph_before in zip(model.parameters(), gradients, strict=True):
+        close(of_the_graph_before, p.grad, "the gradient of a forward before close()")
     assert not joined and all(p.grad is not None for p in model.parameters())
     with products_add(arena):
         model(x)
@@ -451,7 +468,7 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
     models = [Block(config).to(device) for _ in range(2)]
     x = torch.randn(2, 8, 64, device=device)
     models[1].load_state_dict(models[0].state_dict())
-    add = fused_linear.reference_weight_gradient
+    add = weight_gradient.reference_weight_gradient
     rope, weight = rotary_table(8, 16, 10_000.0).to(device), torch.randn(2, 8, 64, device=device)
     found, joined = [], []
     try:
@@ -468,7 +485,7 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
                         joined.append(compiled)
                     add(gradient)
 
-                monkeypatch.setattr(fused_linear, "reference_weight_gradient", add_and_note)
+                monkeypatch.setattr(weight_gradient, "reference_weight_gradient", add_and_note)
                 y = model(given, rope)
                 (y * weight).sum().backward()
                 found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))
@@ -575,13 +592,13 @@ def test_conv1d_has_the_values_and_gradients_of_transformers(
     conv1d, device, dtype, tied, monkeypatch
 ):
     """Over two backwards; the weight is (in, out), as its slice of the arena."""
-    add, products = fused_linear.reference_weight_gradient, []
+    add, products = weight_gradient.reference_weight_gradient, []
 
     def add_and_note(gradient):
         products.append(tuple(gradient.acc.shape))
         add(gradient)
 
-    monkeypatch.setattr(fused_linear, "reference_weight_gradient", add_and_note)
+    monkeypatch.setattr(weight_gradient, "reference_weight_gradient", add_and_note)
     model, plain = mlps(conv1d, device, dtype, tied=tied)
     arena = Arena(model)
     with products_add(arena):
@@ -663,13 +680,13 @@ def test_only_the_conv1d_of_transformers_is_recognised(conv1d):
             super().__init__()
             self.weight, self.bias = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))
 
-    assert fused_linear.is_conv1d(conv1d(3, 4))
-    assert not fused_linear.is_conv1d(Conv1D())
+    assert FusedConv1D.supports(conv1d(3, 4))
+    assert not FusedConv1D.supports(Conv1D())
     Subclass = type("Wider", (conv1d,), {})
-    assert not fused_linear.is_conv1d(Subclass(3, 4))
+    assert not FusedConv1D.supports(Subclass(3, 4))
     more = conv1d(3, 4)
     more.scale = nn.Parameter(torch.ones(3))
-    assert not fused_linear.is_conv1d(more)
+    assert not FusedConv1D.supports(more)
 
 
 @pytest.mark.skipif(

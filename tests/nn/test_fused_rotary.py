@@ -12,7 +12,7 @@ from torch import nn
 
 from gpuaccel import backends
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn import fused_linear, fused_rotary
+from gpuaccel.nn import fused_linears, fused_rotary, joint_linears
 from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.optim.arena import Arena
 
@@ -65,13 +65,13 @@ def inputs(device, dtype=torch.float32, seed=1):
 @pytest.fixture
 def rotated(monkeypatch):
     """Grows with each product that is rotated in place."""
-    seen, was = [], fused_linear._LinearsIntoArena.forward
+    seen, was = [], joint_linears._LinearsIntoArena.forward
 
     def forward(ctx, x, joint, acc, widths, table, *rest):
         seen.append(table is not None)
         return was(ctx, x, joint, acc, widths, table, *rest)
 
-    monkeypatch.setattr(fused_linear._LinearsIntoArena, "forward", staticmethod(forward))
+    monkeypatch.setattr(joint_linears._LinearsIntoArena, "forward", staticmethod(forward))
     return seen
 
 
@@ -107,7 +107,7 @@ def test_in_fp32_q_and_k_have_rotates_bits(device, rotated):
     x = inputs(device)
     with products_add(Arena(layer)):
         q, k, v = layer.heads(x)
-        plain = fused_linear.fused_linears(x, layer.w_q, layer.w_k, layer.w_v)
+        plain = fused_linears(x, layer.w_q, layer.w_k, layer.w_v)
         q0, k0, v0 = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in plain)
         assert rotated == [True, False]
         same(q, rotate(q0, layer.rope), "q")

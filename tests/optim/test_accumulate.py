@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn.fused_linear import fused_forward
+from gpuaccel.nn import fused_forward
 from gpuaccel.ops.accumulate import accumulate_, accumulate_kernel, reference_accumulate
 from gpuaccel.optim import AdamW, GradientListener, Lion, Products
 from gpuaccel.optim import gradients as gradients_module

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
-from gpuaccel.nn.fused_linear import fused_forward  # noqa: E402
+from gpuaccel.nn import fused_forward  # noqa: E402
 from gpuaccel.nn.lora import LoRALinear, frozen_state_dict  # noqa: E402
 from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.training import lora_files  # noqa: E402

@@ -1,0 +1,123 @@
+"""What stands in the place of a layer's forward, so that its backward adds into an arena.
+
+    fused = FusedLinear(layer, sums)   # layer(x) adds its weight's gradient to `sums`
+    fused.remove()                     # an ordinary nn.Linear again
+
+A layer keeps its class, its parameters and its hooks. optim/products.py makes and removes what
+stands there.
+
+Only a backward() that accumulates into `.grad` adds to the arena. The gradient is autograd's, as
+that of a plain layer, where torch.autograd.grad() returns it, with create_graph=True, and for a
+weight that has got hooks. Under torch.func, in forward mode, and with another weight in the
+parameter's place (torch.func.functional_call) the layer is a plain one.
+"""
+
+import types
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .gradient_use import backward_may_add
+
+
+class Joint(NamedTuple):
+    """Several layers of one input whose weights lie side by side, the last layer's first.
+
+    Attributes:
+        weight: (sum of out, in), of an arena, or of frozen layers.
+        grad: the same range of arena.grads, fp32; None: the weights are frozen.
+        kernels: whether our kernels run on its device. It is known before torch.compile asks.
+    """
+
+    weight: Tensor
+    grad: "Tensor | None"
+    kernels: bool
+
+
+class FusedForward:
+    """Takes the place of a layer's `forward`; remove() restores it.
+
+    Class, parameters, hooks and state of the layer stay.
+
+    Two entries stand in the layer's __dict__: `forward`, a function bound to the layer, and
+    `gpuaccel_fused`, this object. So torch.compile compiles layers of one class once. A copy of a
+    layer (deepcopy, pickle) runs the forward of its class.
+
+    Attributes:
+        joint: the product of this layer and others; None: there is none, or another one has it.
+
+    Args:
+        layer: a module whose `forward` is its class's.
+        grad: fp32, of the weight's shape, the tensor of a GradientSlice. None: it is frozen.
+    """
+
+    joint: "Joint | None" = None
+
+    def __init__(self, layer: nn.Module, grad: "Tensor | None"):
+        self.layer = layer
+        self.grad = grad
+        self.weight = layer.weight
+        vars(layer)["gpuaccel_fused"] = self
+        vars(layer)["forward"] = types.MethodType(type(self).forward, layer)
+
+    @staticmethod
+    def supports(layer: nn.Module) -> bool:
+        """Whether this can take the place of the layer's forward.
+
+        Args:
+            layer: any module.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def remove(self):
+        """Run the layer's own forward again, also where others have wrapped this one since."""
+        entries = vars(self.layer)
+        if entries.get("gpuaccel_fused") is self:
+            del entries["gpuaccel_fused"]
+        if getattr(entries.get("forward"), "__func__", None) is type(self).forward:
+            del entries["forward"]
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        # None. (`forward` is pickled as getattr(layer, "forward"): that of the class.)
+        return type(None), ()
+
+
+def fused_forward(layer: nn.Module) -> "FusedForward | None":
+    """What has taken the place of the layer's forward; None: nothing of ours.
+
+    Args:
+        layer: any module.
+    """
+    return getattr(layer, "gpuaccel_fused", None)
+
+
+def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
+    """The layer's FusedForward where its backward may add into the arena; None: a plain layer.
+
+    It is plain without gradients, under torch.func and in forward mode, and while another tensor
+    stands in the weight's place (torch.func.functional_call)."""
+    fused = fused_forward(layer)
+    if fused is None or layer.weight is not fused.weight or not backward_may_add():
+        return None
+    return fused
+
+
+def has_class_forward(layer: nn.Module) -> bool:
+    """Whether the layer runs the forward of its class, which nobody has replaced.
+
+    Args:
+        layer: any module.
+    """
+    function = getattr(vars(layer).get("forward"), "__func__", None)
+    if "forward" not in vars(layer) or function is type(layer).forward:
+        return True
+    # A copy of a layer with a FusedForward, which is none itself, has the function still.
+    ours = {cls.forward for cls in FusedForward.__subclasses__()}
+    return fused_forward(layer) is None and function in ours

@@ -1,0 +1,97 @@
+"""Slices of an arena's gradients that products add into, and how a product finds its slice.
+
+A layer keeps the slice's tensor. The tensor's storage, which it shares with no other slice, leads
+to the GradientSlice: a compiled backward passes tensors only, and other tensor objects than the
+layer's, but of the same storage.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .gradient_use import ADDED, RETURNED, UNUSED, GradientUse, gradient_uses, in_backward
+
+
+class SlicePart(NamedTuple):
+    """The part of a slice that one product is written to.
+
+    Attributes:
+        acc: fp32, (rows, in).
+        columns: of dy that the rows are for; None: all.
+        overwrite: what stands there is not of this accumulation window, and does not count.
+    """
+
+    acc: Tensor
+    columns: "slice | None"
+    overwrite: bool
+
+
+class GradientSlice:
+    """The gradient sums of one weight, or of several side by side, into which products add.
+
+    What a product does: uses(), begin(), the addition to each part, end(). The slices of an arena
+    are optim/products.py's. This class is memory of no arena: autograd keeps the gradients.
+
+    Args:
+        acc: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
+            pass to the operations, and leads to this object, which it does not keep alive.
+    """
+
+    def __init__(self, acc: Tensor):
+        self.acc = acc
+        vars(acc.untyped_storage())["gpuaccel_slice"] = weakref.ref(self)
+
+    def uses(self, edges: "Iterable[tuple] | None" = None) -> "list[GradientUse]":
+        """What the running backward does with the gradient of each weight of the slice.
+
+        Args:
+            edges: to the weights, in the slice's order, as for gradient_uses(). None: the layer
+                is compiled, and can return no gradient.
+
+        Raises:
+            ArgumentError: for a gradient that a compiled layer would have to return.
+        """
+        if edges is not None:
+            return [UNUSED if use is UNUSED else RETURNED for use in gradient_uses(edges)]
+        if in_backward():
+            raise ArgumentError(
+                f"a weight-gradient product was given a tensor of shape {tuple(self.acc.shape)} "
+                "that is not a slice of an arena: either the TrainStep was closed between forward "
+                "and backward, or a torch.compile backend other than inductor passed on a copy. "
+                "Instead: close it after backward; compile with backend='inductor', which is the "
+                "default"
+            )
+        # Somebody calls the operation by itself.
+        return [ADDED]
+
+    def begin(self, uses: "list[GradientUse]") -> "list[SlicePart]":
+        """Before a product is added: the first one of an accumulation window overwrites.
+
+        Args:
+            uses: of each weight. Those that are ADDED get a gradient.
+
+        Returns:
+            What to write: the whole slice, or the part of each weight that gets a gradient.
+        """
+        return [SlicePart(self.acc, None, False)] if ADDED in uses else []
+
+    def end(self, uses: "list[GradientUse]"):
+        """The product of begin() has been added.
+
+        Args:
+            uses: as for begin().
+        """
+
+
+def slice_of(acc: Tensor) -> GradientSlice:
+    """The slice that `acc` is the tensor of; where it is of none, or of one that is gone, memory
+    of no arena.
+
+    Args:
+        acc: a GradientSlice's, or another tensor of its storage.
+    """
+    reference = getattr(acc.untyped_storage(), "gpuaccel_slice", None)
+    return reference and reference() or GradientSlice(acc)
