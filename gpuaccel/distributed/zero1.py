@@ -82,6 +82,7 @@ class ShardedLayout(ParameterLayout):
     """
 
     def __init__(self, arena, buckets, position: int, world: int, group, levels, p2p=None):
+        super().__init__()
         self.arena = arena
         self.buckets = buckets
         self.position = position
@@ -166,29 +167,28 @@ class ShardedLayout(ParameterLayout):
         start, stop = self._span(i)
         return t.shape == p.shape or t.shape == (stop - start,)
 
-    def is_in_place(self, key, t, p, i):
+    def _is_place(self, t, key, p, i):
         start, stop = self._span(i)
-        if key not in self.buffers or t.shape != (stop - start,):
-            return False
         return stop == start or t.data_ptr() == self.buffers[key].data_ptr() + 4 * start
 
-    def allocate(self, key, p, i):
+    def _new(self, key, p, i):
         if key not in self.buffers:
             size = sum(p.stop - p.start for p in self.pieces)
             self.buffers[key] = torch.zeros(size, dtype=torch.float32, device=self.arena.device)
         start, stop = self._span(i)
         return own_storage(self.buffers[key][start:stop])
 
-    def adopt(self, key, t, p, i):
-        home, flat = self.allocate(key, p, i), t.reshape(-1)
-        if t.shape != p.shape:
-            return home.copy_(t)
-        # A whole one: this rank's parts of it.
+    def fill(self, t, value, p, i):
+        """The value is whole, or this rank's part of it."""
+        flat = value.reshape(-1)
+        if value.shape != p.shape:
+            t.copy_(flat)
+            return
+        start, _ = self._span(i)
         for first, last, offset in self._parts[i]:
             last = min(last, len(flat))
-            place = offset - self._span(i)[0]
-            home[place : place + max(last - first, 0)].copy_(flat[first:last])
-        return home
+            place = offset - start
+            t[place : place + max(last - first, 0)].copy_(flat[first:last])
 
     @torch.no_grad()
     def gather_state(self) -> "dict[str, Tensor]":
@@ -251,15 +251,15 @@ class ShardedLayout(ParameterLayout):
                 )
         return launches
 
-    def torch_step(self, rule, jobs, param_groups, inputs, rows, count_it, seed):
+    def torch_step(self, rule, jobs, param_groups, inputs, count_it, seed):
         """By parts: the first one of a tensor (which may be empty) counts its step."""
         if seed is not None:
             raise ArgumentError(
                 "stochastic_rounding with shares needs our kernels; expected backend cuda or simt, "
                 "or sharded=False"
             )
-        cut, cut_rows = Jobs(), []
-        for j, row in zip(jobs, rows):
+        cut = Jobs()
+        for j in jobs:
             flat = [None if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
             for k, (first, last, offset) in enumerate(self._parts[j.number] or [(0, 0, 0)]):
                 here = slice(first, min(last, j.weight.numel()))
@@ -270,8 +270,7 @@ class ShardedLayout(ParameterLayout):
                 step = j.step.clone() if k else j.step
                 part = replace(j, weight=weight, grad=grad, state=state, step=step, copy=copy)
                 cut.append(part)
-                cut_rows.append(row)
-        torch_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
+        torch_step(rule, cut, param_groups, inputs, count_it, seed)
 
     def after_update(self):
         """All-gather the new weights."""
