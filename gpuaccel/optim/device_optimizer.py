@@ -570,7 +570,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             ArgumentError: with nothing changed, for a state of another shape.
         """
         # Last: after hooks that repair a dict.
-        fit = self.register_load_state_dict_pre_hook(DeviceOptimizer._fit)
+        fit = self.register_load_state_dict_pre_hook(lambda _, given: self._fit(given))
         try:
             super().load_state_dict(state_dict)
         finally:
