@@ -18,20 +18,20 @@ ArenaLayout (optim/state_layout.py).
 Source: Rajbhandari et al., ZeRO (2020), stage 1.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import CHUNK, Jobs, arena_launch, arena_runs, torch_step
+from ..ops import CHUNK, Jobs, arena_launches, torch_step
 from ..optim import ParameterLayout, own_storage
 from .collectives import all_gather, gather_objects
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements [start, stop) of the arena that this rank updates. local: first in its buffers."""
 
     start: int
@@ -225,31 +225,7 @@ class ShardedLayout(ParameterLayout):
     # ---- the update ----
 
     def launches(self, rule, jobs, stochastic):
-        arena, launches = self.arena, []
-        for first, last, offset, job in arena_runs(jobs, arena):
-            for p in self.pieces:
-                start, stop = max(p.start, first * CHUNK), min(p.stop, last * CHUNK)
-                if stop <= start:
-                    continue
-                here = slice(start, stop)
-                local = slice(p.local + start - p.start, p.local + stop - p.start)
-                copy = arena.bf16_weights
-                launches.append(
-                    arena_launch(
-                        rule,
-                        job,
-                        stochastic,
-                        arena.weights[here],
-                        arena.grads[here],
-                        {key: buffer[local] for key, buffer in self.buffers.items()},
-                        None if copy is None else copy[here],
-                        arena.chunk_table[start // CHUNK : stop // CHUNK],
-                        0,
-                        (stop - start) // CHUNK,
-                        offset,
-                    )
-                )
-        return launches
+        return arena_launches(rule, jobs, stochastic, self.arena, self.buffers, self.pieces)
 
     def torch_step(self, rule, jobs, param_groups, inputs, count_it, seed):
         """By parts: the first one of a tensor (which may be empty) counts its step."""

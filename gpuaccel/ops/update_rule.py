@@ -159,15 +159,6 @@ class UpdateRule:
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
-    def arena_kernel(self, macros: tuple, stochastic: bool) -> Kernel:
-        """The kernel <file>_v3, which updates the weights in flat fp32 buffers.
-
-        Args:
-            macros: of macros_of().
-            stochastic: round bf16 weights stochastically.
-        """
-        return self.update_kernel("v3", torch.float32, torch.float32, macros, stochastic)
-
     def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
         """All kernels that a step over parameters of this dtype may launch.
 
@@ -180,7 +171,8 @@ class UpdateRule:
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:
-            kernels.append(self.arena_kernel(macros, stochastic))
+            fp32 = torch.float32
+            kernels.append(self.update_kernel("v3", fp32, fp32, macros, stochastic))
         return [self.kernel("begin"), *kernels]
 
     @functools.cached_property
@@ -339,17 +331,51 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple
     return launches
 
 
-def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
-    """Neighbours in the arena with the same options, which one launch updates.
+def arena_launches(
+    rule: UpdateRule, jobs: Jobs, stochastic: bool, arena, buffers: "dict[str, Tensor]", pieces
+) -> "list[tuple]":
+    """For launch_update: <file>_v3 over flat buffers, a launch per run of neighbours and piece.
 
     Args:
-        jobs: in the arena's order.
+        rule: of the optimizer.
+        jobs: of this step, all over the arena.
+        stochastic: round bf16 weights stochastically.
         arena: that they lie in.
-
-    Returns:
-        (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
-        `offset` is its place among the coefficients.
+        buffers: state key -> fp32.
+        pieces: (start, stop, local) of each range of the arena that is updated, whole chunks. Its
+            state begins at element `local` of the buffers.
     """
+    launches = []
+    for first, last, offset, job in _runs(jobs, arena):
+        kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
+        for start, stop, local in pieces:
+            begin, end = max(start, first * CHUNK), min(stop, last * CHUNK)
+            if end <= begin:
+                continue
+            here, there = slice(begin, end), slice(begin - start + local, end - start + local)
+            copy = arena.bf16_weights
+            arguments = (
+                arena.weights[here],
+                arena.grads[here],
+                *[
+                    None if t is None else buffers[key][there]
+                    for key, t in zip(rule.state_keys, job.state)
+                ],
+                None if copy is None else copy[here],
+                arena.chunk_table[begin // CHUNK : end // CHUNK],
+                0,
+                (end - begin) // CHUNK,
+                offset,
+            )
+            blocks = min((end - begin) // CHUNK, MAX_BLOCKS)
+            launches.append((kernel[blocks, kernel.bound], arguments, ()))
+    return launches
+
+
+def _runs(jobs: Jobs, arena) -> "list[tuple[int, int, int, Job]]":
+    """Neighbours in the arena with the same options: (first chunk, last chunk, offset, a job).
+
+    A tensor's number less `offset` is its place among the coefficients."""
     runs: "list[tuple[int, int, int, Job]]" = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
@@ -362,38 +388,6 @@ def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
         if last > first:
             runs.append((first, last, offset, j))
     return runs
-
-
-def arena_launch(
-    rule,
-    job,
-    stochastic,
-    weights,
-    grads,
-    buffers,
-    copy,
-    chunks,
-    first: int,
-    last: int,
-    offset: int,
-):
-    """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
-
-    Args:
-        rule: of the optimizer.
-        job: one of the tensors: its options hold for all.
-        stochastic: round bf16 weights stochastically.
-        weights, grads: (N,) fp32.
-        buffers: state key -> (N,) fp32.
-        copy: (N,) bf16 or None.
-        chunks: (N / CHUNK, 4) int32, the arena's table.
-        first, last: the range of chunks.
-        offset: see arena_runs.
-    """
-    kernel = rule.arena_kernel(job.macros, stochastic)
-    state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
-    arguments = weights, grads, *state, copy, chunks, first, last, offset
-    return kernel[min(last - first, MAX_BLOCKS), kernel.bound], arguments, ()
 
 
 def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
@@ -432,7 +426,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
 
 
 def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
-    """Launch what list_launches() or arena_launch() prepared.
+    """Launch what list_launches() or arena_launches() prepared.
 
     Args:
         launches: what they returned.

@@ -7,12 +7,8 @@ formula and its kernels: ops/clip.py. Clipping as a call of its own: optim/clip.
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, NonFiniteError
+from ..errors import NonFiniteError
 from ..ops import (
-    POLICIES,
-    SCOPES,
-    check_choice,
-    check_max_norm,
     launch_reduce,
     launch_squares,
     launches_for,
@@ -20,50 +16,6 @@ from ..ops import (
     reference_norms,
     reference_scale,
 )
-
-
-def check_clipping(max_norm, scope: str, on_nonfinite: str, arena):
-    """Refuse arguments of an optimizer that clips.
-
-    Args:
-        max_norm: a number or None.
-        scope: "global", "tensor" or, with an arena, "block".
-        on_nonfinite: "propagate", "skip" or "raise".
-        arena: of the optimizer, or None.
-
-    Raises:
-        ArgumentError: it names the argument, its value and what is expected.
-    """
-    check_choice("scope", scope, SCOPES)
-    check_choice("on_nonfinite", on_nonfinite, POLICIES)
-    limit_of(max_norm)
-    if scope == "block" and arena is None:
-        raise ArgumentError("scope='block' needs an arena, which knows the blocks; got parameters")
-
-
-def limit_of(max_norm) -> float:
-    """max_norm as a number, infinity for None.
-
-    Args:
-        max_norm: a number or None.
-
-    Raises:
-        ArgumentError: as for check_max_norm.
-    """
-    return float("inf") if max_norm is None else check_max_norm(max_norm)
-
-
-def row_of(scope: str, number: int, arena) -> int:
-    """The row of the clip state that a tensor belongs to.
-
-    Args:
-        scope: "global", "tensor" or "block".
-        number: of the tensor.
-        arena: of the optimizer; None is possible where the scope is not "block".
-    """
-    if scope == "block":
-        return arena.segments[number].block
-    return number if scope == "tensor" else 0
 
 
 class Norms:
@@ -77,18 +29,20 @@ class Norms:
 
     Attributes:
         clip: the norms and scales of the latest step.
-        groups: (tensors,) int32, the row of each tensor in `clip`; None: there is one row.
+        rows: of each tensor in `clip`.
+        groups: (tensors,) int32, the same on the device; None: there is one row.
     """
 
     def __init__(self, device: torch.device, scope: str, tensors: int, arena):
-        self._tensors = tensors
-        rows = tensors if scope == "tensor" else len(arena.blocks) if scope == "block" else 1
-        self.clip = new_state(rows, device, scope, lambda: ())
+        self.rows = {
+            "global": lambda: [0] * tensors,
+            "tensor": lambda: list(range(tensors)),
+            "block": lambda: [s.block for s in arena.segments],
+        }[scope]()
+        self.clip = new_state(max(self.rows) + 1, device, scope, lambda: ())
         self.groups: "Tensor | None" = None
-        if scope == "block":
-            self.groups = arena.tensor_to_block
-        elif scope == "tensor":
-            self.groups = torch.arange(tensors, dtype=torch.int32, device=device)
+        if scope != "global":
+            self.groups = torch.tensor(self.rows, dtype=torch.int32, device=device)
         # Where the gradients of the latest step lie, and the launches of squares_v2 over them.
         self._addresses: "list[int]" = []
         self._launches: tuple = ()
@@ -104,7 +58,7 @@ class Norms:
         """
         if squares is None:
             # By number, so that the first tensor that is not finite can be named.
-            grads: "list[Tensor | None]" = [None] * self._tensors
+            grads: "list[Tensor | None]" = [None] * len(self.rows)
             for j in jobs:
                 grads[j.number] = j.grad
             addresses = [0 if g is None else g.data_ptr() for g in grads]
@@ -135,7 +89,7 @@ class Norms:
         norms, nonfinite_tensor = reference_norms(
             grads,
             2.0,
-            [j.row for j in jobs],
+            [self.rows[j.number] for j in jobs],
             len(self.clip.values),
             numbers=[j.number for j in jobs],
         )

@@ -16,6 +16,7 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,16 @@ from ..errors import ArgumentError
 from ..nn import invalid_tokens
 from ..ops import (
     KINDS,
+    POLICIES,
+    SCOPES,
     ClipState,
     Job,
     Jobs,
     StepInputs,
     UpdateRule,
+    check_choice,
     check_gradients,
+    check_max_norm,
     clip_kernel,
     launch_begin,
     launch_update,
@@ -38,11 +43,11 @@ from ..ops import (
     unnamed,
 )
 from .arena import Arena, check_parameters_or_arena
-from .clipping import Norms, check_clipping, limit_of, row_of
-from .device_state import DeviceState
+from .clipping import Norms
+from .device_state import DeviceState, is_capturing
 from .state_dicts import check_state_dict, match_by_name
 from .state_layout import ArenaLayout, ParameterLayout, place_states
-from .step_plan import DevicePlan, Members, StepPlan, facts_of
+from .step_plan import DevicePlan, facts_of
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
@@ -105,7 +110,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.on_nonfinite = on_nonfinite or ("skip" if arena else "propagate")
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
-        check_clipping(max_norm, scope, self.on_nonfinite, arena)
+        check_choice("scope", scope, SCOPES)
+        check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
+        self._limit()
+        if scope == "block" and arena is None:
+            raise ArgumentError(
+                "scope='block' needs an arena, which knows the blocks; got parameters"
+            )
         if not isinstance(seed, int) or not 0 <= seed < 2**53:
             raise ArgumentError(f"seed is {seed!r}; expected a whole number from 0 to 2^53 - 1")
         if arena is not None:
@@ -125,11 +136,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.layout = ParameterLayout() if arena is None else ArenaLayout(arena)
         # Called by last_skip() with the tensor's number; what it returns is added.
         self.explain_skip = None
-        # Norms and scales of the latest step; None: it took no norm. The next overwrites them.
-        self.clip_state: "ClipState | None" = None
         # id of a master -> its number.
         self._numbers = {} if arena is None else {id(p): i for i, p in enumerate(arena.masters)}
-        self._plan: "StepPlan | None" = None
+        # What the latest step has seen, and what it did with it on each device.
+        self._plan: "tuple[tuple | None, list[DevicePlan]]" = (None, [])
+        self._took_norm = False
         self._devices: "dict[torch.device, DeviceState]" = {}
 
     @property
@@ -143,6 +154,14 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return self.arena is not None
 
     # ---- what the host may ask ----
+
+    @property
+    def clip_state(self) -> "ClipState | None":
+        """Norms and scales of the latest step; None: it took no norm. The next overwrites them."""
+        for state in self._devices.values():
+            if self._took_norm and self.scope in state.norms:
+                return state.norms[self.scope].clip
+        return None
 
     @property
     def skipped(self) -> Tensor:
@@ -189,14 +208,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def prepare(self):
         """Allocate all state and settings now, so that the first step can be captured already."""
-        members = self._members()
-        trained = [p.requires_grad for p in members.params]
-        self._place_states(members, trained)
+        members = [member for member in self._members() if member[1].requires_grad]
+        self._place_states(members)
         kinds: "dict[torch.device, set]" = {}
-        for p, g, is_trained in zip(members.params, members.groups, trained):
-            if is_trained:
-                macros = self.rule.macros_of(self.param_groups[g])
-                kinds.setdefault(p.device, set()).add((p.dtype, macros))
+        for g, p, _ in members:
+            macros = self.rule.macros_of(self.param_groups[g])
+            kinds.setdefault(p.device, set()).add((p.dtype, macros))
         for device, pairs in kinds.items():
             self.device_state(device)
             if self._takes_norm():
@@ -222,7 +239,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         values = [value for group in self.param_groups for value in self.rule.values_of(group)]
         for device, state in self._devices.items():
             if takes(device):
-                state.write_settings([*values, limit_of(self.max_norm), float(self.seed)])
+                state.write_settings([*values, self._limit(), float(self.seed)])
 
     # ---- the step ----
 
@@ -251,24 +268,25 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.arena is not None:
             self.arena.collect()
-        plan = self._current_plan()
-        self.clip_state = None
+        parts = self._parts()
+        self._took_norm = bool(parts) and self._takes_norm()
         try:
-            for part in plan.parts:
+            for part in parts:
                 self._step_on(part)
             if self.arena is not None:
                 self.arena.weights_current()
         finally:
             if self.arena is None:
-                plan.drop_gradients()
+                for part in parts:
+                    part.drop_gradients()
         return loss
 
     def _step_on(self, part: DevicePlan):
         state = self.device_state(part.device)
         if part.by_kernels or part.measurable:
             self.refresh()
-        divisor = _number_of(self, "gradient_divisor", part.device)
-        grad_scale = _number_of(self, "grad_scale", part.device)
+        divisor = _one_number(self, "gradient_divisor", part.device)
+        grad_scale = _one_number(self, "grad_scale", part.device)
         if divisor is None or grad_scale is None:
             divisor = grad_scale if divisor is None else divisor
         else:
@@ -276,19 +294,18 @@ class DeviceOptimizer(torch.optim.Optimizer):
         norms = None
         if self._takes_norm():
             norms = self._norms(part.device)
-            self.clip_state = norms.clip
             if part.measurable:
                 norms.take(part.jobs, state.max_norm, self._kept_squares(), divisor)
             else:
-                norms.take_by_torch(part.jobs, limit_of(self.max_norm), divisor)
+                norms.take_by_torch(part.jobs, self._limit(), divisor)
             if self.on_nonfinite == "raise":
                 norms.check_finite()
         inputs = StepInputs(
-            self.clip_state,
+            None if norms is None else norms.clip,
             None if norms is None else norms.groups,
             self.on_nonfinite == "skip",
             divisor,
-            _number_of(self, "found_inf", part.device),
+            _one_number(self, "found_inf", part.device),
             state.record,
         )
         if part.by_kernels:
@@ -309,30 +326,40 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _kept_squares(self) -> "tuple[Tensor, Tensor] | None":
         """Sums of squares of the whole arena, which a reduction may have left."""
-        held = sum(len(group["params"]) for group in self.param_groups)
-        if self.arena is None or held < len(self._numbers):
+        if self.arena is None or len(self._params()) < len(self._numbers):
             return None
         return self.arena.kept_squares()
 
-    def _current_plan(self) -> StepPlan:
-        """The last step's plan with this step's gradients, or a new one."""
-        members = self._members()
-        grads = [weight.grad for weight in members.weights]
-        facts = self._facts(members, grads)
-        plan = self._plan
-        if facts is not None and plan is not None and plan.facts == facts:
-            plan.set_gradients(grads)
-            return plan
-        self._plan = None
-        jobs = self._jobs(members, grads)
-        plan = StepPlan(jobs, self.rule, self.layout, self.stochastic_rounding)
-        plan.facts = self._facts(members, grads)
-        self._plan = plan
-        return plan
+    def _parts(self) -> "list[DevicePlan]":
+        """What this step does: as the last one with these gradients, or planned anew."""
+        arena = self.arena
+        weights = self._params() if arena is None else arena.params
+        grads: "list[Any]" = [weight.grad for weight in weights]
+        facts, parts = self._plan
+        if facts is not None and facts == self._facts(grads):
+            for part in parts:
+                part.set_gradients(grads)
+            return parts
+        self._plan = None, []
+        jobs = self.jobs()
+        parts = [
+            DevicePlan(
+                device,
+                Jobs(j for j in jobs if j.weight.device == device),
+                self.rule,
+                self.layout,
+                self.stochastic_rounding,
+            )
+            for device in {j.weight.device: None for j in jobs}
+        ]
+        self._plan = self._facts(grads), parts
+        return parts
 
-    def _facts(self, members: Members, grads) -> "tuple | None":
+    def _facts(self, grads) -> "tuple | None":
+        arena = self.arena
+        buffers = () if arena is None else [*arena.params, arena.grads]
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
-        return facts_of(members, grads, self.rule, self.state, *options)
+        return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
     def jobs(self) -> Jobs:
         """What this step updates, by number, everything checked; nothing has changed when it raises.
@@ -340,58 +367,47 @@ class DeviceOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: for several devices, with max_norm or on_nonfinite="skip".
         """
-        members = self._members()
-        return Jobs(self._jobs(members, [weight.grad for weight in members.weights]))
-
-    def _jobs(self, members: Members, grads: "list[Tensor | None]") -> "list[Job]":
         arena, rule = self.arena, self.rule
         if arena is not None:
             arena.check()
-        given = [grad for grad in grads if grad is not None]
-        check_gradients(
-            given,
-            lambda: [
-                self.names()[i] for i, grad in zip(members.numbers, grads) if grad is not None
-            ],
-        )
-        devices = {p.device: None for p, grad in zip(members.params, grads) if grad is not None}
+        members = [member for member in self._members() if member[1].grad is not None]
+        grads: "dict[int, Any]" = {i: p.grad for _, p, i in members}
+        check_gradients([*grads.values()], lambda: [self.names()[i] for i in grads])
+        devices = {p.device: None for _, p, _ in members}
         if len(devices) > 1 and self._takes_norm():
             raise ArgumentError(
                 f"parameters lie on {', '.join(map(str, devices))}: max_norm and "
                 f"on_nonfinite={self.on_nonfinite!r} need one device; clip with "
                 "ga.clip_grad_norm_ instead"
             )
-        limit_of(self.max_norm)
-        self._place_states(members, [grad is not None for grad in grads])
-        jobs = []
-        for p, weight, i, g, grad in zip(
-            members.params, members.weights, members.numbers, members.groups, grads
-        ):
-            if grad is not None:
-                group, state = self.param_groups[g], self.state[p]
-                keys = rule.keys_of(group)
-                jobs.append(
-                    Job(
-                        number=i,
-                        group=g,
-                        # A master is a Parameter of a class of its own.
-                        weight=p if arena is None else p.detach(),
-                        grad=grad,
-                        state=tuple(state[k] if k in keys else None for k in rule.state_keys),
-                        step=state["step"],
-                        copy=None if weight is p else weight,
-                        macros=rule.macros_of(group),
-                        row=row_of(self.scope, i, arena) if self._takes_norm() else 0,
-                    )
-                )
+        self._limit()
+        self._place_states(members)
+        rows = [0] * self._count()
+        if devices and self._takes_norm():
+            rows = self._norms(next(iter(devices))).rows
+        jobs = Jobs()
+        for g, p, i in members:
+            group, state = self.param_groups[g], self.state[p]
+            keys = rule.keys_of(group)
+            tensors = tuple(state[key] if key in keys else None for key in rule.state_keys)
+            copy = None if arena is None or arena.params[i] is p else arena.params[i]
+            macros = rule.macros_of(group)
+            # Not a master itself, which is a Parameter of a class of its own.
+            jobs.append(
+                Job(i, g, p.detach(), grads[i], tensors, state["step"], copy, macros, rows[i])
+            )
+        jobs.sort(key=lambda j: j.number)
         return jobs
 
-    def _members(self) -> Members:
-        params = [p for group in self.param_groups for p in group["params"]]
-        if self.arena is None:
-            return Members(params, params, list(range(len(params))), self.param_groups)
-        numbers = [self._number_of(p) for p in params]
-        return Members(params, [self.arena.params[i] for i in numbers], numbers, self.param_groups)
+    def _params(self) -> "list[Tensor]":
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _members(self) -> "list[tuple[int, Tensor, int]]":
+        """(group, parameter, number) of each parameter."""
+        groups = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        params = self._params()
+        numbers = range(len(params)) if self.arena is None else map(self._number_of, params)
+        return list(zip(groups, params, numbers))
 
     def _number_of(self, p: Tensor) -> int:
         """The number of a tensor of the arena."""
@@ -406,17 +422,30 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _count(self) -> int:
         """The number of tensors that have a number."""
-        return len(self._numbers) or sum(len(group["params"]) for group in self.param_groups)
+        return len(self._numbers) or len(self._params())
 
     def _takes_norm(self) -> bool:
         """Is a norm taken at all? For clipping, and to see whether everything is finite."""
         return self.max_norm is not None or self.on_nonfinite != "propagate"
 
+    def _limit(self) -> float:
+        return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
+
     def _norms(self, device: torch.device) -> Norms:
+        """The memory for norms of today's scope."""
+        state, scope, count = self.device_state(device), self.scope, self._count()
+        norms = state.norms.get(scope)
+        if norms is None or len(norms.rows) != count:
+            if is_capturing():
+                raise ArgumentError(
+                    "the optimizer has not taken a norm yet, and a CUDA graph is being captured: "
+                    "take one step before, or call prepare()"
+                )
+            norms = state.norms[scope] = Norms(device, scope, count, self.arena)
         # Not self.names: the norms would hold the optimizer, which holds them, and its memory would
         # stay until Python looks for cycles.
-        names = functools.partial(_tensor_names, self.arena, self.param_groups)
-        return self.device_state(device).norms(self.scope, self._count(), self.arena, names)
+        norms.clip.names = functools.partial(_tensor_names, self.arena, self.param_groups)
+        return norms
 
     def device_state(self, device: torch.device) -> DeviceState:
         """Settings, counts and norms on this device.
@@ -431,14 +460,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._devices[device] = DeviceState(device)
         return self._devices[device]
 
-    def _place_states(self, members: "Members | None" = None, chosen: "list[bool] | None" = None):
-        """State of the chosen members is in its place then; default: of those that have some."""
-        members = members or self._members()
+    def _place_states(self, members=None):
+        """The state of these is in its place then; default: of those that have some."""
+        if members is None:
+            members = [member for member in self._members() if self.state.get(member[1])]
         keys = [self.rule.keys_of(group) for group in self.param_groups]
-        chosen = chosen or [bool(self.state.get(p)) for p in members.params]
-        rows = zip(members.params, members.numbers, members.groups, chosen)
-        placed = [(p, i, keys[g]) for p, i, g, is_chosen in rows if is_chosen]
-        place_states(self.layout, self.state, placed, self.names)
+        place_states(self.layout, self.state, [(p, i, keys[g]) for g, p, i in members], self.names)
 
     # ---- state spread over ranks ----
 
@@ -497,8 +524,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """An ArenaLayout with the whole state takes the place of the sharded one; masters too."""
         self.layout.gather_masters()
         self.layout = ArenaLayout(self.arena, self.layout.gather_state())
-        members = self._members()
-        for p, i in zip(members.params, members.numbers):
+        for _, p, i in self._members():
             state = self.state.get(p, {})
             for key in state.keys() & self.layout.buffers.keys():
                 state[key] = self.layout.allocate(key, p, i)
@@ -551,9 +577,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return packed
 
     def _names_by_group(self) -> "list[list[str]]":
-        names, members = self.names(), self._members()
-        flat = iter(members.numbers)
-        return [[names[next(flat)] for _ in group["params"]] for group in self.param_groups]
+        names, members = self.names(), iter(self._members())
+        return [[names[next(members)[2]] for _ in group["params"]] for group in self.param_groups]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict):
@@ -625,7 +650,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._begin()
 
 
-def _number_of(optimizer: DeviceOptimizer, name: str, device: torch.device) -> "Tensor | None":
+def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> "Tensor | None":
     """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
 
     Returns:

@@ -24,6 +24,7 @@ class DeviceState:
             max_norm and the seed.
         record: (4,) int32: steps asked for, steps skipped, at the last skip: which step, and which
             tensor.
+        norms: scope -> memory for norms.
 
     Raises:
         ArgumentError: inside of a capture.
@@ -39,7 +40,7 @@ class DeviceState:
         self.settings = torch.empty(0, dtype=torch.float64, device=device)
         self.record = torch.zeros(4, dtype=torch.int32, device=device)
         self._written: "list[float] | None" = None  # what `settings` holds
-        self._norms: "dict[tuple[str, int], Norms]" = {}  # by scope and number of tensors
+        self.norms: "dict[str, Norms]" = {}
 
     def write_settings(self, values: "list[float | Tensor]"):
         """Write the settings to the device, if the host has changed them. No synchronisation.
@@ -72,26 +73,3 @@ class DeviceState:
             self._written = numbers
         for i, value in on_device:
             self.settings[i : i + 1].copy_(value.view(1))
-
-    def norms(self, scope: str, tensors: int, arena, names) -> Norms:
-        """The memory for norms of this scope.
-
-        Args:
-            scope: "global", "tensor" or "block".
-            tensors: number of the optimizer's tensors.
-            arena: theirs, or None.
-            names: a function that returns the tensors' names, for messages.
-
-        Raises:
-            ArgumentError: in a capture, before the first norm.
-        """
-        norms = self._norms.get((scope, tensors))
-        if norms is None:
-            if is_capturing():
-                raise ArgumentError(
-                    "the optimizer has not taken a norm yet, and a CUDA graph is being captured: "
-                    "take one step before, or call prepare()"
-                )
-            norms = self._norms[scope, tensors] = Norms(self.device, scope, tensors, arena)
-        norms.clip.names = names
-        return norms

@@ -21,8 +21,7 @@ from ..ops import (
     Jobs,
     StepInputs,
     UpdateRule,
-    arena_launch,
-    arena_runs,
+    arena_launches,
     list_launches,
     torch_step,
 )
@@ -122,26 +121,9 @@ class ArenaLayout(ParameterLayout):
 
     def launches(self, rule, jobs, stochastic):
         lists = list_launches(rule, jobs, stochastic)
-        runs = arena_runs(jobs, self.arena)
-        if not 0 < len(runs) <= len(lists):
-            return lists
-        arena = self.arena
-        return [
-            arena_launch(
-                rule,
-                job,
-                stochastic,
-                arena.weights,
-                arena.grads,
-                self.buffers,
-                arena.bf16_weights,
-                arena.chunk_table,
-                first,
-                last,
-                offset,
-            )
-            for first, last, offset, job in runs
-        ]
+        whole = [(0, self.arena.numel, 0)]
+        runs = arena_launches(rule, jobs, stochastic, self.arena, self.buffers, whole)
+        return runs if 0 < len(runs) <= len(lists) else lists
 
 
 @torch.no_grad()

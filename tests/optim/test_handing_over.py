@@ -278,8 +278,10 @@ def test_torchs_one_group_and_the_two_of_an_arena(device):
 @pytest.fixture
 def plans(monkeypatch):
     """One entry for each plan that is made."""
-    made, plain = [], device_optimizer.StepPlan
-    monkeypatch.setattr(device_optimizer, "StepPlan", lambda *args: made.append(1) or plain(*args))
+    made, plain = [], device_optimizer.DevicePlan
+    monkeypatch.setattr(
+        device_optimizer, "DevicePlan", lambda *args: made.append(1) or plain(*args)
+    )
     return made
 
 
