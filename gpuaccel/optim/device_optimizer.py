@@ -40,12 +40,12 @@ from ..ops import (
     launch_begin,
     launch_update,
     tensors_of_launch,
-    unnamed,
 )
 from .arena import Arena, check_parameters_or_arena
 from .clipping import Norms
 from .device_state import DeviceState, is_capturing
-from .state_dicts import check_state_dict, match_by_name
+from .members import Members
+from .state_dicts import fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
 
@@ -136,8 +136,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.layout = ParameterLayout() if arena is None else ArenaLayout(arena)
         # Called by last_skip() with the tensor's number; what it returns is added.
         self.explain_skip = None
-        # id of a master -> its number.
-        self._numbers = {} if arena is None else {id(p): i for i, p in enumerate(arena.masters)}
+        self._members = Members(arena)
         # What the latest step has seen, and what it did with it on each device.
         self._plan: "tuple[tuple | None, list[DevicePlan]]" = (None, [])
         self._took_norm = False
@@ -191,7 +190,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def names(self) -> "list[str]":
         """The name of each tensor, by number: in the arena's order, else in that of the groups."""
-        return _tensor_names(self.arena, self.param_groups)
+        return self._members.names(self.param_groups)
 
     # ---- for captured steps ----
 
@@ -208,7 +207,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def prepare(self):
         """Allocate all state and settings now, so that the first step can be captured already."""
-        members = [member for member in self._members() if member[1].requires_grad]
+        members = [
+            member for member in self._members.rows(self.param_groups) if member[1].requires_grad
+        ]
         self._place_states(members)
         kinds: "dict[torch.device, set]" = {}
         for g, p, _ in members:
@@ -220,7 +221,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 self._norms(device)
             # Compiled and loaded: neither can be done in a capture.
             if device.type == "cuda" and takes(device):
-                most = tensors_of_launch(self._count())
+                most = tensors_of_launch(len(self._members.with_gradients(self.param_groups)))
                 kernels = [clip_kernel("squares_v2", 2.0, most), clip_kernel("reduce_v2", 2.0)]
                 for dtype, macros in pairs:
                     if dtype in KINDS:
@@ -295,7 +296,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if self._takes_norm():
             norms = self._norms(part.device)
             if part.measurable:
-                norms.take(part.jobs, state.max_norm, self._kept_squares(), divisor)
+                # Those of the whole arena, which a reduction may have left.
+                squares = None if self.arena is None else self.arena.kept_squares()
+                held = sum(len(group["params"]) for group in self.param_groups)
+                squares = squares if held == len(norms.rows) else None
+                norms.take(part.jobs, state.max_norm, squares, divisor)
             else:
                 norms.take_by_torch(part.jobs, self._limit(), divisor)
             if self.on_nonfinite == "raise":
@@ -324,17 +329,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if part.by_kernels:
             torch.autograd.graph.increment_version(part.changed)
 
-    def _kept_squares(self) -> "tuple[Tensor, Tensor] | None":
-        """Sums of squares of the whole arena, which a reduction may have left."""
-        if self.arena is None or len(self._params()) < len(self._numbers):
-            return None
-        return self.arena.kept_squares()
-
     def _parts(self) -> "list[DevicePlan]":
         """What this step does: as the last one with these gradients, or planned anew."""
-        arena = self.arena
-        weights = self._params() if arena is None else arena.params
-        grads: "list[Any]" = [weight.grad for weight in weights]
+        tensors = self._members.with_gradients(self.param_groups)
+        grads: "list[Any]" = [p.grad for p in tensors]
         facts, parts = self._plan
         if facts is not None and facts == self._facts(grads):
             for part in parts:
@@ -370,7 +368,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         arena, rule = self.arena, self.rule
         if arena is not None:
             arena.check()
-        members = [member for member in self._members() if member[1].grad is not None]
+        members = [
+            member for member in self._members.rows(self.param_groups) if member[1].grad is not None
+        ]
         grads: "dict[int, Any]" = {i: p.grad for _, p, i in members}
         check_gradients([*grads.values()], lambda: [self.names()[i] for i in grads])
         devices = {p.device: None for _, p, _ in members}
@@ -382,7 +382,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             )
         self._limit()
         self._place_states(members)
-        rows = [0] * self._count()
+        rows = [0] * len(self._members.with_gradients(self.param_groups))
         if devices and self._takes_norm():
             rows = self._norms(next(iter(devices))).rows
         jobs = Jobs()
@@ -399,31 +399,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         jobs.sort(key=lambda j: j.number)
         return jobs
 
-    def _params(self) -> "list[Tensor]":
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _members(self) -> "list[tuple[int, Tensor, int]]":
-        """(group, parameter, number) of each parameter."""
-        groups = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-        params = self._params()
-        numbers = range(len(params)) if self.arena is None else map(self._number_of, params)
-        return list(zip(groups, params, numbers))
-
-    def _number_of(self, p: Tensor) -> int:
-        """The number of a tensor of the arena."""
-        number = self._numbers.get(id(p))
-        if number is None:
-            raise ArgumentError(
-                f"a parameter of shape {tuple(p.shape)} is not in the optimizer's arena, whose "
-                "tensors alone it updates; for another set of parameters: arena.release(), then a "
-                "new Arena and a new optimizer"
-            )
-        return number
-
-    def _count(self) -> int:
-        """The number of tensors that have a number."""
-        return len(self._numbers) or len(self._params())
-
     def _takes_norm(self) -> bool:
         """Is a norm taken at all? For clipping, and to see whether everything is finite."""
         return self.max_norm is not None or self.on_nonfinite != "propagate"
@@ -433,7 +408,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _norms(self, device: torch.device) -> Norms:
         """The memory for norms of today's scope."""
-        state, scope, count = self.device_state(device), self.scope, self._count()
+        state, scope, count = (
+            self.device_state(device),
+            self.scope,
+            len(self._members.with_gradients(self.param_groups)),
+        )
         norms = state.norms.get(scope)
         if norms is None or len(norms.rows) != count:
             if is_capturing():
@@ -444,7 +423,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             norms = state.norms[scope] = Norms(device, scope, count, self.arena)
         # Not self.names: the norms would hold the optimizer, which holds them, and its memory would
         # stay until Python looks for cycles.
-        norms.clip.names = functools.partial(_tensor_names, self.arena, self.param_groups)
+        norms.clip.names = functools.partial(self._members.names, self.param_groups)
         return norms
 
     def device_state(self, device: torch.device) -> DeviceState:
@@ -463,7 +442,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def _place_states(self, members=None):
         """The state of these is in its place then; default: of those that have some."""
         if members is None:
-            members = [member for member in self._members() if self.state.get(member[1])]
+            members = [
+                member
+                for member in self._members.rows(self.param_groups)
+                if self.state.get(member[1])
+            ]
         keys = [self.rule.keys_of(group) for group in self.param_groups]
         place_states(self.layout, self.state, [(p, i, keys[g]) for g, p, i in members], self.names)
 
@@ -524,7 +507,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """An ArenaLayout with the whole state takes the place of the sharded one; masters too."""
         self.layout.gather_masters()
         self.layout = ArenaLayout(self.arena, self.layout.gather_state())
-        for _, p, i in self._members():
+        for _, p, i in self._members.rows(self.param_groups):
             state = self.state.get(p, {})
             for key in state.keys() & self.layout.buffers.keys():
                 state[key] = self.layout.allocate(key, p, i)
@@ -550,7 +533,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                         "torch.view_as_real(parameter)"
                     )
                 if self.arena is not None:
-                    self._number_of(p)
+                    self._members.number_of(p)
         except ArgumentError:
             del self.param_groups[-1]
             raise
@@ -567,18 +550,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
             return packed
         # They adopt edits of bf16 parameters.
         masters = {id(p) for p in self.arena.named_master().values()}
-        for mine, stored, names in zip(
-            self.param_groups, packed["param_groups"], self._names_by_group()
-        ):
+        names_by_group = self._members.names_by_group(self.param_groups)
+        for mine, stored, names in zip(self.param_groups, packed["param_groups"], names_by_group):
             stored["param_names"] = names
             for p, i in zip(mine["params"], stored["params"]):
                 if id(p) in masters and i in packed["state"]:
                     packed["state"][i] = {**packed["state"][i], "master": p.detach()}
         return packed
-
-    def _names_by_group(self) -> "list[list[str]]":
-        names, members = self.names(), iter(self._members())
-        return [[names[next(members)[2]] for _ in group["params"]] for group in self.param_groups]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict):
@@ -595,12 +573,15 @@ class DeviceOptimizer(torch.optim.Optimizer):
             ArgumentError: with nothing changed, for a state of another shape.
         """
         # Last: after hooks that repair a dict.
-        fit = self.register_load_state_dict_pre_hook(lambda _, given: self._fit(given))
+        fit = self.register_load_state_dict_pre_hook(
+            lambda _, given: fitted(given, self.param_groups, self._members, self.rule)
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
             fit.remove()
-        masters = {p: state.pop("master", None) for p, state in self.state.items()}
+        params = [p for group in self.param_groups for p in group["params"] if p in self.state]
+        masters = {p: self.state[p].pop("master", None) for p in params}
         self._place_states()
         arena = self.arena
         if arena is None:
@@ -611,28 +592,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         for p, master in masters.items():
             if master is None or id(p) not in bf16:
                 continue
-            weight = arena.params[self._number_of(p)].float()
+            weight = arena.params[self._members.number_of(p)].float()
             # Rounding, stochastic too, moves a value by less than a unit in the last place of bf16.
             if ((master - weight).abs() <= weight.abs() * 2.0**-7 + 1e-40).all():
                 p.copy_(master)
         arena.weights_current()
-
-    def _fit(self, state_dict):
-        """The dict in the order of the parameter groups, checked."""
-        names = self._names_by_group()
-        named = all("param_names" in group for group in self.param_groups)
-        if self.arena is not None or named:
-            state_dict = match_by_name(state_dict, self.param_groups, names)
-        mine = [len(group["params"]) for group in self.param_groups]
-        stored = [len(group["params"]) for group in state_dict["param_groups"]]
-        if self.arena is not None and mine != stored:
-            raise ArgumentError(
-                f"state_dict has parameter groups of {stored} tensors; expected {mine}, those of "
-                "arena.parameter_groups(weight_decay). One group in the order of the model's "
-                "parameters is that of ga.Arena(model, decay=lambda name, p: True)"
-            )
-        check_state_dict(state_dict, self.param_groups, names, self.rule)
-        return state_dict
 
     def __getstate__(self):
         """Copies and pickles: what belongs to a device is made again."""
@@ -660,12 +624,3 @@ def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> 
     if value is None:
         return None
     return torch.as_tensor(value).to(device, torch.float32, non_blocking=True).view(1)
-
-
-def _tensor_names(arena: "Arena | None", param_groups: "list[dict]") -> "list[str]":
-    """The name of each tensor: in the arena's order, else in that of the groups."""
-    if arena is not None:
-        return [s.name for s in arena.segments]
-    params = [p for group in param_groups for p in group["params"]]
-    named = [name for group in param_groups for name in group.get("param_names", ())]
-    return named if len(named) == len(params) else unnamed(params)
