@@ -221,7 +221,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 self._norms(device)
             # Compiled and loaded: neither can be done in a capture.
             if device.type == "cuda" and takes(device):
-                most = tensors_of_launch(len(self._members.with_gradients(self.param_groups)))
+                most = tensors_of_launch(self._members.count(self.param_groups))
                 kernels = [clip_kernel("squares_v2", 2.0, most), clip_kernel("reduce_v2", 2.0)]
                 for dtype, macros in pairs:
                     if dtype in KINDS:
@@ -382,7 +382,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             )
         self._limit()
         self._place_states(members)
-        rows = [0] * len(self._members.with_gradients(self.param_groups))
+        rows = [0] * self._members.count(self.param_groups)
         if devices and self._takes_norm():
             rows = self._norms(next(iter(devices))).rows
         jobs = Jobs()
@@ -408,19 +408,15 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _norms(self, device: torch.device) -> Norms:
         """The memory for norms of today's scope."""
-        state, scope, count = (
-            self.device_state(device),
-            self.scope,
-            len(self._members.with_gradients(self.param_groups)),
-        )
-        norms = state.norms.get(scope)
+        norms_of = self.device_state(device).norms
+        norms, count = norms_of.get(self.scope), self._members.count(self.param_groups)
         if norms is None or len(norms.rows) != count:
             if is_capturing():
                 raise ArgumentError(
                     "the optimizer has not taken a norm yet, and a CUDA graph is being captured: "
                     "take one step before, or call prepare()"
                 )
-            norms = state.norms[scope] = Norms(device, scope, count, self.arena)
+            norms = norms_of[self.scope] = Norms(device, self.scope, count, self.arena)
         # Not self.names: the norms would hold the optimizer, which holds them, and its memory would
         # stay until Python looks for cycles.
         norms.clip.names = functools.partial(self._members.names, self.param_groups)

@@ -50,6 +50,10 @@ class Members:
             return [p for group in groups for p in group["params"]]
         return self.arena.params
 
+    def count(self, groups: "list[dict]") -> int:
+        """How many tensors have a number."""
+        return len(self.with_gradients(groups))
+
     def names(self, groups: "list[dict]") -> "list[str]":
         """By number."""
         if self.arena is not None:

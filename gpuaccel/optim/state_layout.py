@@ -22,6 +22,7 @@ from ..ops import (
     StepInputs,
     UpdateRule,
     arena_launches,
+    dense,
     list_launches,
     torch_step,
 )
@@ -71,7 +72,9 @@ class ParameterLayout:
         t.copy_(value)
 
     def _is_place(self, t: Tensor, key: str, p: Tensor, i: int) -> bool:
-        return t.dtype == p.dtype and t.shape == p.shape and same_order(t, p)
+        # The state of a weight with gaps has none.
+        ordered = same_order(t, p) or not dense(p)
+        return t.dtype == p.dtype and t.shape == p.shape and ordered
 
     def _new(self, key: str, p: Tensor, i: int) -> Tensor:
         return torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
