@@ -386,12 +386,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if devices and self._takes_norm():
             rows = self._norms(next(iter(devices))).rows
         jobs = Jobs()
+        options = [(rule.keys_of(group), rule.macros_of(group)) for group in self.param_groups]
         for g, p, i in members:
-            group, state = self.param_groups[g], self.state[p]
-            keys = rule.keys_of(group)
+            (keys, macros), state = options[g], self.state[p]
             tensors = tuple(state[key] if key in keys else None for key in rule.state_keys)
             copy = None if arena is None or arena.params[i] is p else arena.params[i]
-            macros = rule.macros_of(group)
             # Not a master itself, which is a Parameter of a class of its own.
             jobs.append(
                 Job(i, g, p.detach(), grads[i], tensors, state["step"], copy, macros, rows[i])

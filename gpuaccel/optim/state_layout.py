@@ -145,15 +145,18 @@ def place_states(layout: ParameterLayout, state: dict, members, names):
     misplaced = []
     for p, i, keys in members:
         stored = state.get(p, {})
-        for key in keys:
-            if key in stored and not layout.fits(stored[key], p, i):
+        keys = "step", *keys
+        elsewhere = [key for key in keys if stored.get(key) is not layout.existing(key, p, i)]
+        # Or it is nowhere.
+        if not elsewhere and all(key in stored for key in keys):
+            continue
+        misplaced.append((p, i, keys))
+        for key in elsewhere:
+            if key in stored and key != "step" and not layout.fits(stored[key], p, i):
                 raise ArgumentError(
                     f"{key} of {names()[i]} has shape {tuple(stored[key].shape)}; expected "
                     f"{tuple(p.shape)}"
                 )
-        keys = "step", *keys
-        if any(key not in stored or stored[key] is not layout.existing(key, p, i) for key in keys):
-            misplaced.append((p, i, keys))
     if misplaced and is_capturing():
         raise ArgumentError(
             f"{names()[misplaced[0][1]]} has no state on the device yet, and a CUDA graph is being "
