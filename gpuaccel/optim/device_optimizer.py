@@ -360,7 +360,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
     def jobs(self) -> Jobs:
-        """What this step updates, by number, everything checked; nothing has changed when it raises.
+        """What this step updates, by number, checked; nothing has changed when it raises.
 
         Raises:
             ArgumentError: for several devices, with max_norm or on_nonfinite="skip".
@@ -534,8 +534,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict:
-        """As torch's; over an arena with `param_names`, and `master`, the fp32 value of each bf16
-        parameter.
+        """As torch's; over an arena with `param_names`, and `master`: the fp32 value of a bf16 weight.
 
         So a run that loads the model's and the optimizer's state resumes bit for bit. Optimizers of
         torch's load it and ignore the masters. As torch's it holds the state's own tensors, which

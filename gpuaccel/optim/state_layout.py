@@ -123,9 +123,12 @@ class ArenaLayout(ParameterLayout):
         return own_storage(self.arena.slice(self.buffers[key], i))
 
     def launches(self, rule, jobs, stochastic):
-        lists = list_launches(rule, jobs, stochastic)
-        whole = [(0, self.arena.numel, 0)]
-        runs = arena_launches(rule, jobs, stochastic, self.arena, self.buffers, whole)
+        lists, arena = list_launches(rule, jobs, stochastic), self.arena
+        # A gradient in another order than its weight's has been copied.
+        if any(j.grad.data_ptr() != arena.grad_views[j.number].data_ptr() for j in jobs):
+            return lists
+        whole = [(0, arena.numel, 0)]
+        runs = arena_launches(rule, jobs, stochastic, arena, self.buffers, whole)
         return runs if 0 < len(runs) <= len(lists) else lists
 
 
