@@ -534,7 +534,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict:
-        """As torch's; over an arena with `param_names`, and `master`: the fp32 value of a bf16 weight.
+        """As torch's; over an arena with `param_names`, and `master`, the fp32 values of bf16 ones.
 
         So a run that loads the model's and the optimizer's state resumes bit for bit. Optimizers of
         torch's load it and ignore the masters. As torch's it holds the state's own tensors, which
