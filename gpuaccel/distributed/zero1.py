@@ -18,20 +18,20 @@ ArenaLayout (optim/state_layout.py).
 Source: Rajbhandari et al., ZeRO (2020), stage 1.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import CHUNK, Jobs, arena_launch, arena_runs, torch_step
+from ..ops import CHUNK, Jobs, arena_launches, torch_step
 from ..optim import ParameterLayout, own_storage
 from .collectives import all_gather, gather_objects
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements [start, stop) of the arena that this rank updates. local: first in its buffers."""
 
     start: int
@@ -82,6 +82,7 @@ class ShardedLayout(ParameterLayout):
     """
 
     def __init__(self, arena, buckets, position: int, world: int, group, levels, p2p=None):
+        super().__init__()
         self.arena = arena
         self.buckets = buckets
         self.position = position
@@ -166,29 +167,28 @@ class ShardedLayout(ParameterLayout):
         start, stop = self._span(i)
         return t.shape == p.shape or t.shape == (stop - start,)
 
-    def is_in_place(self, key, t, p, i):
+    def _is_place(self, t, key, p, i):
         start, stop = self._span(i)
-        if key not in self.buffers or t.shape != (stop - start,):
-            return False
         return stop == start or t.data_ptr() == self.buffers[key].data_ptr() + 4 * start
 
-    def allocate(self, key, p, i):
+    def _new(self, key, p, i):
         if key not in self.buffers:
             size = sum(p.stop - p.start for p in self.pieces)
             self.buffers[key] = torch.zeros(size, dtype=torch.float32, device=self.arena.device)
         start, stop = self._span(i)
         return own_storage(self.buffers[key][start:stop])
 
-    def adopt(self, key, t, p, i):
-        home, flat = self.allocate(key, p, i), t.reshape(-1)
-        if t.shape != p.shape:
-            return home.copy_(t)
-        # A whole one: this rank's parts of it.
+    def fill(self, t, value, p, i):
+        """The value is whole, or this rank's part of it."""
+        flat = value.reshape(-1)
+        if value.shape != p.shape:
+            t.copy_(flat)
+            return
+        start, _ = self._span(i)
         for first, last, offset in self._parts[i]:
             last = min(last, len(flat))
-            place = offset - self._span(i)[0]
-            home[place : place + max(last - first, 0)].copy_(flat[first:last])
-        return home
+            place = offset - start
+            t[place : place + max(last - first, 0)].copy_(flat[first:last])
 
     @torch.no_grad()
     def gather_state(self) -> "dict[str, Tensor]":
@@ -225,41 +225,17 @@ class ShardedLayout(ParameterLayout):
     # ---- the update ----
 
     def launches(self, rule, jobs, stochastic):
-        arena, launches = self.arena, []
-        for first, last, offset, job in arena_runs(jobs, arena):
-            for p in self.pieces:
-                start, stop = max(p.start, first * CHUNK), min(p.stop, last * CHUNK)
-                if stop <= start:
-                    continue
-                here = slice(start, stop)
-                local = slice(p.local + start - p.start, p.local + stop - p.start)
-                copy = arena.bf16_weights
-                launches.append(
-                    arena_launch(
-                        rule,
-                        job,
-                        stochastic,
-                        arena.weights[here],
-                        arena.grads[here],
-                        {key: buffer[local] for key, buffer in self.buffers.items()},
-                        None if copy is None else copy[here],
-                        arena.chunk_table[start // CHUNK : stop // CHUNK],
-                        0,
-                        (stop - start) // CHUNK,
-                        offset,
-                    )
-                )
-        return launches
+        return arena_launches(rule, jobs, stochastic, self.arena, self.buffers, self.pieces)
 
-    def torch_step(self, rule, jobs, param_groups, inputs, rows, count_it, seed):
+    def torch_step(self, rule, jobs, param_groups, inputs, count_it, seed):
         """By parts: the first one of a tensor (which may be empty) counts its step."""
         if seed is not None:
             raise ArgumentError(
                 "stochastic_rounding with shares needs our kernels; expected backend cuda or simt, "
                 "or sharded=False"
             )
-        cut, cut_rows = Jobs(), []
-        for j, row in zip(jobs, rows):
+        cut = Jobs()
+        for j in jobs:
             flat = [None if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
             for k, (first, last, offset) in enumerate(self._parts[j.number] or [(0, 0, 0)]):
                 here = slice(first, min(last, j.weight.numel()))
@@ -270,8 +246,7 @@ class ShardedLayout(ParameterLayout):
                 step = j.step.clone() if k else j.step
                 part = replace(j, weight=weight, grad=grad, state=state, step=step, copy=copy)
                 cut.append(part)
-                cut_rows.append(row)
-        torch_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
+        torch_step(rule, cut, param_groups, inputs, count_it, seed)
 
     def after_update(self):
         """All-gather the new weights."""

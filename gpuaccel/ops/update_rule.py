@@ -159,15 +159,6 @@ class UpdateRule:
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
-    def arena_kernel(self, macros: tuple, stochastic: bool) -> Kernel:
-        """The kernel <file>_v3, which updates the weights in flat fp32 buffers.
-
-        Args:
-            macros: of macros_of().
-            stochastic: round bf16 weights stochastically.
-        """
-        return self.update_kernel("v3", torch.float32, torch.float32, macros, stochastic)
-
     def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
         """All kernels that a step over parameters of this dtype may launch.
 
@@ -180,7 +171,8 @@ class UpdateRule:
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:
-            kernels.append(self.arena_kernel(macros, stochastic))
+            fp32 = torch.float32
+            kernels.append(self.update_kernel("v3", fp32, fp32, macros, stochastic))
         return [self.kernel("begin"), *kernels]
 
     @functools.cached_property
@@ -218,6 +210,7 @@ class Job:
         step: () fp32, the tensor's count of steps.
         copy: bf16, where the rounded weight goes, or None.
         macros: of the group's options.
+        row: among the rows of the clip state; 0 where no norm is taken.
     """
 
     number: int
@@ -228,23 +221,21 @@ class Job:
     step: Tensor
     copy: "Tensor | None"
     macros: tuple
+    row: int = 0
 
 
 class Jobs(list):
-    """Jobs of a step, by number, and what was prepared for them.
+    """Jobs of one device, by number. Steps may give them other gradients, and nothing else."""
 
-    The next step with the same tensors packs nothing."""
+    @functools.cached_property
+    def steps(self) -> "list[tuple[int, bytes]]":
+        """(place of the first job, struct Steps) of each launch of <file>_begin."""
+        return list(_pack_steps(self))
 
-    # The same jobs in the order of the parameter groups.
-    given: "list[Job]"
-    # (number of the first job, struct Steps) of each launch.
-    steps: "list[tuple[int, bytes]] | None" = None
-    # (launch, its arguments, jobs whose tensors are known to it by address).
-    updates: "list[tuple] | None" = None
-    # How these updates round.
-    stochastic: "bool | None" = None
-    # Of a step in torch: its rows, what rule.fused updates, and the other jobs.
-    batches: "tuple[list[int], list[FusedBatch], list[tuple[Job, int]]] | None" = None
+    @functools.cached_property
+    def batches(self) -> "tuple[list[FusedBatch], list[Job]]":
+        """Of a step in torch: what UpdateRule.fused updates, and the other jobs."""
+        return _fused_batches(self)
 
 
 @dataclass(slots=True)
@@ -297,6 +288,8 @@ def _pack_steps(jobs):
 def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple]":
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
 
+    Gradients may lie elsewhere when it launches them.
+
     Args:
         rule: of the optimizer.
         jobs: of this step.
@@ -317,9 +310,12 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple
             counts = [j.weight.numel() for _, j in part]
             first = [0, *itertools.accumulate([-(-n // CHUNK) for n in counts])]
             addresses = []
-            for row in zip(*[(j.weight, j.grad, *j.state, j.copy) for _, j in part]):
+            for row in zip(*[(j.weight, None, *j.state, j.copy) for _, j in part]):
                 addresses += [*[0 if t is None else t.data_ptr() for t in row], *rest]
-            packed = rule.update_struct.pack(
+            packed = bytearray(rule.update_struct.size)
+            rule.update_struct.pack_into(
+                packed,
+                0,
                 *addresses,
                 *first,
                 *[first[-1]] * len(rest),
@@ -335,17 +331,51 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple
     return launches
 
 
-def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
-    """Neighbours in the arena with the same options, which one launch updates.
+def arena_launches(
+    rule: UpdateRule, jobs: Jobs, stochastic: bool, arena, buffers: "dict[str, Tensor]", pieces
+) -> "list[tuple]":
+    """For launch_update: <file>_v3 over flat buffers, a launch per run of neighbours and piece.
 
     Args:
-        jobs: in the arena's order.
+        rule: of the optimizer.
+        jobs: of this step, all over the arena.
+        stochastic: round bf16 weights stochastically.
         arena: that they lie in.
-
-    Returns:
-        (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
-        `offset` is its place among the coefficients.
+        buffers: state key -> fp32.
+        pieces: (start, stop, local) of each range of the arena that is updated, whole chunks. Its
+            state begins at element `local` of the buffers.
     """
+    launches = []
+    for first, last, offset, job in _runs(jobs, arena):
+        kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
+        for start, stop, local in pieces:
+            begin, end = max(start, first * CHUNK), min(stop, last * CHUNK)
+            if end <= begin:
+                continue
+            here, there = slice(begin, end), slice(begin - start + local, end - start + local)
+            copy = arena.bf16_weights
+            arguments = (
+                arena.weights[here],
+                arena.grads[here],
+                *[
+                    None if t is None else buffers[key][there]
+                    for key, t in zip(rule.state_keys, job.state)
+                ],
+                None if copy is None else copy[here],
+                arena.chunk_table[begin // CHUNK : end // CHUNK],
+                0,
+                (end - begin) // CHUNK,
+                offset,
+            )
+            blocks = min((end - begin) // CHUNK, MAX_BLOCKS)
+            launches.append((kernel[blocks, kernel.bound], arguments, ()))
+    return launches
+
+
+def _runs(jobs: Jobs, arena) -> "list[tuple[int, int, int, Job]]":
+    """Neighbours in the arena with the same options: (first chunk, last chunk, offset, a job).
+
+    A tensor's number less `offset` is its place among the coefficients."""
     runs: "list[tuple[int, int, int, Job]]" = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
@@ -358,38 +388,6 @@ def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
         if last > first:
             runs.append((first, last, offset, j))
     return runs
-
-
-def arena_launch(
-    rule,
-    job,
-    stochastic,
-    weights,
-    grads,
-    buffers,
-    copy,
-    chunks,
-    first: int,
-    last: int,
-    offset: int,
-):
-    """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
-
-    Args:
-        rule: of the optimizer.
-        job: one of the tensors: its options hold for all.
-        stochastic: round bf16 weights stochastically.
-        weights, grads: (N,) fp32.
-        buffers: state key -> (N,) fp32.
-        copy: (N,) bf16 or None.
-        chunks: (N / CHUNK, 4) int32, the arena's table.
-        first, last: the range of chunks.
-        offset: see arena_runs.
-    """
-    kernel = rule.arena_kernel(job.macros, stochastic)
-    state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
-    arguments = weights, grads, *state, copy, chunks, first, last, offset
-    return kernel[min(last - first, MAX_BLOCKS), kernel.bound], arguments, ()
 
 
 def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
@@ -407,8 +405,6 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, dtype=torch.float32, device=settings.device)
     clip = inputs.clip
-    if jobs.steps is None:
-        jobs.steps = list(_pack_steps(jobs))
     launch = rule.begin
     for start, packed in jobs.steps:
         launch(
@@ -430,7 +426,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
 
 
 def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
-    """Launch what list_launches() or arena_launch() prepared.
+    """Launch what list_launches() or arena_launches() prepared.
 
     Args:
         launches: what they returned.
@@ -438,6 +434,12 @@ def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
         seed: (1,) fp64 on the device.
     """
     for launch, arguments, jobs in launches:
+        if jobs:
+            (packed,) = arguments
+            # The second table of the struct.
+            addresses = [j.grad.data_ptr() for j in jobs]
+            struct.pack_into(f"={len(jobs)}Q", packed, 8 * MAX_UPDATES, *addresses)
+            arguments = (bytes(packed),)
         tensors = (t for j in jobs for t in (j.weight, j.grad, *j.state, j.copy))
         launch(coefficients, seed, *arguments, tensors=tensors)
 
@@ -450,7 +452,6 @@ def torch_step(
     jobs: Jobs,
     param_groups: "list[dict]",
     inputs: StepInputs,
-    rows: "list[int]",
     count_it: bool,
     seed: "int | None",
 ):
@@ -464,7 +465,6 @@ def torch_step(
         jobs: of this step.
         param_groups: of the optimizer.
         inputs: of this step.
-        rows: of each job among the rows of `inputs.clip`.
         count_it: this call counts the step in `inputs.record`.
         seed: of stochastic rounding; None: to the nearest.
     """
@@ -489,22 +489,20 @@ def torch_step(
     if not skipped:
         # What the gradients of each row are multiplied by.
         factors = (
-            torch.ones(max(rows) + 1, dtype=torch.float32, device=device)
-            if clip is None
-            else clip.values[:, 0]
+            torch.ones(1, dtype=torch.float32, device=device) if clip is None else clip.values[:, 0]
         )
         if inputs.divisor is not None:
             factors = factors / inputs.divisor
-        others = list(zip(jobs, rows))
+        others: "list[Job]" = jobs
         if on_host and rule.fused is not None:
-            others = _fused_step(rule, rule.fused, jobs, param_groups, rows, factors.tolist(), seed)
+            others = _fused_step(rule, rule.fused, jobs, param_groups, factors.tolist(), seed)
         if others:
-            counts = torch.stack([j.step for j, _ in others]) + 1
+            counts = torch.stack([j.step for j in others]) + 1
             steps = counts.tolist() if on_host else counts.double().unbind()
             unless = None if on_host else keep
-            for (j, row), step in zip(others, steps):
+            for j, step in zip(others, steps):
                 group = param_groups[j.group]
-                _reference_update(rule, j, step, group, factors[row], unless, seed)
+                _reference_update(rule, j, step, group, factors[j.row], unless, seed)
 
 
 def _settings_of(rule: UpdateRule, group: dict) -> dict:
@@ -520,12 +518,11 @@ class FusedBatch:
 
     Args:
         jobs: of one parameter group, row and dtype, on a CPU.
-        row: of all these jobs.
     """
 
-    def __init__(self, jobs: "list[Job]", row: int):
+    def __init__(self, jobs: "list[Job]"):
         self.jobs = jobs
-        self.row = row
+        self.row = jobs[0].row
         self.group = jobs[0].group
         self.low = jobs[0].weight.dtype in (torch.bfloat16, torch.float16)
         self.weights = [j.weight for j in jobs]
@@ -571,25 +568,22 @@ def _fused_step(
     fused: "Callable[..., None]",
     jobs: Jobs,
     param_groups: "list[dict]",
-    rows: "list[int]",
     factors: "list[float]",
     seed: "int | None",
-) -> "list[tuple[Job, int]]":
-    """Update the tensors that rule.fused takes; return the others, each with its row.
+) -> "list[Job]":
+    """Update the tensors that rule.fused takes; return the others.
 
     Args:
         factors: of each row.
     """
-    if jobs.batches is None or jobs.batches[0] != rows:
-        jobs.batches = (rows, *_fused_batches(jobs, rows))
-    _, batches, others = jobs.batches
+    batches, others = jobs.batches
     others = [*others]
     taken = []
     for batch in batches:
         if batch.takes(factors[batch.row], seed):
             taken.append(batch)
         else:
-            others += [(j, batch.row) for j in batch.jobs]
+            others += batch.jobs
     if taken:
         steps = [step for batch in taken for step in batch.steps]
         # A number, or one tensor for all, would be converted once for each of them.
@@ -603,22 +597,19 @@ def _fused_step(
     return others
 
 
-def _fused_batches(
-    jobs: "list[Job]", rows: "list[int]"
-) -> "tuple[list[FusedBatch], list[tuple[Job, int]]]":
-    """What rule.fused takes, in calls of about BATCH elements; the other jobs with their rows."""
+def _fused_batches(jobs: "list[Job]") -> "tuple[list[FusedBatch], list[Job]]":
+    """What rule.fused takes, in calls of about BATCH elements; the other jobs."""
     lists: "dict[tuple, list[list[Job]]]" = {}
     others = []
-    for j, row in zip(jobs, rows):
+    for j in jobs:
         if not _fused_takes(j):
-            others.append((j, row))
+            others.append(j)
             continue
-        batches = lists.setdefault((j.group, row, j.weight.dtype), [[]])
+        batches = lists.setdefault((j.group, j.row, j.weight.dtype), [[]])
         if sum(j.weight.numel() for j in batches[-1]) >= BATCH:
             batches.append([])
         batches[-1].append(j)
-    fused = [FusedBatch(batch, key[1]) for key, batches in lists.items() for batch in batches]
-    return fused, others
+    return [FusedBatch(batch) for batches in lists.values() for batch in batches], others
 
 
 def _fused_takes(j: Job) -> bool:

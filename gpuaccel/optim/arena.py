@@ -528,8 +528,8 @@ class Arena:
     def release(self):
         """Make the module's parameters ordinary ones again.
 
-        They keep the values and the gradients that they have now, in their own dtype. An open TrainStep
-        is closed."""
+        They keep the values and the gradients that they have now, in their own dtype. An open
+        TrainStep is closed."""
         if self.step is not None:
             self.step.close()
         # Closed, a TrainStep releases the arena that it has made.

@@ -16,13 +16,13 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import backend, takes
-from ..errors import ArgumentError, NonFiniteError
+from ..backends import takes
+from ..errors import ArgumentError
 from ..nn import invalid_tokens
 from ..ops import (
     KINDS,
@@ -37,39 +37,17 @@ from ..ops import (
     check_gradients,
     check_max_norm,
     clip_kernel,
-    dense,
-    kernel_takes,
     launch_begin,
     launch_update,
-    launches_for,
     tensors_of_launch,
-    unnamed,
 )
 from .arena import Arena, check_parameters_or_arena
+from .clipping import Norms
 from .device_state import DeviceState, is_capturing
-from .layout import own_storage
-from .state_layout import ArenaLayout, ParameterLayout, same_order
-
-
-@dataclass(slots=True)
-class _Part:
-    """A step's share of one device."""
-
-    device: torch.device
-    jobs: "list[Job]"
-    by_kernels: Jobs
-    by_torch: Jobs
-    changed: "list[Tensor]"  # what our kernels write and autograd may know
-    squares: tuple  # launches of squares_v2 over the gradients; (): our kernels do not take them
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What a step does, kept for the next one."""
-
-    key: "tuple | None"  # the addresses for which it holds; None: for none
-    jobs: "list[Job]"  # in the order of the parameter groups
-    parts: "list[_Part]"
+from .members import Members
+from .state_dicts import fitted
+from .state_layout import ArenaLayout, ParameterLayout, place_states
+from .step_plan import DevicePlan, facts_of
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
@@ -108,6 +86,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
     gradient_divisor: "Tensor | None" = None
     _step_supports_amp_scaling = True
+    # torch.compiler.disable(_step), made by the first optimizer: it imports half of torch.
+    _untraced_step: "Callable | None" = None
 
     def __init__(
         self,
@@ -143,19 +123,24 @@ class DeviceOptimizer(torch.optim.Optimizer):
             arena.check()
             own_rates = any(s.lr_scale != 1 for s in arena.segments)
             params_or_arena = arena.parameter_groups(weight_decay, lr if own_rates else None)
-        self._forget_devices()
+        self._begin()
         super().__init__(params_or_arena, **arguments)
 
-    def _forget_devices(self):
-        """No state has a place yet, nothing is on a device."""
-        self.layout = ParameterLayout() if self.arena is None else ArenaLayout(self.arena)
+    def _begin(self):
+        """Nothing is on a device yet."""
+        if DeviceOptimizer._untraced_step is None:
+            DeviceOptimizer._untraced_step = staticmethod(
+                torch.compiler.disable(self._step.__func__)
+            )
+        arena = self.arena
+        self.layout = ParameterLayout() if arena is None else ArenaLayout(arena)
         # Called by last_skip() with the tensor's number; what it returns is added.
         self.explain_skip = None
-        # id of a parameter -> its number; empty: to be made.
-        self._numbers: "dict[int, int]" = {}
-        self._plan: "_Plan | None" = None
-        self._devices: "dict[torch.device, DeviceState]" = {}
+        self._members = Members(arena)
+        # What the latest step has seen, and what it did with it on each device.
+        self._plan: "tuple[tuple | None, list[DevicePlan]]" = (None, [])
         self._took_norm = False
+        self._devices: "dict[torch.device, DeviceState]" = {}
 
     @property
     def ranks(self) -> int:
@@ -172,10 +157,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     @property
     def clip_state(self) -> "ClipState | None":
         """Norms and scales of the latest step; None: it took no norm. The next overwrites them."""
-        if self._took_norm:
-            for state in self._devices.values():
-                if self.scope in state.clip_states:
-                    return state.clip_states[self.scope][0]
+        for state in self._devices.values():
+            if self._took_norm and self.scope in state.norms:
+                return state.norms[self.scope].clip
         return None
 
     @property
@@ -206,10 +190,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def names(self) -> "list[str]":
         """The name of each tensor, by number: in the arena's order, else in that of the groups."""
-        return _tensor_names(self.arena, self.param_groups)
-
-    def _params(self) -> "list[Tensor]":
-        return [p for group in self.param_groups for p in group["params"]]
+        return self._members.names(self.param_groups)
 
     # ---- for captured steps ----
 
@@ -226,24 +207,27 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def prepare(self):
         """Allocate all state and settings now, so that the first step can be captured already."""
-        members = [member for member in self._members() if member[1].requires_grad]
-        self._make_states(members)
-        for device in {p.device: None for _, p, _ in members}:
-            state = self.device_state(device)
+        members = [
+            member for member in self._members.rows(self.param_groups) if member[1].requires_grad
+        ]
+        self._place_states(members)
+        kinds: "dict[torch.device, set]" = {}
+        for g, p, _ in members:
+            macros = self.rule.macros_of(self.param_groups[g])
+            kinds.setdefault(p.device, set()).add((p.dtype, macros))
+        for device, pairs in kinds.items():
+            self.device_state(device)
             if self._takes_norm():
-                self._clip_state_on(state)
+                self._norms(device)
             # Compiled and loaded: neither can be done in a capture.
             if device.type == "cuda" and takes(device):
-                most = tensors_of_launch(len(self._numbers))
+                most = tensors_of_launch(self._members.count(self.param_groups))
                 kernels = [clip_kernel("squares_v2", 2.0, most), clip_kernel("reduce_v2", 2.0)]
-                for dtype, macros in {
-                    (p.dtype, self.rule.macros_of(self.param_groups[g]))
-                    for g, p, _ in members
-                    if p.dtype in KINDS
-                }:
-                    kernels += self.rule.step_kernels(
-                        dtype, macros, self.stochastic_rounding, self.arena is not None
-                    )
+                for dtype, macros in pairs:
+                    if dtype in KINDS:
+                        kernels += self.rule.step_kernels(
+                            dtype, macros, self.stochastic_rounding, self.arena is not None
+                        )
                 for kernel in kernels:
                     kernel.load(device.index)
         self.refresh()
@@ -253,28 +237,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """Write hyperparameters that the host has changed (lr, max_norm, ...) to the device.
 
         step() does so by itself. A captured step cannot: call this before its replay. No wait."""
+        values = [value for group in self.param_groups for value in self.rule.values_of(group)]
         for device, state in self._devices.items():
             if takes(device):
-                self._write_settings(state)
-
-    def _write_settings(self, state: DeviceState):
-        numbers: "list[float]" = []
-        on_device: "list[tuple[int, Tensor]]" = []
-        for group in self.param_groups:
-            for value in self.rule.values_of(group):
-                # A tensor on the device is copied there: it must not pass by the host.
-                if isinstance(value, Tensor) and value.device.type != "cpu":
-                    on_device.append((len(numbers), value))
-                    value = 0.0
-                numbers.append(float(value))
-        state.write_settings([*numbers, self._limit(), float(self.seed)])
-        for i, value in on_device:
-            state.settings[i : i + 1].copy_(value.view(1))
+                state.write_settings([*values, self._limit(), float(self.seed)])
 
     # ---- the step ----
 
-    @torch._disable_dynamo
-    @torch.no_grad()
     def step(self, closure=None):
         """Take one step. Only on_nonfinite="raise" waits for the device.
 
@@ -289,6 +258,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 capture before the first step.
             NonFiniteError: with on_nonfinite="raise"; nothing has changed.
         """
+        assert DeviceOptimizer._untraced_step is not None
+        return DeviceOptimizer._untraced_step(self, closure)
+
+    @torch.no_grad()
+    def _step(self, closure):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -303,152 +277,103 @@ class DeviceOptimizer(torch.optim.Optimizer):
             if self.arena is not None:
                 self.arena.weights_current()
         finally:
-            # What is kept for the next step must not keep gradients alive.
             if self.arena is None:
                 for part in parts:
-                    for j in part.jobs:
-                        j.grad = None
+                    part.drop_gradients()
         return loss
 
-    def _step_on(self, part: _Part):
+    def _step_on(self, part: DevicePlan):
         state = self.device_state(part.device)
-        divisor = self._divisor(part.device)
-        clip = groups = None
+        if part.by_kernels or part.measurable:
+            self.refresh()
+        divisor = _one_number(self, "gradient_divisor", part.device)
+        grad_scale = _one_number(self, "grad_scale", part.device)
+        if divisor is None or grad_scale is None:
+            divisor = grad_scale if divisor is None else divisor
+        else:
+            divisor = divisor * grad_scale
+        norms = None
         if self._takes_norm():
-            clip, groups = self._clip_state_on(state)
-            self._take_norm(state, part, clip, groups, divisor)
-            if self.on_nonfinite == "raise" and not bool(clip.finite.all()):
-                raise NonFiniteError(
-                    f"the gradient of {clip.name() or 'all tensors together'} is not finite: "
-                    "nothing was changed"
-                )
-        skip, found_inf = self.on_nonfinite == "skip", self._amp_tensor("found_inf", part.device)
-        inputs = StepInputs(clip, groups, skip, divisor, found_inf, state.record)
-        jobs, stochastic = part.by_kernels, self.stochastic_rounding
-        if jobs:
-            self._write_settings(state)
-            if jobs.updates is None or jobs.stochastic != stochastic:
-                jobs.updates = self.layout.launches(self.rule, jobs, stochastic)
-                jobs.stochastic = stochastic
-            coefficients = launch_begin(self.rule, jobs, state.settings, inputs)
-            launch_update(jobs.updates, coefficients, state.seed)
+            norms = self._norms(part.device)
+            if part.measurable:
+                # Those of the whole arena, which a reduction may have left.
+                squares = None if self.arena is None else self.arena.gradients.kept_squares()
+                held = sum(len(group["params"]) for group in self.param_groups)
+                squares = squares if held == len(norms.rows) else None
+                norms.take(part.jobs, state.max_norm, squares, divisor)
+            else:
+                norms.take_by_torch(part.jobs, self._limit(), divisor)
+            if self.on_nonfinite == "raise":
+                norms.check_finite()
+        inputs = StepInputs(
+            None if norms is None else norms.clip,
+            None if norms is None else norms.groups,
+            self.on_nonfinite == "skip",
+            divisor,
+            _one_number(self, "found_inf", part.device),
+            state.record,
+        )
+        if part.by_kernels:
+            coefficients = launch_begin(self.rule, part.by_kernels, state.settings, inputs)
+            launch_update(part.updates, coefficients, state.seed)
         if part.by_torch:
             self.layout.torch_step(
                 self.rule,
                 part.by_torch,
                 self.param_groups,
                 inputs,
-                [self._clip_row(j) for j in part.by_torch],
-                not jobs,
-                self.seed if stochastic else None,
+                not part.by_kernels,
+                self.seed if self.stochastic_rounding else None,
             )
         self.layout.after_update()
-        if jobs:
+        if part.by_kernels:
             torch.autograd.graph.increment_version(part.changed)
 
-    # ---- the plan ----
-
-    def _parts(self) -> "list[_Part]":
-        """What each device has to do.
-
-        Planned anew when a gradient, a weight or a state has moved since the last step."""
-        key, grads = self._key()
-        plan = self._plan
-        if key is not None and plan is not None and plan.key == key:
-            for j, grad in zip(plan.jobs, grads):
-                j.grad = grad
-            return plan.parts
-        self._plan = None
+    def _parts(self) -> "list[DevicePlan]":
+        """What this step does: as the last one with these gradients, or planned anew."""
+        tensors = self._members.with_gradients(self.param_groups)
+        grads: "list[Any]" = [p.grad for p in tensors]
+        facts, parts = self._plan
+        if facts is not None and facts == self._facts(grads):
+            for part in parts:
+                part.set_gradients(grads)
+            return parts
+        self._plan = None, []
         jobs = self.jobs()
-        parts = [self._part(device, jobs) for device in {j.weight.device: None for j in jobs}]
-        self._plan = _Plan(self._key()[0], jobs.given, parts)
+        parts = [
+            DevicePlan(
+                device,
+                Jobs(j for j in jobs if j.weight.device == device),
+                self.rule,
+                self.layout,
+                self.stochastic_rounding,
+            )
+            for device in {j.weight.device: None for j in jobs}
+        ]
+        self._plan = self._facts(grads), parts
         return parts
 
-    def _part(self, device, jobs) -> _Part:
-        jobs = [j for j in jobs if j.weight.device == device]
-        by_kernels = Jobs(j for j in jobs if takes(device) and _kernels_take(j))
-        ids = {id(j) for j in by_kernels}
-        by_torch = Jobs(j for j in jobs if id(j) not in ids)
-        # By number, so that the first tensor that is not finite can be named.
-        grads = [None] * len(self._numbers)
-        for j in jobs:
-            grads[j.number] = j.grad
-        measurable = kernel_takes([j.grad for j in jobs]) and all(dense(j.grad) for j in jobs)
-        return _Part(
-            device,
-            jobs,
-            by_kernels,
-            by_torch,
-            [t for j in by_kernels for t in (j.weight, j.copy) if t is not None],
-            launches_for(grads) if measurable else (),
-        )
-
-    def _key(self) -> "tuple[tuple | None, list[Tensor]]":
-        """(what tells one step's tensors from another's, the gradients).
-
-        That is addresses, where kernels run or in an arena; otherwise the tensors themselves. The
-        first is None when it does not tell what to do."""
-        params, arena = self._params(), self.arena
-        if arena is None:
-            grads = [p.grad for p in params]
-        elif self._numbers.keys() >= set(map(id, params)):
-            # Without the detour over a master.
-            grads = [arena.params[self._numbers[id(p)]].grad for p in params]
-        else:
-            return None, []
-        given = [g for g in grads if g is not None]
-        options = self.rule.options
-        by_address = arena is not None or backend().name != "torch"
-        identity: "Callable[[Tensor], int]" = Tensor.data_ptr if by_address else id
-        try:
-            if not (
-                all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, params))
-            ):
-                return None, given
-            return (
-                [g is None for g in grads],
-                list(map(Tensor.data_ptr, given)) if by_address else (),
-                [g.dtype for g in given],
-                list(map(id, params)),
-                list(map(identity, params)),
-                [p.shape for p in params],
-                [] if arena is None else list(map(Tensor.data_ptr, arena.params)),
-                [
-                    tuple(map(identity, state.values())) if state else ()
-                    for state in map(self.state.get, params)
-                ],
-                [
-                    (len(group["params"]), *[group[option] for option in options])
-                    for group in self.param_groups
-                ],
-                backend().name,
-            ), given
-        # A sparse tensor has no address, a step that is a number neither.
-        except (RuntimeError, TypeError):
-            return None, given
+    def _facts(self, grads) -> "tuple | None":
+        arena = self.arena
+        buffers = () if arena is None else [*arena.params, arena.grads]
+        options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
+        return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
     def jobs(self) -> Jobs:
-        """What this step updates, everything checked; nothing has changed when it raises.
+        """What this step updates, by number, checked; nothing has changed when it raises.
 
         Raises:
             ArgumentError: for several devices, with max_norm or on_nonfinite="skip".
         """
-        arena = self.arena
-        self._numbers = {}
+        arena, rule = self.arena, self.rule
         if arena is not None:
             arena.check()
-        updates = []  # (group, parameter, number, gradient, bf16 copy)
-        for g, p, i in self._members():
-            if p.grad is not None:
-                copy = None
-                if arena is not None and arena.params[i] is not p:
-                    copy = arena.params[i]
-                updates.append((g, p, i, p.grad, copy))
-        check_gradients(
-            [grad for *_, grad, _ in updates],
-            lambda: [self.names()[i] for _, _, i, _, _ in updates],
-        )
-        devices = {p.device: None for _, p, *_ in updates}
+        members = [
+            member for member in self._members.rows(self.param_groups) if member[1].grad is not None
+        ]
+        grads: "dict[int, Any]" = {i: p.grad for _, p, i in members}
+        check_gradients([*grads.values()], lambda: [self.names()[i] for i in grads])
+        devices = {p.device: None for _, p, _ in members}
         if len(devices) > 1 and self._takes_norm():
             raise ArgumentError(
                 f"parameters lie on {', '.join(map(str, devices))}: max_norm and "
@@ -456,99 +381,45 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 "ga.clip_grad_norm_ instead"
             )
         self._limit()
-        self._make_states([(g, p, i) for g, p, i, _, _ in updates])
-        given = [self._job(*update) for update in updates]
-        jobs = Jobs(sorted(given, key=lambda j: j.number))
-        jobs.given = given
-        return jobs
-
-    def _job(self, g, p, i, grad, copy) -> Job:
-        group, state = self.param_groups[g], self.state[p]
-        if not same_order(grad, p):
-            grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-        keys = self.rule.keys_of(group)
-        tensors = tuple(state[key] if key in keys else None for key in self.rule.state_keys)
-        macros = self.rule.macros_of(group)
-        # A master is a Parameter of a class of its own.
-        weight = p if self.arena is None else p.detach()
-        return Job(i, g, weight, grad, tensors, state["step"], copy, macros)
-
-    def _members(self) -> "list[tuple[int, Tensor, int]]":
-        """(group, parameter, number) of each parameter."""
-        return [
-            (g, p, self._number_of(p))
-            for g, group in enumerate(self.param_groups)
-            for p in group["params"]
-        ]
-
-    def _number_of(self, p) -> int:
-        if not self._numbers:
-            params = self.arena.masters if self.arena is not None else self._params()
-            self._numbers = {id(p): i for i, p in enumerate(params)}
-        if id(p) not in self._numbers:
-            raise ArgumentError(
-                f"a parameter of shape {tuple(p.shape)} is not in the optimizer's arena, whose "
-                "tensors alone it updates; for another set of parameters: arena.release(), then a "
-                "new Arena and a new optimizer"
+        self._place_states(members)
+        rows = [0] * self._members.count(self.param_groups)
+        if devices and self._takes_norm():
+            rows = self._norms(next(iter(devices))).rows
+        jobs = Jobs()
+        options = [(rule.keys_of(group), rule.macros_of(group)) for group in self.param_groups]
+        for g, p, i in members:
+            (keys, macros), state = options[g], self.state[p]
+            tensors = tuple(state[key] if key in keys else None for key in rule.state_keys)
+            copy = None if arena is None or arena.params[i] is p else arena.params[i]
+            # Not a master itself, which is a Parameter of a class of its own.
+            jobs.append(
+                Job(i, g, p.detach(), grads[i], tensors, state["step"], copy, macros, rows[i])
             )
-        return self._numbers[id(p)]
-
-    # ---- the norm ----
-
-    def _limit(self) -> float:
-        return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
+        jobs.sort(key=lambda j: j.number)
+        return jobs
 
     def _takes_norm(self) -> bool:
         """Is a norm taken at all? For clipping, and to see whether everything is finite."""
         return self.max_norm is not None or self.on_nonfinite != "propagate"
 
-    def _take_norm(self, state, part, clip, groups, divisor):
-        """Norms, scales and the first tensor that is not finite, into `clip`."""
-        grads = [j.grad for j in part.jobs]
-        if part.squares:
-            self._write_settings(state)
-            squares = None
-            # Those of the whole arena, which a reduction may have left.
-            if self.arena is not None and self._numbers.keys() == set(map(id, self._params())):
-                squares = self.arena.gradients.kept_squares()
-            state.take_norm(clip, groups, grads, part.squares, squares, divisor)
-        else:
-            rows = [self._clip_row(j) for j in part.jobs]
-            numbers = [j.number for j in part.jobs]
-            state.take_norm_by_torch(clip, grads, rows, numbers, self._limit(), divisor)
+    def _limit(self) -> float:
+        return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
 
-    def _clip_row(self, job) -> int:
-        """The row of the clip state that a tensor belongs to."""
-        if self.scope == "global":
-            return 0
-        if self.scope == "tensor":
-            return job.number
-        # __init__ refuses scope="block" without one.
-        assert self.arena is not None
-        return self.arena.segments[job.number].block
-
-    def _clip_state_on(self, state: DeviceState) -> "tuple[ClipState, Tensor | None]":
-        tensors = len(self._numbers)
-        rows = {
-            "global": 1,
-            "tensor": tensors,
-            "block": len(self.arena.blocks) if self.arena else 0,
-        }
-
-        def group_of():
-            if self.scope == "global":
-                return None
-            if self.scope == "block":
-                return self.arena.tensor_to_block
-            return torch.arange(tensors, dtype=torch.int32, device=state.device)
-
+    def _norms(self, device: torch.device) -> Norms:
+        """The memory for norms of today's scope."""
+        norms_of = self.device_state(device).norms
+        norms, count = norms_of.get(self.scope), self._members.count(self.param_groups)
+        if norms is None or len(norms.rows) != count:
+            if is_capturing():
+                raise ArgumentError(
+                    "the optimizer has not taken a norm yet, and a CUDA graph is being captured: "
+                    "take one step before, or call prepare()"
+                )
+            norms = norms_of[self.scope] = Norms(device, self.scope, count, self.arena)
         # Not self.names: the norms would hold the optimizer, which holds them, and its memory would
         # stay until Python looks for cycles.
-        names = functools.partial(_tensor_names, self.arena, self.param_groups)
-        clip, groups = state.clip_state(self.scope, rows[self.scope], names, group_of)
-        # load_state_dict() has new groups.
-        clip.names = names
-        return clip, groups
+        norms.clip.names = functools.partial(self._members.names, self.param_groups)
+        return norms
 
     def device_state(self, device: torch.device) -> DeviceState:
         """Settings, counts and norms on this device.
@@ -560,75 +431,19 @@ class DeviceOptimizer(torch.optim.Optimizer):
             ArgumentError: inside of a capture before the first step.
         """
         if device not in self._devices:
-            if is_capturing():
-                raise ArgumentError(
-                    "the optimizer has not taken a step yet, and a CUDA graph is being captured: "
-                    "call prepare() before"
-                )
             self._devices[device] = DeviceState(device)
         return self._devices[device]
 
-    def _divisor(self, device) -> "Tensor | None":
-        """(1) fp32: what gradients are divided by, gradient_divisor times grad_scale; or None."""
-        divisor = self._amp_tensor("gradient_divisor", device)
-        grad_scale = self._amp_tensor("grad_scale", device)
-        if divisor is None or grad_scale is None:
-            return divisor if grad_scale is None else grad_scale
-        return divisor * grad_scale
-
-    def _amp_tensor(self, name, device) -> "Tensor | None":
-        """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
-
-        Returns:
-            (1) fp32 on the device; None where it is not set.
-        """
-        value = getattr(self, name, None)
-        if value is None:
-            return None
-        return torch.as_tensor(value).to(device, torch.float32, non_blocking=True).view(1)
-
-    # ---- state ----
-
-    def _make_states(self, members):
-        """State where there is none; state that was loaded goes to its place in the layout."""
-        layout = self.layout
-        new, moved = [], []
-        for g, p, i in members:
-            state, keys = self.state[p], self.rule.keys_of(self.param_groups[g])
-            if any(key not in state for key in keys) or "step" not in state:
-                new.append((p, i, keys))
-                continue
-            misfit = next((key for key in keys if not layout.fits(state[key], p, i)), None)
-            if misfit is not None:
-                raise ArgumentError(
-                    f"{misfit} of {self.names()[i]} has shape {tuple(state[misfit].shape)}; "
-                    f"expected {tuple(p.shape)}"
-                )
-            if state["step"].device != p.device or any(
-                not layout.is_in_place(key, state[key], p, i) for key in keys
-            ):
-                moved.append((p, i, keys))
-        if (new or moved) and is_capturing():
-            raise ArgumentError(
-                f"{self.names()[(new or moved)[0][1]]} has no state on the device yet, and a CUDA "
-                "graph is being captured: take one step before the capture, or call prepare()"
-            )
-        for (p, i, keys), step in zip(new, _zeros_by_device([p for p, _, _ in new])):
-            state = self.state[p]
-            state.setdefault("step", step)
-            for key in keys:
-                if key not in state:
-                    state[key] = layout.allocate(key, p, i).zero_()
-        for p, i, keys in moved:
-            state = self.state[p]
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
-            for key in keys:
-                if not layout.is_in_place(key, state[key], p, i):
-                    state[key] = layout.adopt(key, state[key], p, i)
-
-    def _move_states(self):
-        """What state there is goes to its place in the layout."""
-        self._make_states([member for member in self._members() if self.state.get(member[1])])
+    def _place_states(self, members=None):
+        """The state of these is in its place then; default: of those that have some."""
+        if members is None:
+            members = [
+                member
+                for member in self._members.rows(self.param_groups)
+                if self.state.get(member[1])
+            ]
+        keys = [self.rule.keys_of(group) for group in self.param_groups]
+        place_states(self.layout, self.state, [(p, i, keys[g]) for g, p, i in members], self.names)
 
     # ---- state spread over ranks ----
 
@@ -642,8 +457,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             layout: a ShardedLayout: which share.
         """
         self.layout = layout
-        self._plan = None
-        self._move_states()
+        self._place_states()
 
     def unshard(self, discard: bool = False):
         """Keep the whole state again. Collective: on every rank.
@@ -664,8 +478,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self.layout = ArenaLayout(self.arena)
         else:
             self._gather()
-        self._plan = None
-        self._move_states()
+        self._place_states()
 
     @contextlib.contextmanager
     def gathered(self):
@@ -683,18 +496,16 @@ class DeviceOptimizer(torch.optim.Optimizer):
             yield self
         finally:
             self.layout = sharded
-            self._plan = None
-            self._move_states()
+            self._place_states()
 
     def _gather(self):
         """An ArenaLayout with the whole state takes the place of the sharded one; masters too."""
         self.layout.gather_masters()
         self.layout = ArenaLayout(self.arena, self.layout.gather_state())
-        for _, p, i in self._members():
+        for _, p, i in self._members.rows(self.param_groups):
             state = self.state.get(p, {})
-            for key in self.layout.buffers:
-                if key in state:
-                    state[key] = self.layout.allocate(key, p, i)
+            for key in state.keys() & self.layout.buffers.keys():
+                state[key] = self.layout.allocate(key, p, i)
 
     # ---- torch's own bookkeeping ----
 
@@ -717,36 +528,37 @@ class DeviceOptimizer(torch.optim.Optimizer):
                         "torch.view_as_real(parameter)"
                     )
                 if self.arena is not None:
-                    self._number_of(p)
+                    self._members.number_of(p)
         except ArgumentError:
             del self.param_groups[-1]
             raise
-        self._numbers = {}
 
-    @torch._disable_dynamo
     def state_dict(self) -> dict:
-        """As torch's. For a bf16 parameter of an arena it also holds `master`, its fp32 value.
+        """As torch's; over an arena with `param_names`, and `master`, the fp32 values of bf16 ones.
 
-        So a run that loads the model's and the optimizer's state goes on bit for bit; optimizers of
-        torch's load it and ignore the masters."""
+        So a run that loads the model's and the optimizer's state resumes bit for bit. Optimizers of
+        torch's load it and ignore the masters. As torch's it holds the state's own tensors, which
+        an optimizer of torch's that loads it shares: hand it a copy.deepcopy of the dict."""
         packed = super().state_dict()
-        masters = self._bf16_masters()
-        for mine, stored in zip(self.param_groups, packed["param_groups"]):
+        if self.arena is None:
+            return packed
+        # They adopt edits of bf16 parameters.
+        masters = {id(p) for p in self.arena.named_master().values()}
+        names_by_group = self._members.names_by_group(self.param_groups)
+        for mine, stored, names in zip(self.param_groups, packed["param_groups"], names_by_group):
+            stored["param_names"] = names
             for p, i in zip(mine["params"], stored["params"]):
                 if id(p) in masters and i in packed["state"]:
                     packed["state"][i] = {**packed["state"][i], "master": p.detach()}
         return packed
 
-    def _bf16_masters(self) -> "set[int]":
-        """ids of the masters of bf16 parameters, which have adopted edits of these."""
-        return set() if self.arena is None else {id(p) for p in self.arena.named_master().values()}
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict):
-        """Load a state, as torch's.
+        """Load a state, as torch's. The values are copied.
 
-        A master in it counts if it rounds to the bf16 weight that the model has now: load the model
-        first.
+        Where both sides name their tensors (over an arena, or given as named_parameters()), they
+        are matched by name, and those that the dict lacks begin anew. A master in it counts if it
+        rounds to the bf16 weight that the model has now: load the model first.
 
         Args:
             state_dict: of this class, or of the torch optimizer with the same rule.
@@ -754,80 +566,31 @@ class DeviceOptimizer(torch.optim.Optimizer):
         Raises:
             ArgumentError: with nothing changed, for a state of another shape.
         """
-        stored = {i: dict(state) for i, state in state_dict["state"].items()}
-        masters = {i: state.pop("master") for i, state in stored.items() if "master" in state}
-        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        # Last: after hooks that repair a dict.
+        fit = self.register_load_state_dict_pre_hook(
+            lambda _, given: fitted(given, self.param_groups, self._members, self.rule)
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            fit.remove()
+        params = [p for group in self.param_groups for p in group["params"] if p in self.state]
+        masters = {p: self.state[p].pop("master", None) for p in params}
+        self._place_states()
         arena = self.arena
-        pairs = []
-        if self._bf16_masters():
-            pairs = [(p, masters[i]) for p, i in zip(self._params(), numbers) if i in masters]
-        for p, master in pairs:
-            if master.shape != p.shape:
-                raise ArgumentError(
-                    f"state_dict: master of {self.names()[self._number_of(p)]} has shape "
-                    f"{tuple(master.shape)}; expected {tuple(p.shape)}"
-                )
-        self._load({**state_dict, "state": stored})
-        if arena is None or not pairs:
+        if arena is None:
             return
-        for p, master in pairs:
-            weight = arena.params[self._number_of(p)].float()
-            master = master.to(p.device)
+        for group in self.param_groups:
+            group.pop("param_names", None)
+        bf16 = {id(p) for p in arena.named_master().values()}
+        for p, master in masters.items():
+            if master is None or id(p) not in bf16:
+                continue
+            weight = arena.params[self._members.number_of(p)].float()
             # Rounding, stochastic too, moves a value by less than a unit in the last place of bf16.
             if ((master - weight).abs() <= weight.abs() * 2.0**-7 + 1e-40).all():
                 p.copy_(master)
         arena.weights_current()
-
-    def _load(self, state_dict):
-        # Last: after hooks that repair a dict.
-        check = self.register_load_state_dict_pre_hook(DeviceOptimizer._check_state)
-        before = {p: dict(state) for p, state in self.state.items()}
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            check.remove()
-        # Into the tensors that are there: a captured step knows their addresses. The dict may hold
-        # some of them in other places.
-        ours = {id(t) for state in before.values() for t in state.values()}
-        copies = []
-        for p, state in self.state.items():
-            for key, mine in before.get(p, {}).items():
-                loaded = state.get(key)
-                both = isinstance(mine, Tensor) and isinstance(loaded, Tensor)
-                if both and mine.shape == loaded.shape:
-                    copies.append((mine, loaded.clone() if id(loaded) in ours else loaded))
-                    state[key] = mine
-        for mine, loaded in copies:
-            mine.copy_(loaded)
-        self._move_states()
-
-    def _check_state(self, state_dict):
-        mine = [len(group["params"]) for group in self.param_groups]
-        stored = [len(group["params"]) for group in state_dict["param_groups"]]
-        if self.arena is not None and mine != stored:
-            raise ArgumentError(
-                f"state_dict has parameter groups of {stored} tensors; expected {mine}, those of "
-                "arena.parameter_groups(weight_decay)"
-            )
-        optional = self.rule.optional
-        for group, stored in zip(self.param_groups, state_dict["param_groups"]):
-            for p, i in zip(group["params"], stored["params"]):
-                state = state_dict["state"].get(i)
-                if not state:
-                    continue
-                for key in ("step", *self.rule.state_keys):
-                    if key in optional and key not in state:
-                        continue
-                    value = state.get(key)
-                    if value is None:
-                        problem = "is missing"
-                    elif key != "step" and value.shape != p.shape:
-                        problem = f"has shape {tuple(value.shape)}; expected {tuple(p.shape)}"
-                    else:
-                        continue
-                    raise ArgumentError(
-                        f"state_dict: {key} of {self.names()[self._number_of(p)]} {problem}"
-                    )
 
     def __getstate__(self):
         """Copies and pickles: what belongs to a device is made again."""
@@ -842,30 +605,16 @@ class DeviceOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         # torch's load_state_dict comes here too, without the attributes.
         if "arena" in state:
-            self._forget_devices()
+            self._begin()
 
 
-def _kernels_take(job: Job) -> bool:
-    """Do our kernels take this tensor?"""
-    tensors = job.weight, job.grad
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in tensors)
-    same_dtype = all(t is None or t.dtype == job.weight.dtype for t in job.state)
-    return plain and same_dtype and dense(job.weight)
+def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> "Tensor | None":
+    """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
 
-
-def _zeros_by_device(params) -> "list[Tensor]":
-    """A () fp32 zero per parameter, on its device, in its own storage; one launch per device."""
-    zeros = {
-        device: map(own_storage, torch.zeros(len(params), dtype=torch.float32, device=device))
-        for device in {p.device: None for p in params}
-    }
-    return [next(zeros[p.device]) for p in params]
-
-
-def _tensor_names(arena: "Arena | None", param_groups: "list[dict]") -> "list[str]":
-    """The name of each tensor: in the arena's order, else in that of the groups."""
-    if arena is not None:
-        return [s.name for s in arena.segments]
-    params = [p for group in param_groups for p in group["params"]]
-    named = [name for group in param_groups for name in group.get("param_names", ())]
-    return named if len(named) == len(params) else unnamed(params)
+    Returns:
+        (1) fp32 on the device; None where it is not set.
+    """
+    value = getattr(optimizer, name, None)
+    if value is None:
+        return None
+    return torch.as_tensor(value).to(device, torch.float32, non_blocking=True).view(1)

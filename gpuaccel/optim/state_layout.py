@@ -7,27 +7,41 @@ A DeviceOptimizer has one layout at a time, `opt.layout`:
 | ParameterLayout | a tensor of its own, like the parameter | one launch per 60 tensors |
 | ArenaLayout | a slice of one flat buffer per state key | one launch for neighbours |
 | distributed/zero1.py: ShardedLayout | this rank's part of that | the same, then all-gather |
+
+A layout's memory is the optimizer's own, and stays where it is: captured steps know it. State that
+comes from elsewhere (a state_dict, another optimizer, the user's hands) is copied into it by
+place_states. So a step of one optimizer never writes what another one holds.
 """
 
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..ops import (
     Jobs,
     StepInputs,
     UpdateRule,
-    arena_launch,
-    arena_runs,
+    arena_launches,
+    dense,
     list_launches,
     torch_step,
 )
+from .device_state import is_capturing
 from .layout import own_storage
 
 
 class ParameterLayout:
-    """Each state tensor has the device, shape, dtype and order in memory of its parameter."""
+    """Each state tensor has the device, shape, dtype and order in memory of its parameter.
+
+    In all layouts "step", the count of a parameter's steps, is () fp32 on its device."""
 
     ranks = 1  # over which the state is spread
+
+    def __init__(self):
+        # Parameter -> key -> memory of its state.
+        self._memory: "dict[Tensor, dict[str, Tensor]]" = {}
+        # Parameter -> the dict in `opt.state` that place_states has made for it.
+        self.dicts: "dict[Tensor, dict]" = {}
 
     # ---- memory. `key`: name of the state; `p`: its parameter; `i`: the parameter's number ----
 
@@ -35,17 +49,35 @@ class ParameterLayout:
         """Is `t` a state of this parameter, wherever it lies?"""
         return t.shape == p.shape
 
-    def is_in_place(self, key: str, t: Tensor, p: Tensor, i: int) -> bool:
-        """Does `t`, which fits, lie where this layout has it?"""
-        return t.device == p.device and same_order(t, p)
+    def existing(self, key: str, p: Tensor, i: int) -> "Tensor | None":
+        """The memory of one state tensor; None: it has none yet, or p has moved since."""
+        t = self._memory.get(p, {}).get(key)
+        if t is None or t.device != p.device or key != "step" and not self._is_place(t, key, p, i):
+            return None
+        return t
 
     def allocate(self, key: str, p: Tensor, i: int) -> Tensor:
-        """Memory for one state tensor, with any values."""
-        return torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
+        """The memory of one state tensor, made when it is first needed, with any values."""
+        t = self.existing(key, p, i)
+        if t is None:
+            if key == "step":
+                t = torch.zeros((), dtype=torch.float32, device=p.device)
+            else:
+                t = self._new(key, p, i)
+            self._memory.setdefault(p, {})[key] = t
+        return t
 
-    def adopt(self, key: str, t: Tensor, p: Tensor, i: int) -> Tensor:
-        """The values of `t`, which fits, in the memory of this layout."""
-        return self.allocate(key, p, i).copy_(t)
+    def fill(self, t: Tensor, value: Tensor, p: Tensor, i: int):
+        """Copy a value that fits into a state tensor of this layout."""
+        t.copy_(value)
+
+    def _is_place(self, t: Tensor, key: str, p: Tensor, i: int) -> bool:
+        # The state of a weight with gaps has none.
+        ordered = same_order(t, p) or not dense(p)
+        return t.dtype == p.dtype and t.shape == p.shape and ordered
+
+    def _new(self, key: str, p: Tensor, i: int) -> Tensor:
+        return torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
 
     # ---- the update ----
 
@@ -59,12 +91,11 @@ class ParameterLayout:
         jobs: Jobs,
         param_groups: "list[dict]",
         inputs: StepInputs,
-        rows: "list[int]",
         count_it: bool,
         seed: "int | None",
     ):
         """The same in torch; arguments: ops/update_rule.py."""
-        torch_step(rule, jobs, param_groups, inputs, rows, count_it, seed)
+        torch_step(rule, jobs, param_groups, inputs, count_it, seed)
 
     def after_update(self):
         """Runs after the update of a device, in either way."""
@@ -78,45 +109,88 @@ class ArenaLayout(ParameterLayout):
     """
 
     def __init__(self, arena, buffers: "dict[str, Tensor] | None" = None):
+        super().__init__()
         self.arena = arena
         self.buffers = {} if buffers is None else buffers
 
-    def is_in_place(self, key, t, p, i):
-        if t.numel() == 0:
-            return key in self.buffers
+    def _is_place(self, t, key, p, i):
         offset = self.arena.segments[i].offset
-        return key in self.buffers and t.data_ptr() == self.buffers[key].data_ptr() + 4 * offset
+        return not t.numel() or t.data_ptr() == self.buffers[key].data_ptr() + 4 * offset
 
-    def allocate(self, key, p, i):
+    def _new(self, key, p, i):
         if key not in self.buffers:
             self.buffers[key] = torch.zeros_like(self.arena.weights)
         return own_storage(self.arena.slice(self.buffers[key], i))
 
     def launches(self, rule, jobs, stochastic):
-        lists = list_launches(rule, jobs, stochastic)
-        arena = self.arena
+        lists, arena = list_launches(rule, jobs, stochastic), self.arena
         # A gradient in another order than its weight's has been copied.
-        views = [arena.gradients.views[j.number] for j in jobs]
-        in_order = all(j.grad.data_ptr() == view.data_ptr() for j, view in zip(jobs, views))
-        runs = arena_runs(jobs, arena) if in_order else []
-        if not 0 < len(runs) <= len(lists):
+        if any(j.grad.data_ptr() != arena.gradients.views[j.number].data_ptr() for j in jobs):
             return lists
-        return [
-            arena_launch(
-                rule,
-                job,
-                stochastic,
-                arena.weights,
-                arena.grads,
-                self.buffers,
-                arena.bf16_weights,
-                arena.chunk_table,
-                first,
-                last,
-                offset,
-            )
-            for first, last, offset, job in runs
-        ]
+        whole = [(0, arena.numel, 0)]
+        runs = arena_launches(rule, jobs, stochastic, arena, self.buffers, whole)
+        return runs if 0 < len(runs) <= len(lists) else lists
+
+
+@torch.no_grad()
+def place_states(layout: ParameterLayout, state: dict, members, names):
+    """State lies in the layout's memory afterwards; where there was none it is zero.
+
+    Args:
+        layout: of the optimizer.
+        state: of the optimizer.
+        members: (parameter, number, keys of its state) of each parameter.
+        names: a function that returns the tensors' names.
+
+    Raises:
+        ArgumentError: with nothing changed, for a state of another shape, and in a capture.
+    """
+    misplaced = []
+    for p, i, keys in members:
+        stored = state.get(p, {})
+        keys = "step", *keys
+        elsewhere = [key for key in keys if stored.get(key) is not layout.existing(key, p, i)]
+        # Or it is nowhere.
+        if not elsewhere and all(key in stored for key in keys):
+            continue
+        misplaced.append((p, i, keys))
+        for key in elsewhere:
+            if key in stored and key != "step" and not layout.fits(stored[key], p, i):
+                raise ArgumentError(
+                    f"{key} of {names()[i]} has shape {tuple(stored[key].shape)}; expected "
+                    f"{tuple(p.shape)}"
+                )
+    if misplaced and is_capturing():
+        raise ArgumentError(
+            f"{names()[misplaced[0][1]]} has no state on the device yet, and a CUDA graph is being "
+            "captured: take one step before the capture, or call prepare()"
+        )
+    written = {layout.allocate(key, p, i).data_ptr() for p, i, keys in misplaced for key in keys}
+    # A value may lie where another one goes: the user has exchanged two states.
+    values = {
+        (i, key): torch.as_tensor(value).clone() if _address(value) in written else value
+        for p, i, keys in misplaced
+        for key, value in state.get(p, {}).items()
+        if key in keys
+    }
+    for p, i, keys in misplaced:
+        tensors = {key: layout.allocate(key, p, i) for key in keys}
+        for key, t in tensors.items():
+            value = values.pop((i, key), None)
+            if value is None:
+                t.zero_()
+            elif key == "step":
+                t.copy_(torch.as_tensor(value).view(()))
+            else:
+                layout.fill(t, value, p, i)
+        # Another optimizer may have this very dict.
+        if state.get(p) is not layout.dicts.get(p, state):
+            state[p] = layout.dicts[p] = {**state.get(p, {})}
+        state[p].update(tensors)
+
+
+def _address(value) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else 0
 
 
 def same_order(t: Tensor, like: Tensor) -> bool:

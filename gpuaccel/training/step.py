@@ -106,8 +106,9 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. A second TrainStep of a model closes the first. Use `with`, or close(): a step that is only dropped keeps the arena's
-    memory until Python's garbage collector comes by.
+    of the caller's stays. A second TrainStep of a model closes the first. Use the step as a context
+    manager or call close(): otherwise the arena's memory is freed only at the next garbage
+    collection.
 
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.

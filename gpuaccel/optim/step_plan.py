@@ -1,0 +1,112 @@
+"""What a step does with which tensors.
+
+Each step looks at the tensors that the user may have exchanged since the last one: which parameters
+have a gradient, where weights and state lie, of what kind the gradients are. While `facts_of` says
+the same, the plan of the last step holds; otherwise everything is checked and a new plan is made.
+The addresses of gradients are no facts: they are read in each step.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ..backends import backend, takes
+from ..ops import KINDS, Job, Jobs, UpdateRule, dense, kernel_takes
+from .state_layout import ParameterLayout, same_order
+
+
+def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *options):
+    """What the plan of a step follows from, but for the addresses of gradients.
+
+    Args:
+        param_groups: of the optimizer.
+        rule: of the optimizer.
+        state: of the optimizer.
+        buffers: what else a step reads or writes, if it stays where it is.
+        grads: the gradients; None: a tensor without one.
+        *options: whatever else the plan depends on.
+
+    Returns:
+        A tuple, to be compared; None where a tensor has no address.
+    """
+    flatten = itertools.chain.from_iterable
+    params = [p for group in param_groups for p in group["params"]]
+    given = [grad for grad in grads if grad is not None]
+    states = flatten(map(dict.values, state.values()))
+    try:
+        return (
+            backend().name,
+            options,
+            [(len(group["params"]), rule.macros_of(group)) for group in param_groups],
+            [grad is None for grad in grads],
+            list(map(id, state)),
+            list(flatten(state.values())),
+            list(map(Tensor.data_ptr, [*params, *buffers, *states])),
+            list(map(Tensor.size, params)),
+            list(map(Tensor.stride, [*params, *given])),
+            [grad.dtype for grad in given],
+            list(map(type, given)),
+        )
+    # A step that is a number, a sparse gradient, a tensor without memory.
+    except (TypeError, RuntimeError):
+        return None
+
+
+class DevicePlan:
+    """A step's share of one device, which holds while the facts are the same.
+
+    Args:
+        device: of the jobs.
+        jobs: by number.
+        rule: of the optimizer.
+        layout: of the state.
+        stochastic: round bf16 weights stochastically.
+
+    Attributes:
+        by_kernels, by_torch: the jobs, by who takes them.
+        updates: of by_kernels, for launch_update.
+        measurable: whether our kernels take all gradients for the norm.
+        changed: what our kernels write and autograd may know.
+    """
+
+    def __init__(self, device, jobs: Jobs, rule, layout: ParameterLayout, stochastic: bool):
+        self.device = device
+        self.jobs = jobs
+        self._reordered = [j for j in jobs if j.grad.is_neg() or not same_order(j.grad, j.weight)]
+        self._reorder()
+        kernels = takes(device)
+        self.by_kernels = Jobs(j for j in jobs if kernels and _kernels_take(j))
+        ids = set(map(id, self.by_kernels))
+        self.by_torch = Jobs(j for j in jobs if id(j) not in ids)
+        self.updates = layout.launches(rule, self.by_kernels, stochastic) if ids else []
+        self.measurable = kernel_takes([j.grad for j in jobs]) and all(dense(j.grad) for j in jobs)
+        self.changed = [t for j in self.by_kernels for t in (j.weight, j.copy) if t is not None]
+
+    def set_gradients(self, grads: "list[Tensor | None]"):
+        """Those of the next step.
+
+        Args:
+            grads: of the optimizer's tensors, by number.
+        """
+        for j in self.jobs:
+            j.grad = grads[j.number]
+        self._reorder()
+
+    def drop_gradients(self):
+        """What is kept for the next step must not keep gradients alive."""
+        for j in self.jobs:
+            j.grad = None
+
+    def _reorder(self):
+        """Our kernels take gradients in the order of their weights."""
+        for j in self._reordered:
+            j.grad = torch.empty_like(j.weight, dtype=j.grad.dtype).copy_(j.grad)
+
+
+def _kernels_take(job: Job) -> bool:
+    """Do our kernels take this tensor?"""
+    tensors = job.weight, job.grad
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in tensors)
+    same_dtype = all(t is None or t.dtype == job.weight.dtype for t in job.state)
+    return plain and same_dtype and dense(job.weight)
