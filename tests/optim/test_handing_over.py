@@ -28,7 +28,8 @@ class Side:
             self.run = Training(make, what, device, dtype, lr=0.01)
             self.opt, self.params = self.run.opt, self.run.params
         else:
-            arena = Training(AdamW, what, device, dtype).arena
+            # Kept: an optimizer over masters alone trains nothing.
+            self.arena = arena = Training(AdamW, what, device, dtype).arena
             self.params = arena.masters if arena else params_of(device, dtype=dtype)
             self.opt = Torchs(arena.parameter_groups(0.01) if arena else self.params, lr=0.01)
         for k in (seed, seed + 1):
@@ -51,8 +52,10 @@ def hand_over(how, one, two):
 
 
 def state_of(side):
-    """Name of the state -> its values, of each parameter in the order of `params`."""
-    return [{k: side.opt.state[p][k].clone() for k in KEYS} for p in side.params]
+    """Name of the state -> its values, of each parameter in the order of `params`.
+
+    torch's step counts lie on the CPU."""
+    return [{k: side.opt.state[p][k].cpu() for k in KEYS} for p in side.params]
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
