@@ -83,6 +83,10 @@ class Gradients:
         # The backward, by autograd's number, whose fresh gradients are collected at its end.
         self._collecting = -1
         self._fresh_bytes = 0
+        weak = weakref.ref(self)
+        self._hooks = [
+            _gradient_hook(weak, i, self._addresses, self._listeners) for i in range(len(params))
+        ]
         self._handles: "list[Any]" = []
         self._closed = False
         for p in params:
@@ -109,20 +113,12 @@ class Gradients:
         """Call a hook after each gradient of a backward: see _gradient_hook."""
         if self._closed or self._handles:
             return
-        weak = weakref.ref(self)
-        for i, p in enumerate(self.params):
-            hook = _gradient_hook(weak, i, self._addresses, self._listeners)
+        for p, hook in zip(self.params, self._hooks):
             # A frozen parameter takes no hook.
-            with self._trainable(p):
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _trainable(p: nn.Parameter):
-        trained = p.requires_grad
-        p.requires_grad_(True)
-        yield
-        p.requires_grad_(trained)
+            trained = p.requires_grad
+            p.requires_grad_(True)
+            self._handles.append(p.register_post_accumulate_grad_hook(hook))
+            p.requires_grad_(trained)
 
     def _remove_hooks(self):
         while self._handles:
@@ -229,7 +225,12 @@ class Gradients:
         slices = range(start, start + 4 * len(self.buffer))
         for i in range(first, last):
             grad = self.params[i].grad
-            if grad is None or self._is_slice(i, grad):
+            if grad is None:
+                continue
+            # The usual case first: each call counts on a slow host.
+            if grad is self.views[i] and grad.data_ptr() == self._addresses[i]:
+                continue
+            if self._is_slice(i, grad):
                 continue
             if grad.requires_grad and not graphs:
                 continue

@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def split(batch, parts: int) -> list:
     if is_split(batch):
         return batch
     pieces = _pieces(batch, parts)
-    rows = dict(_rows(batch))
+    rows = _rows(batch, "", {})
     if not rows:
         raise ArgumentError(
             "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0; got "
@@ -48,14 +48,15 @@ def split(batch, parts: int) -> list:
     return pieces
 
 
-def _rows(value, name: str = "") -> "Iterator[tuple[str, int]]":
-    """(place in the batch, dim 0) of each tensor that has rows."""
+def _rows(value, name: str, rows: "dict[str, int]") -> "dict[str, int]":
+    """rows, with place in the batch -> dim 0 of each tensor that has rows."""
     if isinstance(value, Tensor):
         if value.dim():
-            yield name, len(value)
+            rows[name] = len(value)
     elif isinstance(value, (tuple, list, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _rows(item, f"{name}[{key!r}]")
+            _rows(item, f"{name}[{key!r}]", rows)
+    return rows
 
 
 def _pieces(value, parts: int) -> list:
@@ -108,4 +109,4 @@ def is_split(batch) -> bool:
 
 def rows_of(micro) -> int:
     """How many sequences a micro-batch has: dim 0 of its first tensor; 0 without one."""
-    return next((rows for _, rows in _rows(micro)), 0)
+    return next(iter(_rows(micro, "", {}).values()), 0)

@@ -443,7 +443,6 @@ class TrainStep:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
                 ordered.add_micro_batch(None, None, 0, 0)
-        self.arena.gradients.collect()
         return totals
 
     def micro(
@@ -480,7 +479,7 @@ class TrainStep:
             objective.backward()
         if self.products is not None:
             self.products.end_backward()
-        self.arena.gradients.collect(graphs=False)
+        self.arena.gradients.collect()
         mark("backward")
         return loss.detach().float(), tokens
 
