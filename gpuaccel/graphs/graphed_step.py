@@ -38,7 +38,7 @@ from .capture import recorder_for
 from .captured_graph import CapturedGraph, GraphGradient
 from .participant import OtherSums, Refreshable, participants_of
 from .results import ResultBuffer
-from .snapshot import ForwardState, MemorySpans, preserved
+from .snapshot import ForwardState, MemorySpans, host_generators, preserved
 from .torch_optimizers import frozen_number, optimizer_key
 
 if TYPE_CHECKING:
@@ -380,11 +380,21 @@ class GraphedStep(Generic[P, R]):
                 if grad is not None:
                     p.grad = grad
             with preserved(changed, self.device), _no_autocast_cache():
+                generators = host_generators(self._modules, self.device)
                 recording, _ = self._recorder.record(step)
+                drawn = host_generators(self._modules, self.device)
         finally:
             # What the capture has put there has no value before a replay.
             for p, grad in zip(params, current):
                 p.grad = grad
+        for name, drawn_from in drawn.items():
+            if drawn_from != generators.get(name, drawn_from):
+                recording.close()
+                raise CaptureError(
+                    f"the step draws from {name}, on the host: each replay would use the numbers "
+                    "of the capture again. Instead: draw on the device (torch.rand(..., "
+                    "device=...)), or launch the step"
+                )
         gradients = [
             GraphGradient(p, static, left)
             for p, static, left, grad in zip(params, before, after, current)

@@ -145,6 +145,35 @@ def _snapshot_generators(device) -> "Callable[[], None]":
     return restore
 
 
+def host_generators(modules: "list[nn.Module]", device) -> "dict[str, object]":
+    """The random generators of the host whose numbers a graph would keep for ever: name -> state.
+
+    Those of torch's CPU tensors count where the device is a GPU; a tape repeats their operations.
+
+    Args:
+        modules: whose attributes are looked at, for generators of their own.
+        device: where the step runs.
+    """
+    _, keys, *rest = np.random.get_state()
+    states: "dict[str, object]" = {
+        "Python's random": random.getstate(),
+        "np.random": (keys.tobytes(), *rest),
+    }
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        states["torch's generator of the CPU"] = torch.get_rng_state().tolist()
+    for module in modules:
+        for name, value in vars(module).items():
+            key = f"{type(module).__name__}.{name}"
+            if isinstance(value, random.Random):
+                states[key] = value.getstate()
+            elif isinstance(value, np.random.Generator):
+                states[key] = repr(value.bit_generator.state)
+            elif isinstance(value, torch.Generator) and on_gpu and value.device.type == "cpu":
+                states[key] = value.get_state().tolist()
+    return states
+
+
 def _snapshot_module(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
     """Save parameters, buffers and gradients: values in `copies`, which tensors they are here."""
     restore_registered = _snapshot_registered(module)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import random
 import re
@@ -38,6 +39,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, CaptureError
+from gpuaccel.graphs import graphed_step
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.loop import warmup_cosine
@@ -46,7 +48,8 @@ from gpuaccel.training.loop import warmup_cosine
 @pytest.mark.parametrize("whose", ["ga.AdamW", "ga.AdamW over an arena", "torch.optim.AdamW"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_capture_alone_changes_nothing_at_all(device, whose):
-    """Not even the generators that fn's Python draws from, nor gradients that stood there."""
+    """Not even the generators that fn's Python draws from while it warms up, nor gradients that
+    stood there."""
     model = small(device, norm=True, dropout=0.3)
     if whose.startswith("torch"):
         opt = torchs(model, device)
@@ -55,8 +58,11 @@ def test_capture_alone_changes_nothing_at_all(device, whose):
         opt = AdamW(over, lr=LR, max_norm=LIMIT)
     fn, (x, y) = plain_step(model, opt), pairs(device, 1)[0]
 
+    calls = itertools.count(1)
+
     def drawing(x, y):
-        random.random(), np.random.rand(), torch.rand(())
+        if next(calls) % (graphed_step.WARM_UPS + 1):
+            random.random(), np.random.rand(), torch.rand(())
         opt.zero_grad()
         return fn(x, y)
 
@@ -888,3 +894,79 @@ def test_gradients_outlive_the_graph_that_has_to_go_for_another_one(device, max_
             step(torch.ones(rows, 3, device=device))
         sums.append(layer.weight.grad.tolist())
     assert sums == [[[16.0, 16.0, 16.0]]] * 2
+
+
+class Drops(nn.Module):
+    """Drops its second layer when a generator of the host says so."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own = random.Random(1)
+        self.numpys = np.random.default_rng(1)
+        self.torchs = torch.Generator().manual_seed(1)
+        self.draw = draw
+
+    def forward(self, x):
+        h = self.first(x)
+        return h if self.draw(self) < 0.5 else h + self.second(h)
+
+
+DRAWS = {
+    "Python's random": lambda m: random.random(),
+    "np.random": lambda m: np.random.uniform(),
+    "Drops.own": lambda m: m.own.random(),
+    "Drops.numpys": lambda m: m.numpys.random(),
+}
+# On a tape torch's operations draw anew, and a value that the host reads is refused before.
+DRAWS_BESIDE_A_GPU = {
+    "torch's generator of the CPU": lambda m: torch.rand([]).item(),
+    "Drops.torchs": lambda m: torch.rand([], generator=m.torchs).item(),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWS, *DRAWS_BESIDE_A_GPU])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_step_that_draws_on_the_host_is_named_and_launched(device, name):
+    """Its weights are then those of a loop of one's own."""
+    if name in DRAWS_BESIDE_A_GPU and ga.backend().name != "cuda":
+        pytest.skip("on a CPU the host's generator is the device's")
+    draw = (DRAWS | DRAWS_BESIDE_A_GPU)[name]
+    weights = []
+    for policy in (None, "auto"):
+        torch.manual_seed(0)
+        model = Drops(draw).to(device)
+        opt = AdamW(model.parameters(), lr=LR)
+        step = plain_step(model, opt)
+        graphed = None
+        if policy is not None:
+            graphed = step = ga.GraphedStep(step, [model, opt], policy=policy)
+        random.seed(2), np.random.seed(2), torch.manual_seed(2)
+        model.own.seed(1), model.torchs.manual_seed(1)
+        model.numpys = np.random.default_rng(1)
+        x = torch.ones(2, 4, device=device)
+        if graphed is not None:
+            with pytest.warns(UserWarning, match=f"draws from {name}, on the host"):
+                step(x, x)
+            assert graphed.replay == "eager" and name in graphed.reason
+        else:
+            step(x, x)
+        for _ in range(5):
+            step(x, x)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    with pytest.raises(CaptureError, match=f"draws from {name}, on the host"):
+        model = Drops(draw).to(device)
+        opt = AdamW(model.parameters(), lr=LR)
+        ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require")(x, x)
+    if name in ("Python's random", "np.random", "torch's generator of the CPU"):
+        for p, q in zip(*weights):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_dropout_is_no_draw_of_the_host(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to(device)
+    opt = AdamW(model.parameters(), lr=LR)
+    x = torch.ones(2, 4, device=device)
+    with ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require") as step:
+        assert float(step(x, x)) != float(step(x, x))
