@@ -1,5 +1,6 @@
 """What all tests share: one cache for the whole run, and the reason why GPU tests are skipped."""
 
+import itertools
 import os
 import signal
 import tempfile
@@ -17,6 +18,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from gpuaccel.backends import find_gpu  # noqa: E402
 
+# In the fast set, of a parametrised function.
+MOST_OF_A_FUNCTION = 8
+# They take more than 40 s each.
+SLOW_NOTEBOOKS = {
+    "02b_per_layer.ipynb",
+}
+GPU_ITEMS = pytest.StashKey[str]()
 # GPUACCEL_TEST_GIB=15: as on GPUs with 15 GiB of memory.
 GIB = os.environ.get("GPUACCEL_TEST_GIB")
 
@@ -38,12 +46,73 @@ def pytest_configure():
         limit_gpu_memory(float(GIB))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--only",
+        choices=("fast", "rest"),
+        help="fast: what `make test` runs; rest: the others (default: both)",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     there, why = find_gpu()
-    if not there:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {why}"))
+    gpu_items = [] if there else [item for item in items if "gpu" in item.keywords]
+    fast = fast_items(items) if config.getoption("--only") else set(items)
+    rest = config.getoption("--only") == "rest"
+    left_out = [item for item in items if item in gpu_items or (item in fast) == rest]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+    if gpu_items:
+        config.stash[GPU_ITEMS] = f"{len(gpu_items)} tests need a GPU and are not run: {why}"
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["gpu_items"] = config.stash[GPU_ITEMS]
+
+
+def pytest_testnodedown(node, error):
+    """A worker of pytest-xdist has ended: it has collected the tests."""
+    if "gpu_items" in getattr(node, "workeroutput", {}):
+        node.config.stash[GPU_ITEMS] = node.workeroutput["gpu_items"]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if GPU_ITEMS in config.stash:
+        terminalreporter.write_line(config.stash[GPU_ITEMS])
+
+
+def fast_items(items) -> set:
+    """What `make test` runs: no slow test, and of each function at most MOST_OF_A_FUNCTION items.
+
+    These have every value of each parameter where that is possible, and as many pairs of values."""
+    by_function = {}
+    for item in items:
+        if "slow" not in item.keywords and item.path.name not in SLOW_NOTEBOOKS:
+            function = (item.path, item.nodeid.split("[")[0])
+            by_function.setdefault(function if hasattr(item, "callspec") else item, []).append(item)
+    return {item for group in by_function.values() for item in spread(group, MOST_OF_A_FUNCTION)}
+
+
+def spread(items: list, most: int) -> list:
+    """At most so many items of a parametrised function, that have as many pairs of values as can
+    be."""
+    if len(items) <= most:
+        return items
+    # First and last value of a single parameter before those between.
+    waiting = [items[0], items[-1], *items[1:-1]]
+    pairs = {item: parameter_pairs(item.callspec.indices) for item in items}
+    seen, result = set(), []
+    while len(result) < most:
+        best = max(waiting, key=lambda item: len(pairs[item] - seen))
+        waiting.remove(best)
+        result.append(best)
+        seen |= pairs[best]
+    return result
+
+
+def parameter_pairs(indices: dict) -> set:
+    """{name and index of a value} of each, and of each two parameters."""
+    values = list(indices.items())
+    return {frozenset(two) for two in itertools.product(values, repeat=2)}
 
 
 def pytest_sessionfinish():

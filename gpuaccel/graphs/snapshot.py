@@ -8,6 +8,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,10 +155,10 @@ def host_generators(modules: "list[nn.Module]", device) -> "dict[str, object]":
         modules: whose attributes are looked at, for generators of their own.
         device: where the step runs.
     """
-    _, keys, *rest = np.random.get_state()
+    numpy: Any = np.random.get_state()
     states: "dict[str, object]" = {
         "Python's random": random.getstate(),
-        "np.random": (keys.tobytes(), *rest),
+        "np.random": (numpy[1].tobytes(), *numpy[2:]),
     }
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:

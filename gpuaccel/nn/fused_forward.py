@@ -27,11 +27,13 @@ class Joint(NamedTuple):
         weight: (sum of out, in), of an arena, or of frozen layers.
         grad: the same range of arena.grads, fp32; None: the weights are frozen.
         kernels: whether our kernels run on its device. It is known before torch.compile asks.
+        layers: in the order of fused_linears().
     """
 
     weight: Tensor
     grad: "Tensor | None"
     kernels: bool
+    layers: "tuple[nn.Module, ...]"
 
 
 class FusedForward:

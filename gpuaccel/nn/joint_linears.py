@@ -168,8 +168,9 @@ def _side_by_side_factors(factors, dtype: torch.dtype) -> "tuple[Tensor, list[Te
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
-    It is possible while products add into the arena (optim/products.py), and the weights lie side
-    by side in it, or all are frozen.
+    It is possible while products add into the arena (optim/products.py), for layers that a module
+    lists in this order in FUSED_LINEARS, and whose weights lie side by side in the arena, or are
+    all frozen.
 
     Args:
         x: (..., in).
@@ -290,10 +291,15 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
 
 def _joint_of(*layers: nn.Module) -> "Joint | None":
-    """The layers' weights as one tensor; None where they do not lie side by side, or have hooks."""
+    """The layers' weights as one tensor; None where each layer has to be called by itself.
+
+    That is so without a joint of these layers in this order, without gradients, under torch.func,
+    for a weight that was replaced or unfrozen, merged LoRA, and hooks."""
     first = fused_forward(layers[0])
     joint = None if first is None else first.joint
     if joint is None or not backward_may_add():
+        return None
+    if len(layers) != len(joint.layers) or any(a is not b for a, b in zip(layers, joint.layers)):
         return None
     for layer in layers:
         fused = fused_forward(layer)

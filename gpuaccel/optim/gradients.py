@@ -6,6 +6,9 @@
 | another tensor, or has got other memory | that is the whole sum; it is copied into the slice |
 | None | there is no gradient; the slice is stale, and the next write overwrites it |
 
+While a TrainStep runs it puts sums aside, where `.grad` is None for a time: a forward with bf16
+weights, and the replay of a list of micro-batches.
+
 A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
 backward, or when many bytes wait, all of them are copied into their slices by one call, collect().
 The master of a bf16 parameter shows the parameter's `.grad` as its own.
@@ -56,7 +59,7 @@ class Gradients:
 
     Attributes:
         views: of each tensor its slice of the buffer, in its shape. That of a tensor whose `.grad`
-            is None is stale.
+            is None is stale. place() puts another tensor there.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Gradients:
         # Each has a storage and a version of its own. Where the gradients that one operation writes
         # share a storage, torch.compile's Inductor copies them before it and back after it.
         self.views = [own_storage(s.of(buffer)) for s in segments]
+        # Of each view, whose own may be replaced by `p.grad.data = ...`.
+        self._memory = [view.detach() for view in self.views]
         self._addresses = [view.data_ptr() for view in self.views]
         # Sums of squares that a reduction has left, and the versions of the gradients then.
-        self._squares: "tuple[Tensor, list[int]] | None" = None
+        self._squares: "tuple[Tensor, list] | None" = None
         # Told about gradients while a backward runs.
         self._listeners: "list[GradientListener]" = []
         # The backward, by autograd's number, whose fresh gradients are collected at its end.
@@ -96,17 +101,21 @@ class Gradients:
         self._follow()
 
     def close(self):
-        """Make every `.grad` that is a slice a tensor of its own, in its parameter's dtype."""
+        """Make every `.grad` a tensor of its own, in its parameter's dtype."""
         self._closed = True
         self._remove_hooks()
-        for p, address in zip(self.params, self._addresses):
-            if p.grad is not None and p.grad.data_ptr() == address:
-                p.grad = p.grad.to(p.dtype, copy=True)
+        for i, p in enumerate(self.params):
+            grad, p.grad = p.grad, None
+            # torch's default.
+            p.grad_dtype = p.dtype
+            if grad is not None:
+                p.grad = grad.to(p.dtype, copy=self._is_slice(i, grad))
 
     def moved(self):
         """The buffer has other memory: the slices follow it."""
         for s, view in zip(self.segments, self.views):
             view.data = own_storage(s.of(self.buffer))
+        self._memory = [view.detach() for view in self.views]
         self._addresses[:] = [view.data_ptr() for view in self.views]
 
     def _follow(self):
@@ -250,7 +259,7 @@ class Gradients:
         for i in range(first, last):
             # `p.grad.data = ...` has given the view other memory.
             if self.views[i].data_ptr() != self._addresses[i]:
-                self.views[i].data = own_storage(self.segments[i].of(self.buffer))
+                self.views[i].data = self._memory[i]
         if not indices:
             return
         views = [self.views[i] for i in indices]
@@ -304,6 +313,7 @@ class Gradients:
         before = {i: self.views[i] for i in views}
         for i, view in views.items():
             self.views[i] = view
+            self._memory[i] = view.detach()
             self._addresses[i] = view.data_ptr()
             if self.params[i].grad is not None:
                 self.params[i].grad = view
@@ -315,16 +325,17 @@ class Gradients:
         Args:
             squares: (chunks,) fp64.
         """
-        self._squares = squares, self._grad_versions()
+        self._squares = squares, self._state()
 
     def kept_squares(self) -> "tuple[Tensor, Tensor] | None":
         """(sums of squares, tensor of each) of keep_squares(); None: a gradient has changed."""
-        if self._squares is None or self._squares[1] != self._grad_versions():
+        if self._squares is None or self._squares[1] != self._state():
             return None
         return self._squares[0], self.chunk_to_tensor
 
-    def _grad_versions(self) -> "list[int]":
-        return [view._version for view in (self.buffer, *self.views)]
+    def _state(self) -> list:
+        """Differs after a gradient has changed, come or gone."""
+        return [view._version for view in (self.buffer, *self.views)] + self.received()
 
     @torch.no_grad()
     def zero_stale(self, first: int = 0, last: "int | None" = None):

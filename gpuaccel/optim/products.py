@@ -189,7 +189,7 @@ class Products:
         start = segments[0].offset
         weight = weights[start : start + grad.numel()].view_as(grad)
         # fused_linears() looks at the first layer of forward, which is the last one here.
-        self._fused[layers[0]].joint = Joint(weight, grad, takes(weight.device))
+        self._fused[layers[0]].joint = Joint(weight, grad, takes(weight.device), tuple(layers))
 
     def _add_frozen_joint(self, layers: "list[nn.Module]"):
         """Make one product of several frozen layers of one input, with LoRA or without.
@@ -212,7 +212,7 @@ class Products:
             self._frozen[weight] = weight.data_ptr()
             self._fused[layer] = first = FrozenLinear(layer, None)
         # As in _add_joint().
-        first.joint = Joint(joint, None, takes(joint.device))
+        first.joint = Joint(joint, None, takes(joint.device), tuple(layers[::-1]))
 
     # ---- while backward runs ----
 

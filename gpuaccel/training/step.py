@@ -4,9 +4,9 @@
     out = step((inputs, targets))
     out.loss, out.norm, out.tokens        # on the device
 
-Nothing waits for the host between the first micro-batch and the new weights. With replay="graph"
-the whole step is one launch (training/replay.py), bit-identical to the eager step in deterministic
-mode.
+Nothing waits for the device between the first micro-batch and the new weights, but for an
+optimizer with on_nonfinite="raise". With replay="graph" the whole step is one launch
+(training/replay.py), bit-identical to the eager step in deterministic mode.
 
 How a step runs, in the order of the methods below:
 
@@ -106,9 +106,9 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. A second TrainStep of a model closes the first. Use the step as a context
-    manager or call close(): otherwise the arena's memory is freed only at the next garbage
-    collection.
+    of the caller's stays. Gradients that stand are dropped. A second TrainStep of a model closes
+    the first. Use the step as a context manager or call close(): otherwise the arena's memory is
+    freed only at the next garbage collection.
 
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.

@@ -708,3 +708,26 @@ def test_conv1d_compiled_adds_into_its_slice(conv1d, device):
             sums_agree(arena, plain, bound=1e-4)
     finally:
         torch._dynamo.reset()
+
+
+class Listed(nn.Module):
+    FUSED_LINEARS = (("q", "k", "v"),)
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6, bias=False) for _ in "qkv")
+
+
+@pytest.mark.parametrize("order", ["qkv", "qvk", "vkq", "qk", "kv", "q"])
+def test_other_layers_than_the_listed_ones_are_called_one_by_one(order):
+    """In another order, or some of them: each output is its layer's."""
+    torch.manual_seed(0)
+    module = Listed()
+    x = torch.randn(3, 6)
+    arena = Arena(module)
+    products = Products(arena)
+    layers = [getattr(module, name) for name in order]
+    for y, layer in zip(fused_linears(x, *layers), layers, strict=True):
+        torch.testing.assert_close(y, x @ layer.weight.t())
+    products.close()
+    arena.release()

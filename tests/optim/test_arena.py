@@ -617,3 +617,47 @@ def test_masters_without_an_arena_are_refused_and_nothing_changes(kind, end):
         opt.step()
     assert torch.equal(model.weight, before)
     opt.state_dict()
+
+
+def test_a_released_bf16_weight_takes_bf16_gradients_alone_again():
+    model = nn.Linear(4, 4).bfloat16()
+    kinds = {name: p.grad_dtype for name, p in model.named_parameters()}
+    arena = Arena(model)
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    # One is the slice, the other is not.
+    model.bias.grad = torch.full((4,), 3.0)
+    arena.release()
+    assert {name: p.grad_dtype for name, p in model.named_parameters()} == kinds
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.bias.grad.eq(3).all() and model.weight.grad.eq(2).all()
+
+
+def test_release_does_not_stop_at_a_sparse_gradient():
+    model = nn.Linear(4, 4)
+    arena = Arena(model)
+    model.weight.grad = torch.eye(4).to_sparse()
+    arena.release()
+    assert arena.released and torch.equal(model.weight.grad.to_dense(), torch.eye(4))
+
+
+def test_squares_are_not_kept_when_a_gradient_goes():
+    model = nn.Linear(4, 4)
+    arena = Arena(model)
+    model(torch.ones(2, 4)).sum().backward()
+    arena.gradients.keep_squares(torch.zeros(arena.numel // CHUNK, dtype=torch.float64))
+    assert arena.gradients.kept_squares() is not None
+    model.bias.grad = None
+    assert arena.gradients.kept_squares() is None
+
+
+def test_a_slice_that_was_placed_elsewhere_gets_its_memory_again():
+    model = nn.Linear(4, 4)
+    arena = Arena(model)
+    model(torch.ones(2, 4)).sum().backward()
+    other = torch.zeros(4)
+    before = arena.gradients.place({arena.number_of(model.bias): other})
+    model.bias.grad.data = torch.full((4,), 5.0)
+    arena.gradients.collect()
+    assert model.bias.grad.data_ptr() == other.data_ptr() and other.eq(5).all()
+    arena.gradients.place(before)
+    assert model.bias.grad.data_ptr() == arena.gradients.views[0].data_ptr()
