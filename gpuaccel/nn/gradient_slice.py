@@ -32,8 +32,9 @@ class SlicePart(NamedTuple):
 class GradientSlice:
     """The gradient sums of one weight, or of several side by side, into which products add.
 
-    What a product does: uses(), begin(), the addition to each part, end(). The slices of an arena
-    are optim/products.py's. This class is memory of no arena: autograd keeps the gradients.
+    What a product does: uses(), begin(), the addition to each part, end(). optim/products.py makes
+    those of an arena, of a class of its own. This class stands in for one that is gone (its
+    TrainStep was closed between forward and backward): gradients go to autograd.
 
     Args:
         acc: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
@@ -94,4 +95,5 @@ def slice_of(acc: Tensor) -> GradientSlice:
         acc: a GradientSlice's, or another tensor of its storage.
     """
     reference = getattr(acc.untyped_storage(), "gpuaccel_slice", None)
-    return reference and reference() or GradientSlice(acc)
+    target = None if reference is None else reference()
+    return GradientSlice(acc) if target is None else target

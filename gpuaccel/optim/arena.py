@@ -187,7 +187,7 @@ class Arena:
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
         # An arena that is garbage-collected without release() leaves its hooks to the next arena:
         # they cannot be removed at that moment, for torch may be calling them.
-        self._hooks = weakref.finalize(self, abandon, hooks)
+        self._hooks = weakref.finalize(self, _abandon, hooks)
         _remove(_abandoned_hooks)
         _arenas.add(self)
 
@@ -634,7 +634,7 @@ def _follow_optimizers(arena):
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
 
 
-def abandon(handles: list):
+def _abandon(handles: list):
     """Remove hooks of what is gone when the next arena is made or released."""
     _abandoned_hooks.extend(handles)
 

@@ -331,7 +331,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _parts(self) -> "list[DevicePlan]":
         """What this step does: as the last one with these gradients, or planned anew."""
-        tensors = self._members.with_gradients(self.param_groups)
+        tensors = self._members.gradient_holders(self.param_groups)
         grads: "list[Any]" = [p.grad for p in tensors]
         facts, parts = self._plan
         if facts is not None and facts == self._facts(grads):

@@ -44,7 +44,7 @@ class Members:
             return [(g, p, i) for i, (g, p) in enumerate(rows)]
         return [(g, p, self.number_of(p)) for g, p in rows]
 
-    def with_gradients(self, groups: "list[dict]") -> "list[Tensor]":
+    def gradient_holders(self, groups: "list[dict]") -> "list[Tensor]":
         """By number: the tensor whose `.grad` is the gradient."""
         if self.arena is None:
             return [p for group in groups for p in group["params"]]
@@ -52,13 +52,13 @@ class Members:
 
     def count(self, groups: "list[dict]") -> int:
         """How many tensors have a number."""
-        return len(self.with_gradients(groups))
+        return len(self.gradient_holders(groups))
 
     def names(self, groups: "list[dict]") -> "list[str]":
         """By number."""
         if self.arena is not None:
             return [s.name for s in self.arena.segments]
-        params = self.with_gradients(groups)
+        params = self.gradient_holders(groups)
         named = [name for group in groups for name in group.get("param_names", ())]
         return named if len(named) == len(params) else unnamed(params)
 

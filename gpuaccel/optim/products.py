@@ -3,16 +3,21 @@
     with_products = Products(arena)      # the arena's layers add by their products
     with_products.close()                # ordinary layers again
 
+They are used by a TrainStep that is asked for replay="graph", where a product's call costs the
+host nothing, or for deterministic=True, so that its launched steps are those of a graph.
+
 A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, a
 FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of every nn.Embedding
-(nn/). The product writes `.grad` by the arena's rule: None is overwritten, a sum is added to.
-Nothing is rounded between the product and the fp32 sum. The other tensors are autograd's.
+(nn/). Subclasses, and layers with a forward of their own, stay as they are. The product writes
+`.grad` by the arena's rule: None is overwritten, a sum is added to. Nothing is rounded between the
+product and the fp32 sum. The other tensors are autograd's.
 
 Layers of one input (FUSED_LINEARS of their module) become one product: trained ones where the arena
 has their weights side by side, frozen ones, with LoRA or without, whose weights are moved so.
 """
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +50,8 @@ KINDS: "tuple[type[FusedForward], ...]" = FusedLinear, FusedConv1D, FusedEmbeddi
 class _ProductSlice(GradientSlice):
     """A slice of arena.grads, by whose products `.grad` follows the arena's rule.
 
-    Its tensor is none that somebody sees as `.grad`, whose memory anybody may replace.
+    Layers know it by a tensor of its own, `acc`. It is not the arena's view, which somebody may see
+    as `.grad` and give other memory.
 
     Args:
         products: is told what is added.
@@ -139,10 +145,10 @@ class Products:
         self._slices: "dict[tuple[int, ...], _ProductSlice]" = {}
         # Frozen weights that lie side by side -> their addresses.
         self._frozen: "dict[Tensor, int]" = {}
-        index = {id(p): i for i, p in enumerate(arena.params)}
         for layer in arena.module.modules():
             # Not the attribute, which a parametrization would compute.
-            i = index.get(id(dict(layer.named_parameters(recurse=False)).get("weight")))
+            weight = dict(layer.named_parameters(recurse=False)).get("weight")
+            i = None if weight is None else arena.number_of(weight)
             kind = next((kind for kind in KINDS if kind.supports(layer)), None)
             # A weight with hooks needs its gradient from autograd.
             if i is None or kind is None or not has_class_forward(layer) or _has_hooks(arena, i):
@@ -152,7 +158,7 @@ class Products:
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
                 layers = [getattr(layer, name) for name in names]
-                self._add_joint(layers, index)
+                self._add_joint(layers)
                 self._add_frozen_joint(layers)
         arena.before_release.append(self.close)
 
@@ -162,23 +168,22 @@ class Products:
             self._slices[tensors] = _ProductSlice(self, tensors)
         return self._slices[tensors].acc
 
-    def _add_joint(self, layers: "list[nn.Module]", index: "dict[int, int]"):
+    def _add_joint(self, layers: "list[nn.Module]"):
         """Make one product of several layers of one input (nn.fused_linears).
 
         Nothing changes where their weights do not lie side by side in the arena.
-
-        Args:
-            index: id of a parameter -> its index in the arena.
         """
         # The arena stores parameters last to first; `linears` has that order.
-        linears = [
+        linears: "list[Any]" = [
             layer
             for layer in reversed(layers)
             if isinstance(layer, nn.Linear) and layer in self._fused and layer.bias is None
         ]
         if len(linears) < len(layers) or len({linear.weight.dtype for linear in linears}) > 1:
             return
-        tensors = tuple(index[id(linear.weight)] for linear in linears)
+        numbers = [self.arena.number_of(linear.weight) for linear in linears]
+        # Each is in the arena: its layer is in `_fused`.
+        tensors = tuple(i for i in numbers if i is not None)
         segments = [self.arena.segments[i] for i in tensors]
         if any(a.offset + a.numel != b.offset for a, b in zip(segments, segments[1:])):
             return
