@@ -14,7 +14,9 @@ from ..errors import ArgumentError, described
 
 
 def split(batch, parts: int) -> list:
-    """`batch` in `parts` pieces along dim 0, whose sizes differ by one at most.
+    """`batch` in pieces along dim 0, whose sizes differ by one at most, as torch.tensor_split.
+
+    There are `parts` pieces, or one for each row where there are fewer rows.
 
     Args:
         batch: a tensor, or tensors in tuples, lists and dicts, nested. Each piece has all that has
@@ -23,14 +25,15 @@ def split(batch, parts: int) -> list:
             returned as it is.
 
     Raises:
-        ArgumentError: when the tensors disagree in dim 0, there are fewer rows than pieces, or
-            tensors stand in an object of another kind.
+        ArgumentError: when the tensors disagree in dim 0, have no rows, or stand in an object of
+            another kind.
     """
     if is_split(batch):
         return batch
-    pieces = _pieces(batch, parts)
     rows = _rows(batch, "", {})
     if not rows:
+        # Names tensors that stand elsewhere.
+        _pieces(batch, 1)
         raise ArgumentError(
             "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0; got "
             f"{described(batch)}"
@@ -41,11 +44,9 @@ def split(batch, parts: int) -> list:
             + ", ".join(f"{count} in batch{name}" for name, count in rows.items())
         )
     count = next(iter(rows.values()))
-    if count < parts:
-        raise ArgumentError(
-            f"a batch of {count} rows cannot be split into {parts} micro-batches along dim 0"
-        )
-    return pieces
+    if count == 0:
+        raise ArgumentError("a batch of 0 rows has no micro-batch; expected 1 or more in dim 0")
+    return _pieces(batch, min(parts, count))
 
 
 def _rows(value, name: str, rows: "dict[str, int]") -> "dict[str, int]":

@@ -117,7 +117,8 @@ class TrainStep:
             Default: AdamW, lr 3e-4, decay 0.1 on matrices.
         loss_fn: function of (model, micro) that returns (sum of losses, number of tokens), or a
             mean. Default: token_loss.
-        micro_batches: pieces that a batch is split into along dim 0, 1 or more. Default: 1.
+        micro_batches: pieces that a batch is split into along dim 0, 1 or more; fewer where it has
+            fewer rows. Default: 1.
         divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
             them; unequal micro-batches give the full batch's gradient. "sequences": rows of the
             batch. "micro_batches": the mean of the micro-batches' means.
@@ -396,8 +397,8 @@ class TrainStep:
             A list of what loss_fn gets as `micro`.
 
         Raises:
-            ArgumentError: for a batch with fewer rows than micro-batches, or, in ordered mode, with
-                more micro-batches than the step was made for.
+            ArgumentError: for a batch without rows, or, in ordered mode, with more micro-batches
+                than the step was made for.
         """
         if self.reducer is None:
             return split(batch, self.micro_batches)
