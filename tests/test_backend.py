@@ -288,6 +288,7 @@ def test_deterministic_leaves_every_switch_as_it_was(monkeypatch, frozen):
         assert switches() == (*before[:2], True, True)
 
 
+@pytest.mark.slow
 def test_importing_gpuaccel_sets_nothing_in_the_process():
     """Neither the environment nor one of torch's flags; torch is imported first, with its own."""
     code = """

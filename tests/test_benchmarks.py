@@ -47,6 +47,7 @@ def fingerprints():
 # ---- results and what they measured -------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_a_result_says_what_it_measured(path, fingerprints):
     result = json.loads(path.read_text())
@@ -402,6 +403,7 @@ def test_one_launch_adds_as_torch_does(on_simt):
     )
 
 
+@pytest.mark.slow
 @needs_simt
 def test_rungs_runs_and_a_notebook_shows_its_rows(on_simt, monkeypatch, tmp_path):
     sizes = dict(hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, head_dim=8, T=16)
@@ -436,6 +438,7 @@ def test_rungs_runs_and_a_notebook_shows_its_rows(on_simt, monkeypatch, tmp_path
         assert all(name in shown for name in expected)
 
 
+@pytest.mark.slow
 @needs_simt
 def test_models_runs_keeps_the_gpus_cells_and_has_a_table(scripts, monkeypatch, tmp_path):
     """One model; and a cell that is wrong is said to be wrong."""
@@ -575,6 +578,7 @@ def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside
     }
 
 
+@pytest.mark.slow
 @needs_simt
 def test_step_runs_and_has_a_table(on_simt, monkeypatch):
     on_simt("step_variants", CALLS=1)
@@ -660,6 +664,7 @@ def test_a_peer_that_computes_something_else_is_left_out(scripts):
         variants.measured(workers, 1, clock)
 
 
+@pytest.mark.slow
 @needs_simt
 def test_the_peers_with_bf16_weights_learn_as_the_one_in_fp32(on_simt):
     variants, step = on_simt("step_variants"), on_simt("step", B=2)
@@ -689,6 +694,7 @@ def test_the_peers_with_bf16_weights_learn_as_the_one_in_fp32(on_simt):
     assert all(torch.allclose(masters[1], other, atol=2e-3) for other in masters[3:])
 
 
+@pytest.mark.slow
 @needs_simt
 def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")
@@ -713,6 +719,7 @@ def test_transformers_step_runs_and_has_a_table(on_simt, monkeypatch):
     assert shares["GPT-2"] == [None] * 3 and f"| none | {limit:.1f} ms |" in table
 
 
+@pytest.mark.slow
 @needs_simt
 def test_lora_runs_and_has_a_table(on_simt, monkeypatch):
     pytest.importorskip("peft", reason="peft, of the extra `test`, is missing")
@@ -870,6 +877,7 @@ def test_a_peer_that_does_not_compile_in_time_says_so(scripts):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 @needs_simt
 def test_graphs_and_timeline_run_and_have_a_table(on_simt, monkeypatch):
     graphs, timeline = on_simt("graphs", STEPS=10, NAN_STEP=4, CALLS=1), on_simt("timeline")
@@ -983,6 +991,7 @@ def test_the_model_fits_into_the_memory_that_is_there(scripts, monkeypatch):
     assert limits == [70 / 80, 20 / 80]
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_runs_out_of_memory_takes_a_smaller_model(scripts, monkeypatch, tmp_path):
     common, memory = scripts("common", RESULTS=tmp_path), scripts("memory")
     monkeypatch.setenv(memory.LIMIT, "1000")
@@ -1220,6 +1229,7 @@ def test_the_readme_has_the_gpu_measured_last_and_missed_goals_are_those_of_all(
     assert two_gpus.short("NVIDIA H100 PCIe, limited to 15 GiB") == "H100, limited to 15 GiB"
 
 
+@pytest.mark.slow
 def test_cpu_runs_and_has_a_table(scripts, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cpu = scripts("cpu", ROUNDS=1, ROWS=4, T=8, THREADS=(1,))
@@ -1247,6 +1257,7 @@ def encoder(on_simt):
     return on_simt("encoder", **sizes, CALLS=1)
 
 
+@pytest.mark.slow
 @needs_simt
 def test_encoder_runs_and_has_a_table(encoder, scripts, monkeypatch):
     results = {
@@ -1333,6 +1344,7 @@ def dispatch_cases():
     }
 
 
+@pytest.mark.slow
 @needs_simt
 def test_dispatch_runs_and_has_a_table(dispatch, scripts, monkeypatch):
     shown = []
@@ -1495,6 +1507,7 @@ def test_the_page_has_the_figures_of_faults(scripts):
 # ---- workers.py ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_worker_is_a_process_and_its_errors_come_through(scripts):
     workers, timing = scripts("workers"), scripts("timing")
     variants = {"one": (collections.Counter, "aab"), "two": (collections.Counter, "abb")}
@@ -1528,6 +1541,7 @@ def test_workers_can_be_asked_by_several_threads_before_they_are_ready(scripts):
         assert [answer.result(timeout=120) for answer in asked] == [3, 3]
 
 
+@pytest.mark.slow
 def test_rank_workers_that_hang_or_die_are_named_and_the_others_go_on(scripts):
     workers = scripts("workers")
     sets = {"numbers": (range, 2), "locks": (threading.Semaphore,)}
@@ -1582,6 +1596,7 @@ def groups(ddp):
     }
 
 
+@pytest.mark.slow
 def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     ranks = scripts("ddp_ranks")
     config = dataclasses.replace(SMALL, hidden=64, intermediate=128, layers=2)
@@ -1671,6 +1686,7 @@ def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     assert "NCCL 9 with `NCCL_X=1`.\n\nFailed or left out: bits." in table
 
 
+@pytest.mark.slow
 def test_ddp_traces_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
     ranks, traces = scripts("ddp_ranks"), scripts("ddp_traces")
     bench = ranks.Bench(
@@ -1958,6 +1974,7 @@ def small_bench(ranks, **options):
     return ranks.Bench(config, rows=2, device="cpu", compile=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, options",
     [("torch", None), ("torch", {"bucket_cap_mb": 100}), ("FSDP2", {})],
@@ -2057,6 +2074,7 @@ def test_a_rank_sees_that_its_gpu_hangs(scripts, monkeypatch):
         ranks.Rank._finish(rank, 0.05)
 
 
+@pytest.mark.slow
 @needs_simt
 def test_versions_compares_a_version_with_itself(on_simt, monkeypatch):
     monkeypatch.setattr(ga, "preset", lambda name: SMALL)

@@ -55,6 +55,7 @@ def built(checkout, tmp_path_factory):
     return checkout, prefix
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_kernel_counts(built):
     checkout, prefix = built
     ask = (

@@ -342,6 +342,7 @@ def outcome(test):
     return runner.failures, "".join(output)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no CUDA graph")
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 @pytest.mark.parametrize("name", examples())

@@ -94,6 +94,7 @@ def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
     assert not outside, f"the wheel also holds {outside}"
 
 
+@pytest.mark.slow
 def test_it_has_all_that_it_requires(prefix):
     checked = prefix.pip("check")
     assert checked.returncode == 0, checked.stdout
@@ -101,6 +102,7 @@ def test_it_has_all_that_it_requires(prefix):
     assert not {row["name"] for row in json.loads(frozen.stdout)} & {"hypothesis", "ruff", "peft"}
 
 
+@pytest.mark.slow
 def test_both_programs_are_one_and_say_the_version(prefix, metadata):
     version = metadata["Version"][0]
     for command in (["gpuaccel"], ["python", "-m", "gpuaccel"]):
@@ -108,6 +110,7 @@ def test_both_programs_are_one_and_say_the_version(prefix, metadata):
         assert (done.returncode, done.stdout) == (0, f"gpuaccel {version}\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_finds_nothing_wrong(prefix, metadata):
     done = prefix.run("gpuaccel", "doctor", "--json")
     facts = json.loads(done.stdout)
@@ -131,6 +134,7 @@ print(x.sum().item(), ga.__file__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler here")
 def test_a_checked_kernel_runs_on_the_cpu(prefix):
     done = prefix.run("python", "-c", KERNEL)
@@ -139,6 +143,7 @@ def test_a_checked_kernel_runs_on_the_cpu(prefix):
     assert total == "200.0" and pathlib.Path(file).is_relative_to(prefix.site)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_what_to_install(prefix):
     """ziglang is not among what gpuaccel requires, and PATH has no other compiler."""
     done = prefix.run("python", "-c", KERNEL, PATH=str(prefix.bin))
@@ -175,6 +180,7 @@ print(*sorted(jupyter & {name.partition(".")[0] for name in sys.modules}))
 """
 
 
+@pytest.mark.slow
 def test_a_script_trains_and_replays_without_jupyter(prefix):
     """Jupyter, nbval and widgets come along, and a script imports none of them."""
     done = prefix.run("python", "-c", TRAIN)
@@ -183,6 +189,7 @@ def test_a_script_trains_and_replays_without_jupyter(prefix):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_writes_plain_lines(prefix, tmp_path):
     words = ["train", "--device", "cpu", "--steps", "10", "--seq", "16", "--batch", "2"]
     done = prefix.run("gpuaccel", *words, cwd=tmp_path)

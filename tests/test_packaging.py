@@ -136,7 +136,7 @@ def test_make_commands_do_what_the_readme_says():
     # A bare `make` is the help.
     assert "make lab" in dry_make()
     ci = ROOT / ".ci" / "run"
-    assert os.access(ci, os.X_OK) and ci.read_text().rstrip().endswith("make test")
+    assert os.access(ci, os.X_OK) and ci.read_text().endswith("\nmake test\nmake test-rest\n")
 
 
 HEAVY = ("ipywidgets", "jupyterlab", "nbval", "IPython", "tokenizers", "cuda", "matplotlib")
@@ -149,6 +149,7 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """It imports nothing heavy beyond `import torch`: no package of HEAVY."""
     added = subprocess.run(
@@ -159,6 +160,7 @@ def test_import_is_light():
     )
 
 
+@pytest.mark.slow
 def test_it_imports_where_there_is_no_fcntl():
     """As on Windows."""
     code = "import sys; sys.modules.update(fcntl=None); import gpuaccel.cli, gpuaccel as g"

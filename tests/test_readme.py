@@ -159,6 +159,7 @@ def test_the_error_of_the_page_about_kernels_is_the_one_that_comes(capsys, here)
     assert torch.equal(space["x"], torch.ones(1000)), "with an error no tensor is changed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks and one GPU")
 def test_the_script_for_several_ranks_runs(tmp_path):
     """Both ranks print the mean loss of both, near that of random weights."""

@@ -115,6 +115,7 @@ def private_attributes(tree):
                     yield node.attr
 
 
+@pytest.mark.slow
 def test_no_room_reads_a_private_attribute_of_anothers_objects():
     # _parameters, _modules, ...; _version, ...
     torchs = {*vars(torch.nn.Module()), *dir(torch.Tensor)}
@@ -216,6 +217,7 @@ def test_a_circle_of_files_is_found(there, back, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_nothing_for_notebooks_and_the_command_line():
     code = (
         "import sys, gpuaccel as ga\n"

@@ -58,6 +58,7 @@ def test_doctor_escapes_what_it_shows_as_html():
     assert "&lt;b&gt;" in Doctor({"reason": "<b>"}, [])._repr_html_()
 
 
+@pytest.mark.slow
 def test_doctor_as_json_and_without_a_gpu(tmp_path):
     status, out, _ = run("doctor", "--json", GPUACCEL_GPU="off", GPUACCEL_CACHE=str(tmp_path))
     facts = json.loads(out)
@@ -69,6 +70,7 @@ def test_doctor_as_json_and_without_a_gpu(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_doctor_finds_problems_without_stopping_at_the_first(tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
@@ -318,6 +320,7 @@ def whole(tmp_path_factory):
     return run, out, err
 
 
+@pytest.mark.slow
 def test_train_prints_losses_and_a_sample(whole):
     run, out, err = whole
     losses = run.losses()
@@ -333,6 +336,7 @@ def test_train_prints_losses_and_a_sample(whole):
     assert kept[-1] == f"step-{STEPS:08d}.safetensors" and len(kept) == 3
 
 
+@pytest.mark.slow
 def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interruptible):
     uninterrupted, expected_out, _ = whole
     run = Run(tmp_path).start()
@@ -373,6 +377,7 @@ def test_a_folder_has_one_writer(tmp_path, capsys):
     assert list(run.out.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_the_last_whole_one_offered(whole, tmp_path, capsys):
     run = Run(tmp_path)
     text = whole[0].words[whole[0].words.index("--text") + 1]
@@ -393,6 +398,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_whole_one_offered(whole, t
     assert load_file(newest).keys() == load_file(older[0]).keys()
 
 
+@pytest.mark.slow
 def test_more_steps_than_before_change_the_learning_rate_and_are_said(whole, tmp_path, capsys):
     run = Run(tmp_path)
     text = whole[0].words[whole[0].words.index("--text") + 1]
@@ -443,6 +449,7 @@ def test_a_run_of_a_large_model_takes_the_default_dtype(dtype, tmp_path, monkeyp
             (tmp_path / "run" / "run.json").write_text(json.dumps(description))
 
 
+@pytest.mark.slow
 def test_sigterm_saves_as_ctrl_c_does(tmp_path):
     run = Run(tmp_path).start("--no-progress")
     status, _, err = run.stop(signal.SIGTERM, 3)
@@ -578,6 +585,7 @@ def test_an_error_of_ranks_names_the_checkpoint_to_resume_from(
     assert capsys.readouterr().err == f"gpuaccel: rank 1 was killed by SIGKILL in step 4{hint}\n"
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
     words = whole[0].words
     before = sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
@@ -602,6 +610,7 @@ def short_run(new_run):
     return words
 
 
+@pytest.mark.slow
 def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys):
     """The rows of an older checkpoint are dropped when they are made again."""
     folder = tmp_path / "run"
@@ -618,6 +627,7 @@ def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys
     assert [line.split(",")[0] for line in log.read_text().split()] == ["step", *"5678"]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_version_with_modes_of_accumulation_is_resumed(short_run, tmp_path):
     path = tmp_path / "run" / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "accumulate": "arena"}))
@@ -625,6 +635,7 @@ def test_a_run_of_a_version_with_modes_of_accumulation_is_resumed(short_run, tmp
     assert rows_of(tmp_path / "run" / "metrics.jsonl")[-1] == 7
 
 
+@pytest.mark.slow
 def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, capsys):
     folder = tmp_path / "run"
     description = (folder / "run.json").read_bytes()
@@ -641,6 +652,7 @@ def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, caps
     assert json.loads((folder / "run.json").read_text())["steps"] == 7
 
 
+@pytest.mark.slow
 def test_resume_takes_the_checkpoint_that_it_names(short_run, tmp_path, capsys):
     folder = tmp_path / "run"
     first = folder / "step-00000004.safetensors"
@@ -653,6 +665,7 @@ def test_resume_takes_the_checkpoint_that_it_names(short_run, tmp_path, capsys):
     assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_a_log_that_is_a_link_stays_one(short_run, tmp_path, capsys):
     (tmp_path / "link.csv").symlink_to(tmp_path / "target.csv")
     words = [*short_run, "--resume", "--log", str(tmp_path / "link.csv")]
@@ -674,6 +687,7 @@ def test_a_home_that_nobody_has_is_one_line(capsys):
     assert said == "gpuaccel: a path begins with ~ and no such user is known\n"
 
 
+@pytest.mark.slow
 def test_another_text_of_the_same_length_is_not_gone_on_with(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abcdefghijklmnopqrstuvw " * 200)

@@ -124,6 +124,7 @@ def test_what_is_no_run_is_named(name, expected, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "compare.html").exists()
 
 
+@pytest.mark.slow
 def test_what_train_writes_can_be_compared(tmp_path, capsys):
     (tmp_path / "text").write_text("0123456789" * 100)
     words = ["--text", tmp_path / "text", "--steps", 4, "--seq", 8, "--batch", 2, "--no-progress"]

@@ -59,6 +59,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("path, grad_t", FILES, ids=lambda p: getattr(p, "stem", p))
 def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_t, arch):
@@ -591,6 +592,7 @@ def usual(kernel, device, arguments):
 NUMBERS = (8, -1, 1.5, True, None, "1", b"12345678", b"", 1j)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_arguments_of_the_usual_kinds_are_taken_as_check_arguments_takes_them(data):

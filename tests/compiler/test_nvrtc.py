@@ -79,6 +79,7 @@ def test_the_library_says_what_it_is():
     assert str(lib) == f"NVRTC {lib.version[0]}.{lib.version[1]} ({lib.path})"
 
 
+@pytest.mark.slow
 def test_the_choice_of_nvrtc_does_not_depend_on_import_order(tmp_path):
     """torch first; gpuaccel first; NVRTC 13 loaded first, where there is one.
 

@@ -36,6 +36,7 @@ def by_value(function, ranks, *args, **options):
 # ---- how a function gets there, and its result back ----------------------------------------------
 
 
+@pytest.mark.slow
 def test_launch_runs_a_function_on_every_rank():
     """In new processes. Tensors come back by value."""
     results = ga.launch(checks.rank_and_tensors, 2, (torch.arange(3),))
@@ -77,6 +78,7 @@ def test_launch_says_what_it_needs():
             ga.launch(checks.nothing, 64, backend="nccl")
 
 
+@pytest.mark.slow
 def test_a_function_of_a_notebook_is_handed_over_by_value():
     """It belongs to no file. torch has computed before, as in a notebook, with several threads."""
     cells = """
@@ -138,6 +140,7 @@ def test_classes_of_a_notebook_come_back_as_themselves():
     assert type(answer) is Answer and answer.variable == "5"
 
 
+@pytest.mark.slow
 def test_every_rank_gets_tensors_of_its_own():
     t, model = torch.zeros(2), torch.nn.Linear(1, 1)
     before = model.weight.item()
@@ -146,11 +149,13 @@ def test_every_rank_gets_tensors_of_its_own():
     assert t.tolist() == [0.0, 0.0] and model.weight.item() == before
 
 
+@pytest.mark.slow
 def test_a_rank_may_have_processes_of_its_own():
     batches = ga.launch(checks.loads_with_a_worker, 2)
     assert batches == [[[0.0, 2.0], [4.0, 6.0]], [[1.0, 3.0], [5.0, 7.0]]]
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_unpickled_names_its_rank():
     message = "what rank [01] returned cannot be unpickled: TypeError"
     with pytest.raises(ga.errors.RankError, match=message):
@@ -160,6 +165,7 @@ def test_a_result_that_cannot_be_unpickled_names_its_rank():
 # ---- a rank that fails ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trouble, message",
     [
@@ -175,22 +181,26 @@ def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
         by_value(checks.steps_with, 2, trouble, 1, timeout=5.0, start=HANG)
 
 
+@pytest.mark.slow
 def test_an_error_is_told_though_the_step_is_closed_behind_it():
     with pytest.raises(ga.errors.RankError, match="rank 1 raised ValueError: bad sample"):
         by_value(checks.closes_at_the_end_of_an_error, 2, timeout=HANG)
 
 
+@pytest.mark.slow
 def test_moments_stay_when_all_ranks_have_caught_the_error():
     one, other = by_value(checks.keeps_its_moments_after_an_error_on_all_ranks, 2, timeout=HANG)
     assert one == other > 0
 
 
+@pytest.mark.slow
 def test_a_rank_outside_of_the_group_that_trains_does_not_hang():
     work = checks.evaluates_beside_a_group_that_trains
     results = ga.launch(work, 3, (9.0,), timeout=6.0, start=6.0)
     assert results == ["trained", "trained", "evaluated"]
 
 
+@pytest.mark.slow
 def test_ranks_stop_after_the_same_step_of_a_second_train_step():
     most = 3000
     # A process in the background of a shell ignores Ctrl-C.
@@ -202,6 +212,7 @@ def test_ranks_stop_after_the_same_step_of_a_second_train_step():
     assert steps[0] == steps[1] < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where, goal",
     [("before", "made its TrainStep"), ("micro-batch", "finished backward in step 1")],
@@ -223,6 +234,7 @@ def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
     assert path.read_text().startswith("rank 0 of 2 cannot reach another one in step 3: ")
 
 
+@pytest.mark.slow
 def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
     """Neither the loop's last checkpoint nor the closing of a sharded optimizer, which would take
     all ranks."""
@@ -231,6 +243,7 @@ def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
     assert ga.training.latest_checkpoint(tmp_path).name == "step-00000002.sharded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(-(-int(os.environ.get("GPUACCEL_KILLS", 3)) // 3)))
 def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     """Three times a random rank is killed at a random moment of a run with checkpoints: nothing
@@ -271,6 +284,7 @@ def short_folder():
         yield pathlib.Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["by name", "by value"])
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_parent(tmp_path, short_folder, sent, how):
@@ -311,6 +325,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("GPUACCEL_KILLS", 3))))
 def test_nothing_is_left_of_a_start_whose_parent_is_killed(tmp_path, seed):
     """At any moment: while the server imports torch, while the ranks find each other, or later.
@@ -334,6 +349,7 @@ def test_nothing_is_left_of_a_start_whose_parent_is_killed(tmp_path, seed):
     parent.communicate()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text("import os, gpuaccel as ga\nga.launch(os.getpid, 2)\n")
@@ -344,12 +360,14 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     assert done.returncode == 1 and message in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_that_return_at_once_wait_until_all_have_met():
     """One that leaves earlier closes a connection that another one still makes."""
     for _ in range(40):
         assert by_value(os.getenv, 2, "RANK", backend="gloo") == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_whose_path_is_too_long_for_a_socket(tmp_path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
@@ -384,6 +402,7 @@ print(ga.launch(lambda: float(torch.compile(after)(torch.zeros(90)).sum()), 2))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_compiles_after_its_parent_has(tmp_path):
     """The threads in which the parent ran the C++ compiler are not in a fork."""
     done = subprocess.run(
@@ -400,6 +419,7 @@ def test_a_rank_compiles_after_its_parent_has(tmp_path):
 # ---- readings, drawn while the ranks train -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_readings_of_every_rank_are_drawn_while_they_train(capsys):
     live = ga.LiveThroughput("two ranks")
     assert by_value(checks.yields, 2, 6, live=live) == [0, 1]

@@ -22,6 +22,7 @@ SIZES = [[2, 2], [1, 1, 1], [1, 1, 1, 1], [1, 1]]
 # ---- the order of additions ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("backend", ["torch", SIMT])
@@ -64,6 +65,7 @@ def test_gpus_add_large_buckets_in_a_graph(gpu_workers, sizes):
 # ---- steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

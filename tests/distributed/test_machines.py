@@ -110,6 +110,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, ordered, said",
     [

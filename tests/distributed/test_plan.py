@@ -265,6 +265,7 @@ def test_the_best_bucket_is_the_best_of_all():
 # ---- the workload -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "gpt2-124m"])
 @pytest.mark.parametrize("bucket_mb", [0.1, 1, 32, 1e6])
 def test_buckets_are_those_of_the_arena(name, bucket_mb):

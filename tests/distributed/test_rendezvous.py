@@ -94,6 +94,7 @@ def test_an_address_is_reached_through_an_interface_or_it_is_not_known():
     assert interface_to("nowhere.invalid") is None
 
 
+@pytest.mark.slow
 def test_the_ranks_of_one_start_share_keys_that_earlier_starts_do_not_know():
     """torchrun keeps its store over restarts: what rank 1 of the first start left there is no rank
     1 of the second."""
@@ -174,6 +175,7 @@ def test_a_rank_that_waits_says_for_whom_and_goes_on_if_nobody_is_behind(
     assert (message or "") in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device, options",
     [

@@ -6,6 +6,7 @@ import torch
 from test_sums import SIMT, is_one_process, near_one_process, words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -133,6 +133,7 @@ def test_a_weight_shared_by_checkpointed_blocks_would_be_sent_too_early(workers)
         assert "left an earlier step with an error after it had sent part" in second
 
 
+@pytest.mark.slow
 def test_a_head_of_more_than_100_mb(workers):
     for off, size in workers(checks.large_head, 2):
         assert size > 100e6 and off < 1e-6
@@ -174,6 +175,7 @@ def test_ordered_sums_are_those_of_one_process(workers, ranks, shares, options):
     is_one_process(workers(checks.as_one_process, ranks, shares=shares, config=config, **options))
 
 
+@pytest.mark.slow
 def test_a_hundred_uneven_steps_in_order(workers):
     options = dict(shares=[1, 1], steps=100, config=dict(ordered=True))
     is_one_process(workers(checks.as_one_process, 2, **options))
@@ -278,6 +280,7 @@ def check_transformers(results, options):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [o for o in TRANSFORMERS if not o.keys() & {"compile", "peer_to_peer"}] + [COMPILED_SHARDED],

@@ -27,6 +27,7 @@ from train_processes import (
 )
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_with_ranks_and_resumes(one_process, tmp_path, interruptible):
     """--nproc 2 with a sharded optimizer, stopped by Ctrl-C after some step, then torchrun without
     to the end: the losses of one process, bit for bit (--ordered)."""
@@ -55,6 +56,7 @@ def test_the_command_line_trains_with_ranks_and_resumes(one_process, tmp_path, i
     assert losses(folder) == one_process.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["parent", "all"])
 def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, whom):
     """Sent to the parent, or to all of its processes, as a service manager does."""
@@ -75,6 +77,7 @@ def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, whom):
     assert not outlive(ranks)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_killed_command_write_nothing_more(tmp_path):
     folder = tmp_path / "run"
     process = gpuaccel(folder, "--nproc", "2", "--steps", "100000", "--checkpoint-every", "2")
@@ -87,6 +90,7 @@ def test_the_ranks_of_a_killed_command_write_nothing_more(tmp_path):
     assert not left
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_server_of_the_ranks_imports_torch_is_one_line(tmp_path, interruptible):
     """A terminal sends it to every process."""
     process = gpuaccel(tmp_path / "run", "--nproc", "2", session=True)
@@ -102,6 +106,7 @@ def test_ctrl_c_while_the_server_of_the_ranks_imports_torch_is_one_line(tmp_path
     assert said.count("gpuaccel: stopped") == 1 and "Traceback" not in said, said
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path):
     """Whoever has started them: --timeout seconds after the others have reached a collective that
     it has not. One that stops inside of a collective has reached it, and is not named."""
@@ -133,6 +138,7 @@ def what_rank_0_says_when_rank_1_hangs(folder):
 GPU_RUN = "--device cuda --replay graph --deterministic --steps 2000 --checkpoint-every 100"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, options",
     [

@@ -79,6 +79,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
@@ -348,6 +349,7 @@ def test_outputs_are_tensors_of_their_own(device, kind):
     outputs_agree(outs[2:], wanted[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_three_lengths_in_two_graphs_have_eagers_bits(device, counts):
     compare(device, batches(device, n=7, lengths=(8, 16, 12)), max_graphs=2)
@@ -583,6 +585,7 @@ def test_lora_is_replayed_with_eagers_bits(device):
     compare(device, batches(device, n=6, bad=(3,)), net=adapted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, counts):

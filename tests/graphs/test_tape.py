@@ -617,6 +617,7 @@ def test_an_error_of_the_functions_own_arrives_and_leaves_nothing_behind():
 # ---- memory ----
 
 
+@pytest.mark.slow
 def test_intermediate_results_keep_their_memory_until_close():
     """Else a later operation would write where an earlier one still has to read; and afterwards all
     of it is free."""

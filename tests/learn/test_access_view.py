@@ -639,6 +639,7 @@ def test_without_ipywidgets_there_is_the_picture_alone(monkeypatch):
     assert show(saxpy())._sliders() is None
 
 
+@pytest.mark.slow
 def test_a_saved_notebook_keeps_the_picture_and_the_text(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")

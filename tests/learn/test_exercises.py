@@ -64,6 +64,7 @@ def test_there_are_exercises_with_mistakes_to_find():
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_every_kernel_stub_solution_and_mistake_compiles(e):
     for source in (e.stub, e.solution, *e.wrong_answers.values()):
@@ -351,6 +352,7 @@ def test_a_kernel_solution_passes(e, where):
     assert result.passed, result
 
 
+@pytest.mark.slow
 @on_cpu_and_gpu
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 @pytest.mark.parametrize("e, what", WRONG_KERNELS)
@@ -561,6 +563,7 @@ def test_a_kernel_that_does_not_end_is_stopped_and_run_no_more(where, monkeypatc
     assert result.launch is None
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_only_too_slow_is_not_said_to_go_on_for_ever(where="simt"):
     body = "for (int i = 0; i < n; i++) out[i] = factor * x[i];"
     with pytest.MonkeyPatch.context() as patch, ga.use_backend(where):
@@ -572,6 +575,7 @@ def test_a_kernel_that_is_only_too_slow_is_not_said_to_go_on_for_ever(where="sim
     assert [passed for passed, _, _ in result.lines] == [True] * 6 + [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body, limits, summary",
     [
@@ -747,6 +751,7 @@ def test_a_nan_in_the_wrong_place_is_named():
     assert "the NaN of" not in words["not divided"] + words["summed in bf16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("e, what", CHEATS)
 def test_a_cheat_is_right_and_said_to_be_one(e, what):
     source = e.cheats[what]
@@ -862,6 +867,7 @@ def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
     assert not result and "its buckets have" not in str(result)
 
 
+@pytest.mark.slow
 @on_cpu_and_gpu
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 @pytest.mark.parametrize(

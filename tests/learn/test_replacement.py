@@ -83,6 +83,7 @@ def test_the_definition_of_each_kernel_is_found_in_its_file():
 # ---- which kernels -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_CPU)
 def test_each_case_launches_its_kernel(name, on_simt):
     for case in CASES[name]:
@@ -93,6 +94,7 @@ def test_each_case_launches_its_kernel(name, on_simt):
         assert name in names
 
 
+@pytest.mark.slow
 def test_every_kernel_that_a_step_launches_can_be_replaced(on_simt):
     def steps():
         for preset in ("tiny", "poly-7m"):
@@ -152,6 +154,7 @@ OTHER_ORDER = (
 )
 
 
+@pytest.mark.slow
 def test_a_kernel_without_vector_loads_is_bit_identical_and_trains_the_same(on_simt):
     def losses():
         torch.manual_seed(0)
@@ -179,6 +182,7 @@ def test_a_kernel_without_vector_loads_is_bit_identical_and_trains_the_same(on_s
     assert yours == ours and len(set(ours)) == 5
 
 
+@pytest.mark.slow
 def test_a_sum_in_another_order_is_equal_within_rounding(on_simt):
     with ga.replaced("squares_v2", edited(*OTHER_ORDER)) as verdict:
         pass
@@ -187,12 +191,14 @@ def test_a_sum_in_another_order_is_equal_within_rounding(on_simt):
     assert "equal to ours within rounding" in str(verdict)
 
 
+@pytest.mark.slow
 def test_a_kernel_without_launch_bounds_gets_the_threads_of_ours(on_simt):
     source = edited("accumulate_v3", "__launch_bounds__(THREADS) ", "")
     with ga.replaced("accumulate_v3", source) as verdict:
         assert verdict.identical
 
 
+@pytest.mark.slow
 def test_a_kernel_object_can_be_given_and_a_block_restores_what_was_before(on_simt):
     simple = """extern "C" __global__ void segments_pieces(
         int* pieces, const uint2* order, int n, int vocab) {"""
@@ -205,6 +211,7 @@ def test_a_kernel_object_can_be_given_and_a_block_restores_what_was_before(on_si
         assert dict(replacements()) == first
 
 
+@pytest.mark.slow
 def test_a_kernel_made_while_one_is_replaced_runs_the_new_one(on_simt):
     doubled = edited("segments_pieces", "pieces[i] = kind;", "pieces[i] = kind; /* mine */")
     with ga.replaced("segments_pieces", doubled):
@@ -213,6 +220,7 @@ def test_a_kernel_made_while_one_is_replaced_runs_the_new_one(on_simt):
     assert "/* mine */" not in kernel.source
 
 
+@pytest.mark.slow
 def test_a_replayed_step_is_captured_again_and_ours_comes_back(on_simt):
     torch.manual_seed(0)
     config = ga.preset("tiny", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=2)
@@ -299,6 +307,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, old, new, words", WRONG, ids=[f"{edit[0]}-{i}" for i, edit in enumerate(WRONG)]
 )
@@ -311,6 +320,7 @@ def test_a_wrong_edit_is_refused(name, old, new, words, on_simt):
     assert replacements() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elements", [7, 4000, 20_000])
 def test_an_element_that_is_not_written_holds_nothing_of_the_run_before(elements, on_simt):
     stores = "store_group(h + here.row * hidden, here.q, hidden, v);"
@@ -337,6 +347,7 @@ def test_a_kernel_that_does_not_end_is_refused(on_simt, monkeypatch):
             pass
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_far_slower_is_refused(on_simt, monkeypatch):
     monkeypatch.setattr(replacement, "LEAST_DIFFERENCE", 0.05)
     waste = "volatile int waste = 0; for (int j = 0; j < 100000; j++) waste = j; pieces[i] = kind;"
@@ -345,6 +356,7 @@ def test_a_kernel_that_is_far_slower_is_refused(on_simt, monkeypatch):
             pass
 
 
+@pytest.mark.slow
 def test_a_kernel_that_was_held_up_once_is_not_refused(on_simt, monkeypatch):
     """As on a busy machine. Of our own kernel's two runs the second counts."""
     run, seconds = replacement._run, iter([1.0, 1.0, 1.0, 100.0] + [1.0] * 100)
@@ -374,6 +386,7 @@ def test_other_parameters_another_name_and_a_compile_error_are_refused(on_simt):
     assert replacements() == ()
 
 
+@pytest.mark.slow
 def test_an_error_while_a_kernel_is_replaced_keeps_the_one_before(on_simt):
     mine = source_of("segments_pieces") + "\n"
     with ga.replaced("segments_pieces", mine):
@@ -409,6 +422,7 @@ def cuda():
     return shell.cuda
 
 
+@pytest.mark.slow
 def test_the_magic_replaces_and_restores(cuda, on_simt, capsys):
     verdict = cuda("--replace segments_pieces", source_of("segments_pieces"))
     assert verdict.identical
@@ -425,6 +439,7 @@ def test_the_magic_replaces_and_restores(cuda, on_simt, capsys):
     assert "ours again: segments_pieces\nno kernel was replaced" in out
 
 
+@pytest.mark.slow
 def test_the_magic_refuses_in_words_and_without_a_traceback(cuda, on_simt):
     wrong = edited("segments_pieces", "pieces[i] = kind;", "pieces[i] = kind + 1;")
     with pytest.raises(ReplacementError, match="elements are wrong") as caught:

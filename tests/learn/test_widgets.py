@@ -381,6 +381,7 @@ def test_clicks_are_heard_where_the_kernel_routes_messages():
     assert not _listen_while_busy(button, lambda: None)
 
 
+@pytest.mark.slow
 def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")

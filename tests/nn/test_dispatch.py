@@ -41,6 +41,7 @@ def run(**environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the sentence without a driver: this machine has one"
 )
@@ -197,6 +198,7 @@ def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(dev
         ), (a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES, indirect=True)
 def test_what_is_made_of_one_another_is_counted_once(device):
     """A gradient that may be differentiated again is the same gradient: a query q~ that is made of

@@ -142,6 +142,7 @@ def same_both(got, want, what=""):
 ALL_TYPES = [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "C, types",
     [(768, ALL_TYPES), *[(C, ALL_TYPES[:2]) for C in (1, 2, 6, 770, 1600)], (4096, ALL_TYPES[1:2])],
@@ -554,6 +555,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -1097,6 +1099,7 @@ def test_padding_and_counting_also_go_into_the_arena(device, how):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 def test_a_compiled_encoder_adds_into_the_arena(device):
     """inductor, which hands an operation the tensor itself."""

@@ -536,6 +536,7 @@ def test_merging_saving_and_loading_are_as_before(joined, tmp_path):
 # ---- torch.compile ----
 
 
+@pytest.mark.slow
 @needs_a_cpp_compiler
 @pytest.mark.parametrize(
     "device, targets",

@@ -258,6 +258,7 @@ def test_a_second_derivative_under_autocast_leads_through_the_casts():
         close(got, want, f"derivative {k}", bound=5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_functional_call_inside_of_torch_compile_uses_the_weights_it_is_given(fullgraph):
     torch._dynamo.reset()
@@ -287,6 +288,7 @@ def test_functional_call_inside_of_torch_compile_uses_the_weights_it_is_given(fu
 # ---- what is refused ----
 
 
+@pytest.mark.slow
 def test_a_compiler_that_hands_on_a_copy_of_the_sum_is_refused_and_says_what_to_do():
     torch._dynamo.reset()
     model, plain = pair("cpu")

@@ -457,6 +457,7 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))),
     reason="inductor needs a C++ compiler, and there is none",
@@ -689,6 +690,7 @@ def test_only_the_conv1d_of_transformers_is_recognised(conv1d):
     assert not FusedConv1D.supports(more)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))),
     reason="inductor needs a C++ compiler for the CPU, and there is none",

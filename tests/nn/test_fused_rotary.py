@@ -233,6 +233,7 @@ def test_elsewhere_it_is_rotate_bit_for_bit(device, rotated):
 # ---- torch.compile ----
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))),
     reason="inductor needs a C++ compiler, and there is none",

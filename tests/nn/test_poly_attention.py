@@ -168,6 +168,7 @@ def test_gpu_with_products_of_warpgroups_values_are_those_of_float64(how, dtype,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how, dtype, degree, d, shapes", CASES, ids=str)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(
@@ -204,6 +205,7 @@ def as_on_sm_89():
     attention_kernel.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degree, how, d, shape",
     [
@@ -312,6 +314,7 @@ def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device,
     assert torch.equal(into, torch.stack(want[2:5], 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
 def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
     inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
@@ -329,6 +332,7 @@ def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
                     assert torch.equal(mine, want[name]), name
 
 
+@pytest.mark.slow
 def test_tensor_core_kernels_have_registers_enough():
     for name, how in (
         ("poly_forward", V2),
@@ -433,6 +437,7 @@ def layer_of(device, dim=32, heads=2, seed=1, dtype=None, **more):
     return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, bound, more",
     [
@@ -475,6 +480,7 @@ def run(layer, x, dy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, bound, dim, more",
     [
@@ -571,6 +577,7 @@ def test_a_head_whose_gate_is_shut_is_exactly_zero_and_gets_no_gradient(device):
     assert torch.equal(layer(x), y), "the first head's columns count for nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES, indirect=True)
 def test_opcheck_passes(device):
     inputs, _ = given(device, torch.float32, 2, 5, 2, 16)

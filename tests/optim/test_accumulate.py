@@ -468,6 +468,7 @@ def test_unequal_micro_batches_give_the_full_batchs_gradient_and_a_mean_of_means
     assert (update(8, "micro_batches") - full).norm() > 0.01 * full.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adding, compiler", [("autograd", "aot_eager"), ("products", "inductor")])
 def test_torch_compile(adding, compiler):
     if compiler == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):

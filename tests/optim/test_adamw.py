@@ -75,6 +75,7 @@ def database():
 # ---- torch's database of optimizers --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize(
     "implementation",
@@ -558,6 +559,7 @@ def test_a_dead_optimizer_is_freed(device):
     assert gone() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("kwargs", [{}, {"max_norm": 1.0}], ids=str)
 def test_gradients_that_zero_grad_dropped_are_freed(kwargs, device):

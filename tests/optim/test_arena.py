@@ -496,6 +496,7 @@ def test_an_arena_of_empty_tensors_only():
     torch.optim.SGD(arena.parameters(), lr=1.0).step()
 
 
+@pytest.mark.slow
 def test_an_arena_that_dies_while_an_optimizer_calls_its_hooks_does_no_harm():
     """An arena may be collected at any moment; its hooks are removed at a quiet one."""
     from torch.optim import optimizer as torch_optimizer
@@ -597,6 +598,7 @@ def test_channels_last_weights_train_as_contiguous_ones(dtype, optimizer):
     assert results[1]["first.weight"].stride() != results[0]["first.weight"].stride()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["released", "collected"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
 def test_masters_without_an_arena_are_refused_and_nothing_changes(kind, end):

@@ -315,6 +315,7 @@ def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
         same(g, twin, f"grid {grid}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("count, launches", [(256, 1), (257, 1), (1000, 1), (2049, 2)])
 def test_many_small_tensors_take_one_launch(device, count, launches):

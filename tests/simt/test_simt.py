@@ -110,6 +110,7 @@ def test_a_second_launch_and_a_second_process_compile_nothing(fresh, compilation
     assert len(compilations) == first and x.eq(8).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
 def test_a_damaged_entry_is_compiled_again(fresh, compilations, monkeypatch, damage):
     x = torch.ones(100)
@@ -123,6 +124,7 @@ def test_a_damaged_entry_is_compiled_again(fresh, compilations, monkeypatch, dam
     assert len(compilations) == 3 and x.eq(4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner, mode", [(12345, 0o644), (-1, 0o666)])
 def test_the_code_of_another_user_is_not_loaded(fresh, compilations, monkeypatch, owner, mode):
     """A shared object whose constructor leaves a file, under the names of our libraries."""
@@ -179,6 +181,7 @@ def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     cells = [
@@ -386,6 +389,7 @@ print("ended", late > 100)
 """
 
 
+@pytest.mark.slow
 def test_a_time_limit_of_microseconds_ends_launches_and_never_the_process():
     result = subprocess.run(
         [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120
@@ -418,6 +422,7 @@ print("stopped", stopped > 100)
 """
 
 
+@pytest.mark.slow
 def test_a_time_limit_inside_a_check_leaves_no_half_made_report():
     result = subprocess.run(
         [sys.executable, "-c", LATE_IN_A_CHECK], capture_output=True, text=True, timeout=120
@@ -425,6 +430,7 @@ def test_a_time_limit_inside_a_check_leaves_no_half_made_report():
     assert (result.returncode, result.stdout) == (0, "stopped True\n"), result.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize(
     "body", ['printf("%d %f\\n", i, 0.5 * i)', "delete[] new float[1 + i % 9]"]
@@ -497,6 +503,7 @@ def test_checked_launches_of_several_threads_report_each_its_own():
     assert not wrong, wrong[0]
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_launch_in_another_thread_is_no_success(interruptible):
     """A signal before the launch reaches only the main thread, so the test sends several."""
     code = """
@@ -535,6 +542,7 @@ print(said, x.eq(1).all().item(), flush=True)
     assert out == "['interrupted'] True\n"
 
 
+@pytest.mark.slow
 def test_a_forked_process_can_launch():
     code = f"""
 import os, torch, gpuaccel as ga
@@ -590,6 +598,7 @@ def test_what_a_kernel_prints_comes_where_python_prints(capsys):
     assert capsys.readouterr().out == "thread 0 of 8\nthread 1 of 8\n"
 
 
+@pytest.mark.slow
 def test_python_itself_still_handles_its_faults():
     """The handlers are ours only while a kernel runs: another fault ends the process as usual."""
     code = f"""
@@ -608,6 +617,7 @@ ctypes.string_at(0)
     assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
 
 
+@pytest.mark.slow
 def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, monkeypatch):
     real = build.ctypes.CDLL
 
@@ -629,6 +639,7 @@ def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, mon
 # ---- what new users met -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_launch_at_once(interruptible):
     """Also where several threads of the system run its blocks, none of which ends by itself."""
     code = f"""

@@ -124,6 +124,7 @@ def test_there_are_enough_bugs_and_each_marks_its_lines():
         assert all(len(lines) == 1 for lines in marks.values()), bug.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_planted_bug_is_named_with_its_line(name):
     bug = BUGS[name]
@@ -173,6 +174,7 @@ def test_a_write_through_const_is_noted_and_the_launch_succeeds(name):
     assert torch.equal(out, torch.arange(1.0, 33)) and not x.any()
 
 
+@pytest.mark.slow
 def test_the_process_goes_on_after_every_error():
     """Errors of each kind one after the other, correct launches in between."""
     x = torch.ones(64)
@@ -208,6 +210,7 @@ def test_a_tensor_nobody_named_is_a_far_address():
 # ---- correct kernels -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, recwarn):
     good, kernel = GOOD[name], good_kernel(name)
@@ -343,6 +346,7 @@ def python(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
     """In a process of its own: this is a seat belt, and the test wants to see it hold."""
     run = python("-c", FAST_PROCESS)
@@ -701,6 +705,7 @@ def noticed(kernel, run, seeds) -> "str | None":
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "k", range(len(MUTANTS)), ids=[f"{name}: {what}" for name, what, _, _ in MUTANTS]
 )

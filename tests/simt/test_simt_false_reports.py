@@ -605,6 +605,7 @@ def test_a_correct_kernel_gets_no_report(name):
     assert torch.equal(result, case.result()), result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_kernel_with_a_mistake_gets_one(name):
     case = CASES[name]
@@ -615,6 +616,7 @@ def test_the_same_kernel_with_a_mistake_gets_one(name):
     assert {report.kind for report in info.value.reports} & set(case.kinds), info.value
 
 
+@pytest.mark.slow
 def test_each_barrier_of_the_correct_kernels_orders_something(monkeypatch):
     """So the note on redundant barriers accuses none of them."""
     barriers, needed = set(), set()
@@ -706,6 +708,7 @@ def test_one_element_is_said_to_be_one():
         kernel[1, 2](torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_a_number_that_looks_like_a_variable_that_is_not_set_is_no_mistake():
     """Of bytes, and of an integer; one that is not set is still found."""
     inverted = """

@@ -259,6 +259,7 @@ def test_what_a_barrier_does_not_order_is_a_race():
         run(BARRIER, NUMBERS, 5, 2, name="pipeline")
 
 
+@pytest.mark.slow
 def test_a_barrier_that_nobody_completes_ends_the_launch(mode):
     with ga.checked(mode == "checked", seconds=2), pytest.raises(ga.errors.KernelError) as caught:
         run(BARRIER, NUMBERS, name="never")

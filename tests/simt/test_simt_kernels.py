@@ -132,6 +132,7 @@ def test_every_case_compiles_for_gpus(cases, arch):
     compiles_for(arch, program([case.source for case in cases.values()])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_every_exercise_compiles_for_gpus(arch):
     sources = [

@@ -57,6 +57,7 @@ def same_bits(got, expected):
 # ---- arguments ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_struct_by_value_lies_as_its_type_asks(device):
     import struct
 

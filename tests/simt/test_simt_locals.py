@@ -345,6 +345,7 @@ for name, (source, kind, block) in CASES.items():
 """
 
 
+@pytest.mark.slow
 def test_a_checked_launch_never_ends_python():
     """In a process of its own, so that its end would be seen."""
     run = subprocess.run(

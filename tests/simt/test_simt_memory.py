@@ -35,6 +35,7 @@ def loaded() -> int:
     return len([file for file in files if "(deleted)" in file])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_kernels_that_nothing_uses_is_given_back(monkeypatch):
     """Each of 40 kernels has 4 MB of its own: 160 MB if they stayed."""
@@ -77,6 +78,7 @@ def start(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_folders_go_with_their_process_also_when_it_is_killed(tmp_path):
     with start(tmp_path, "wait") as killed, start(tmp_path, "wait") as living:
         first = pathlib.Path(killed.stdout.readline().split()[0])

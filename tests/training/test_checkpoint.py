@@ -634,6 +634,7 @@ def edited(request, saved):
     return Edited(saved if request.param == "file" else in_two_shards(saved))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_value_of_another_kind_anywhere_is_refused(edited, wrong):
     """In every value of the metadata, one at a time. `extra` may be anything, the step any whole
@@ -866,6 +867,7 @@ def test_a_full_disk_mounted(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL and no fork")
 def test_another_process_killed_at_any_moment_then_resumed(tmp_path, other_process):
     print(tmp_path, file=other_process.stdin)

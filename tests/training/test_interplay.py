@@ -299,6 +299,7 @@ def test_a_closure_that_is_called_several_times_sees_the_new_weights(dtype):
     assert losses_of_lbfgs(dtype, with_arena=True) == pytest.approx(want, abs=bound)
 
 
+@pytest.mark.slow
 def test_an_arena_that_is_gone_leaves_no_hook():
     counts = []
     for _ in range(4):

@@ -190,6 +190,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.slow
 def test_wandb_writes_a_run_without_a_network(tmp_path):
     """Offline, in a process that has no network where the system allows that."""
     pytest.importorskip("wandb", reason="of the extra `wandb`")

@@ -402,6 +402,7 @@ def test_autocast():
     assert all(grad.any() and grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.slow
 def test_compile_takes_the_whole_graph_and_sees_merging():
     model = learned(apply_lora(build(layers=1), targets=ALL, also=BLOCK_NORMS, seed=0))
     x = tokens()

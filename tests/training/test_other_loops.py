@@ -86,6 +86,7 @@ def distance(a, b):
     return math.sqrt(sum(float(d.square().sum()) for d in differences))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [by_trainer, by_accelerate])
 @pytest.mark.parametrize("optimizer", ["SGD", "torch.AdamW", "ga.AdamW"])
 @pytest.mark.parametrize("adds", ADDS)
@@ -123,6 +124,7 @@ def test_max_grad_norm_clips_as_it_does_without_an_arena(
         torch.testing.assert_close(p, want.weights[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arena", [False, True])
 def test_trainer_makes_ga_adamw_with_its_own_learning_rate_and_decay(tmp_path, arena):
     """The line of docs/your-model.md, against the optimizer that Trainer makes by itself."""

@@ -115,6 +115,7 @@ def difference(back, plain, expected, sizes):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch_dtype.*")
 @pytest.mark.parametrize("kind, tied, dtype, device", ARENAS, indirect=["device"])
 def test_savers_write_what_they_write_without_an_arena(kind, tied, dtype, device, tmp_path):

@@ -91,6 +91,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", [Sometimes, tied, grouped, adapted])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)

@@ -675,6 +675,7 @@ def test_training_learns():
     assert losses[-1] < 0.5 * losses[0], losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["the loss", "the model", "its blocks"])
 @ADDS
 def test_a_compiled_step_has_one_graph_for_each_shape_and_no_break(how, compiled, monkeypatch):
