@@ -81,8 +81,9 @@ class Gradients:
         # Of each view, whose own may be replaced by `p.grad.data = ...`.
         self._memory = [view.detach() for view in self.views]
         self._addresses = [view.data_ptr() for view in self.views]
-        # Sums of squares that a reduction has left, and the versions of the gradients then.
-        self._squares: "tuple[Tensor, list] | None" = None
+        # Sums of squares that a reduction has left; the versions of the gradients then, and which
+        # tensors had one.
+        self._squares: "tuple[Tensor, list[int], list[bool]] | None" = None
         # Told about gradients while a backward runs.
         self._listeners: "list[GradientListener]" = []
         # The backward, by autograd's number, whose fresh gradients are collected at its end.
@@ -106,8 +107,8 @@ class Gradients:
         self._remove_hooks()
         for i, p in enumerate(self.params):
             grad, p.grad = p.grad, None
-            # torch's default.
-            p.grad_dtype = p.dtype
+            if p.dtype != torch.float32:
+                p.grad_dtype = p.dtype
             if grad is not None:
                 p.grad = grad.to(p.dtype, copy=self._is_slice(i, grad))
 
@@ -325,17 +326,19 @@ class Gradients:
         Args:
             squares: (chunks,) fp64.
         """
-        self._squares = squares, self._state()
+        self._squares = squares, self._versions(), self.received()
 
     def kept_squares(self) -> "tuple[Tensor, Tensor] | None":
         """(sums of squares, tensor of each) of keep_squares(); None: a gradient has changed."""
-        if self._squares is None or self._squares[1] != self._state():
+        if self._squares is None:
             return None
-        return self._squares[0], self.chunk_to_tensor
+        squares, versions, received = self._squares
+        # Gradients of other ranks may have come: the sums over all ranks have their squares.
+        gone = any(then and not now for then, now in zip(received, self.received()))
+        return None if gone or versions != self._versions() else (squares, self.chunk_to_tensor)
 
-    def _state(self) -> list:
-        """Differs after a gradient has changed, come or gone."""
-        return [view._version for view in (self.buffer, *self.views)] + self.received()
+    def _versions(self) -> "list[int]":
+        return [view._version for view in (self.buffer, *self.views)]
 
     @torch.no_grad()
     def zero_stale(self, first: int = 0, last: "int | None" = None):
