@@ -106,11 +106,9 @@ class Gradients:
         self._closed = True
         self._remove_hooks()
         for i, p in enumerate(self.params):
-            grad, p.grad = p.grad, None
-            if p.dtype != torch.float32:
-                p.grad_dtype = p.dtype
-            if grad is not None:
-                p.grad = grad.to(p.dtype, copy=self._is_slice(i, grad))
+            # grad_dtype stays None: a dtype would be refused after module.to(another dtype).
+            if p.grad is not None:
+                p.grad = p.grad.to(p.dtype, copy=self._is_slice(i, p.grad))
 
     def moved(self):
         """The buffer has other memory: the slices follow it."""
