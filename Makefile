@@ -9,12 +9,12 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test test-rest test-all check docs bench sanitize compiler clean
+.PHONY: help lab test test-all check docs bench sanitize compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    what a change must not break: fast tests and most notebooks, minutes"
-	@echo "make test-all  every test and every notebook; make test-rest: those that make test leaves out"
+	@echo "make test-all  every test and every notebook: 20 to 30 minutes"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
 	@echo "make docs    build the documentation as a site: build/site/index.html"
 	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: 25 to 30 minutes"
@@ -66,16 +66,14 @@ lab: compiler
 
 # One file or notebook is one unit of work (--dist loadfile), because the cells of a notebook share a kernel. One thread
 # per worker, so that two workers do not fight over two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile notebooks tests \
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests notebooks \
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-sanitize-with=tests/nbval_sanitize.cfg
 
 test: compiler check
 	$(PYTEST) --only fast
 
-test-rest: compiler
-	$(PYTEST) --only rest
-
-test-all: test test-rest
+test-all: compiler check
+	$(PYTEST)
 
 check: $(VENV)/.installed
 	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs

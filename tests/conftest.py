@@ -47,8 +47,8 @@ def pytest_configure():
 def pytest_addoption(parser):
     parser.addoption(
         "--only",
-        choices=("fast", "rest"),
-        help="fast: what `make test` runs; rest: the others (default: both)",
+        choices=("fast",),
+        help="fast: what `make test` runs (default: everything)",
     )
 
 
@@ -56,8 +56,7 @@ def pytest_collection_modifyitems(config, items):
     there, why = find_gpu()
     gpu_items = [] if there else [item for item in items if "gpu" in item.keywords]
     fast = fast_items(items) if config.getoption("--only") else set(items)
-    rest = config.getoption("--only") == "rest"
-    left_out = [item for item in items if item in gpu_items or (item in fast) == rest]
+    left_out = [item for item in items if item in gpu_items or item not in fast]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
