@@ -66,6 +66,7 @@ def pytest_collection_modifyitems(config, items):
             config.workeroutput["gpu_items"] = config.stash[GPU_ITEMS]
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody calls it
 def pytest_testnodedown(node, error):
     """A worker of pytest-xdist has ended: it has collected the tests."""
     if "gpu_items" in getattr(node, "workeroutput", {}):
