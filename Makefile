@@ -70,7 +70,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfil
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-sanitize-with=tests/nbval_sanitize.cfg
 
 test: compiler check
-	$(PYTEST) --only fast
+	$(PYTEST) --fast
 
 test-all: compiler check
 	$(PYTEST)

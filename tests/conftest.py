@@ -45,17 +45,13 @@ def pytest_configure():
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--only",
-        choices=("fast",),
-        help="fast: what `make test` runs (default: everything)",
-    )
+    parser.addoption("--fast", action="store_true", help="only what `make test` runs")
 
 
 def pytest_collection_modifyitems(config, items):
     there, why = find_gpu()
     gpu_items = [] if there else [item for item in items if "gpu" in item.keywords]
-    fast = fast_items(items) if config.getoption("--only") else set(items)
+    fast = fast_items(items) if config.getoption("--fast") else set(items)
     left_out = [item for item in items if item in gpu_items or item not in fast]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

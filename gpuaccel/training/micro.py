@@ -45,7 +45,10 @@ def split(batch, parts: int) -> list:
         )
     count = next(iter(rows.values()))
     if count == 0:
-        raise ArgumentError("a batch of 0 rows has no micro-batch; expected 1 or more in dim 0")
+        raise ArgumentError(
+            "a batch of 0 rows has no micro-batch; expected 1 or more in dim 0 (of several ranks "
+            "one without a batch calls step(None))"
+        )
     return _pieces(batch, min(parts, count))
 
 

@@ -404,10 +404,7 @@ class TrainStep:
             return split(batch, self.micro_batches)
         if batch is None:
             return []
-        try:
-            micros = split(batch, self.micro_batches)
-        except ArgumentError as error:
-            raise ArgumentError(f"{error}; a rank that has nothing left calls step(None)") from None
+        micros = split(batch, self.micro_batches)
         if self.reducer.config.ordered and len(micros) > self.micro_batches:
             raise ArgumentError(
                 f"{len(micros)} micro-batches in ordered mode; expected at most "
