@@ -424,7 +424,8 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     host = compiler()
     files = [HERE / name for name in RUNTIME_SOURCES]
     sources = [HERE / "executor.cpp"]
-    options = [*FAST, *tls]
+    # Without lines, which name folders: the same bytes wherever it is compiled.
+    options = [*FAST, "-g0", *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
         options += ["-DSIMT_CHECKED", "-fno-omit-frame-pointer"]

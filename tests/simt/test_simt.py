@@ -6,6 +6,7 @@ import importlib
 import os
 import pathlib
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,18 @@ def test_a_second_launch_and_a_second_process_compile_nothing(fresh, compilation
         forget(monkeypatch)  # as another process
         ga.compile(TWICE)[1, 128](x, 100)
     assert len(compilations) == first and x.eq(8).all()
+
+
+def test_the_runtime_has_the_same_bytes_wherever_it_is_compiled(fresh, monkeypatch, tmp_path):
+    """Kernels find their runtime by its name: a second one under that name would be another."""
+    first = build.runtime(False).image
+    shutil.copytree(build.HERE, tmp_path / "copy")
+    monkeypatch.setattr(build, "HERE", tmp_path / "copy")
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path / "other"))
+    monkeypatch.chdir(tmp_path)
+    cache_dir.cache_clear()
+    build.runtime.cache_clear()
+    assert build.runtime(False).image == first
 
 
 @pytest.mark.slow
