@@ -244,7 +244,7 @@ class GraphedStep(Generic[P, R]):
                 "expected a call under the backend that it was made under"
             )
         if self._graphs:
-            self._addresses.check()
+            self._check_addresses()
         else:
             self._list_members()
         leaves, structure = tree_flatten((args, kwargs))
@@ -274,6 +274,17 @@ class GraphedStep(Generic[P, R]):
             # The new graph may add to gradients that the oldest one has left.
             oldest.close(keep_gradients=True)
         return graph
+
+    def _check_addresses(self):
+        try:
+            self._addresses.check()
+        except CaptureError:
+            # An arena copies memory that was assigned to its parameters into its own.
+            arenas = {getattr(participant, "arena", None) for participant in self._participants}
+            with contextlib.suppress(ArgumentError):
+                for arena in arenas - {None}:
+                    arena.check()
+            self._addresses.check()
 
     def _refuse(self, key):
         captured = [other.shapes() for other in self._graphs]
