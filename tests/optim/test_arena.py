@@ -322,21 +322,52 @@ def test_safetensors_keep_the_views(tmp_path):
     [
         lambda m: m.to(torch.float64),
         lambda m: m.bfloat16(),
-        lambda m: setattr(m[0].weight, "data", torch.zeros(3, 5)),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(5, 3)),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(3, 5, dtype=torch.float64)),
+        lambda m: setattr(m[0].weight, "data", m[1].weight.data),
         lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(3, 5))),
         lambda m: m[0].__delattr__("weight"),
     ],
-    ids=["to(dtype)", "bfloat16", ".data", "setattr", "del"],
+    ids=["to(dtype)", "bfloat16", "shape", "dtype", "tied", "setattr", "del"],
 )
 def test_a_parameter_that_left_the_arena_is_named(move):
-    model = nn.Sequential(nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(5, 3))
     arena = Arena(model)
     arena.check()
     move(model)
     with pytest.raises(
-        ArgumentError, match=r"parameter 0\.(weight|bias) is no longer a view of the arena.*release"
+        ArgumentError,
+        match=r"parameter [01]\.(weight|bias) is no longer a view of the arena.*release",
     ):
         arena.check()
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("whose", ["parameter", "master"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_data_that_is_assigned_is_an_edit_in_place(dtype, whose, optimizer):
+    def trained(edit):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(dtype)
+        arena = Arena(model)
+        opt = optimizer(arena if optimizer is AdamW else arena.parameters(), lr=0.1)
+        for k in range(4):
+            if k == 2:
+                edit(model[0].weight if whose == "parameter" else arena.parameters()[0])
+            model(torch.ones(4, 5, dtype=dtype)).float().square().sum().backward()
+            opt.step(), opt.zero_grad()
+        arena.check()
+        check_views(arena)
+        return [p.clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def in_place(p):
+        p.mul_(0.5)
+
+    def assigned(p):
+        p.data = p.data * 0.5
+
+    assert all(map(torch.equal, trained(assigned), trained(in_place)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -359,7 +390,7 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         assert p.grad is view and torch.equal(view, 2 * before)
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
-        moved.module.weight.data = moved.module.weight.data.clone()
+        moved.module.to(torch.float64)
         moved.move("grads", torch.empty_like(moved.grads))
     Products(arena)
     with pytest.raises(ArgumentError, match="while a TrainStep uses it"):
