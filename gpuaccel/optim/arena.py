@@ -415,14 +415,17 @@ class Arena:
     def check(self):
         """Find parameters that no longer are views of the arena.
 
+        One that has got other memory (`p.data = ...`) is copied into its slice, which becomes its
+        memory again.
+
         Raises:
-            ArgumentError: for the first one, with its name and the way out.
+            ArgumentError: for the first one that is another parameter or has another dtype, device,
+                shape or order in memory, with its name and the way out.
         """
-        moved = [
-            s
-            for p, address, s in zip(self.params, self._addresses, self.segments)
-            if p.data_ptr() != address and s.numel
-        ]
+        moved = []
+        for i, (p, address, s) in enumerate(zip(self.params, self._addresses, self.segments)):
+            if p.data_ptr() != address and s.numel and not self._takes_back(i):
+                moved.append(s)
         moved += [
             self.segments[i]
             for parameters, key, i in self._registrations
@@ -434,6 +437,21 @@ class Arena:
                 "load_state_dict(assign=True) or .data = ... moved it): call arena.release() "
                 "before, and make a new Arena after"
             )
+
+    @torch.no_grad()
+    def _takes_back(self, i: int) -> bool:
+        """Copy parameter i, which has other memory, into its slice; False: it does not fit."""
+        p = self.params[i]
+        buffer = self.weights if self.masters[i] is p else self.bf16_weights
+        assert buffer is not None  # a parameter is not its own master
+        view = own_storage(self.slice(buffer, i))
+        facts = [(t.dtype, t.device, t.shape, t.stride()) for t in (p, view)]
+        if self.released or facts[0] != facts[1]:
+            return False
+        p.data = view.copy_(p)
+        if self.masters[i] is not p:
+            _adopt(p, self.masters[i])
+        return True
 
     def check_trainable(self):
         """Find trainable parameters of the module that are not in the arena.
@@ -504,7 +522,7 @@ class Arena:
             if everything or pair[0]._version != version
         ]
         for p, master in edited:
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+            _adopt(p, master)
         if edited:
             self.weights_current()
 
@@ -606,6 +624,7 @@ def _follow_optimizers(arena):
         arena = weak()
         if arena is None or not arena.is_updated_by(optimizer):
             return None
+        arena.check()
         arena.adopt()
         if getattr(optimizer, "publishes", False):
             return None
@@ -632,6 +651,11 @@ def _follow_optimizers(arena):
                 arena.publish(optimizer)
 
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
+
+
+def _adopt(p: nn.Parameter, master: nn.Parameter):
+    """A master keeps its extra bits where it rounds to the value that its parameter has."""
+    master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
 
 def _abandon(handles: list):

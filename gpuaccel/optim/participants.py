@@ -26,6 +26,7 @@ class ArenaParticipant:
         return [buffer for buffer in buffers if buffer is not None]
 
     def prepare(self):
+        self.arena.check()
         self.arena.adopt()
 
     def refresh(self):

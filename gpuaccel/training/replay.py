@@ -176,6 +176,8 @@ class StepGraphs:
         Eager adds to them, a replay may not."""
         if self.batch_graphs.closed:
             raise CaptureError("the step was closed: make a new one")
+        # A graph knows where the weights lie.
+        self.step.arena.check()
         if any(self.step.arena.gradients.received()):
             raise CaptureError(
                 "gradients stand from a backward outside of this step, and a replay would not "

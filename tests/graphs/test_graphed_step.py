@@ -417,7 +417,7 @@ def test_a_model_that_changed_after_the_capture_is_named_and_nothing_else_change
                 step(*two)
 
 
-@pytest.mark.parametrize("change", ["moved weight", "dtype of a buffer", "replaced module"])
+@pytest.mark.parametrize("change", ["dtype of a buffer", "replaced module"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_train_step_notices_it_too(device, change):
     alter, name = CHANGES[change]
