@@ -77,8 +77,8 @@ def launch(
 ) -> list:
     """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
-    Each process has torchrun's RANK, LOCAL_RANK and WORLD_SIZE, and the process group of
-    torch.distributed is there when fn is called.
+    Each process has torchrun's RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and the process
+    group of torch.distributed is there when fn is called. accelerate takes it over.
 
     Args:
         fn: a function, picklable, or one of a notebook. That is handed over by value with what it
@@ -340,6 +340,7 @@ def _environment(place: RankPlace):
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.rank),
         "WORLD_SIZE": str(place.ranks),
+        "LOCAL_WORLD_SIZE": str(place.ranks),
         # As torchrun; so the sums of one rank and of several have the same order.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
