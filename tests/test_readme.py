@@ -71,7 +71,7 @@ def with_examples():
             yield pytest.param(path, marks=marks, id=name_of(path))
 
 
-@pytest.mark.parametrize("path", with_examples())
+@pytest.mark.parametrize("path", [*with_examples()])
 @pytest.mark.filterwarnings("ignore:.*eager:UserWarning")
 @pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)
 def test_the_examples_run_in_order_and_each_may_run_twice(path, here):
