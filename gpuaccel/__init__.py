@@ -18,6 +18,7 @@ command line can handle Ctrl-C before it takes the seconds that torch needs.
 __version__ = "0.2.0"
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 ROOMS = (
@@ -59,14 +60,18 @@ else:
     def __getattr__(name):
         if name in ROOMS:
             return importlib.import_module(f".{name}", __name__)
+        message = f"module {__name__!r} has no attribute {name!r}"
         if name.startswith("__") and name != "__all__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(message)
         public = importlib.import_module(".public", __name__)
         if name not in public.__all__ and name != "__all__":
             if name in globals():
                 # A module beside the rooms, which is loaded now.
                 return globals()[name]
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            message += importlib.import_module(".errors", __name__).suggestion(name, __dir__())
+            # With `obj` and without `name` the interpreter adds no suggestion of its own, which
+            # Jupyter does not show.
+            raise AttributeError(message, obj=sys.modules[__name__])
         value = getattr(public, name)
         globals()[name] = value
         return value

@@ -38,15 +38,16 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import BackendError
+from .errors import BackendError, check_choice
 
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("auto", "cuda", "simt", "torch")
-POLICIES = ("auto", "require", "off")
+Running = Literal["cuda", "simt", "torch"]
+Backend = Literal["auto", Running]
+GpuPolicy = Literal["auto", "require", "off"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Choice:
         driver: the newest CUDA version that the driver supports, "13.0"; None without a driver.
     """
 
-    name: str
+    name: Running
     reason: str
     requested: str
     policy: str
@@ -197,7 +198,7 @@ def _ask_compiler(command: "tuple[str, ...]") -> Compiler:
     return Compiler(command, kind, version[0])
 
 
-def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
+def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[Running, str]":
     """Return (backend, reason) for a request, a policy and the result of `find_gpu`.
 
     The function is pure, so that tests can try every case.
@@ -205,10 +206,8 @@ def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str,
     Raises:
         BackendError: for an unknown name and for a request that cannot be met.
     """
-    if requested not in BACKENDS:
-        raise BackendError(f"backend is {requested!r}; expected one of {', '.join(BACKENDS)}")
-    if policy not in POLICIES:
-        raise BackendError(f"GPU policy is {policy!r}; expected one of {', '.join(POLICIES)}")
+    check_choice("backend", requested, Backend, error=BackendError)
+    check_choice("GPU policy", policy, GpuPolicy, error=BackendError)
     has_gpu, why = gpu
     if policy == "off" and requested == "cuda":
         raise BackendError(
@@ -368,7 +367,7 @@ class use_backend(ProcessSwitch):
         ... def check(kernel): ...
     """
 
-    def __init__(self, name: str, policy: "str | None" = None):
+    def __init__(self, name: Backend, policy: "GpuPolicy | None" = None):
         self.choice = _choose(name, policy)
         super().__init__(self.choice)
 

@@ -5,6 +5,7 @@ what was expected, and the tensor, parameter or file.
 """
 
 import inspect
+from typing import Any, get_args
 
 
 class GpuaccelError(Exception):
@@ -129,6 +130,37 @@ def described(value) -> str:
     if isinstance(value, torch.optim.Optimizer):
         return f"{words} (an optimizer)"
     return words
+
+
+def suggestion(value, choices) -> str:
+    """The end of a message about a misspelt word: "; did you mean 'global'?", or nothing."""
+    # Not imported above: it is not needed unless something is misspelt.
+    import difflib
+
+    by_lower_case = {choice.lower(): choice for choice in choices}
+    words = difflib.get_close_matches(str(value).lower(), by_lower_case, n=1)
+    return f"; did you mean {by_lower_case[words[0]]!r}?" if words else ""
+
+
+def check_choice(
+    name: str, value, literal: Any, or_else: str = "", error: "type[GpuaccelError]" = ArgumentError
+):
+    """Refuse a value that is none of the words of a Literal, which is the argument's type.
+
+    Args:
+        name: of the argument, for the message.
+        value: of the argument.
+        literal: Literal["global", ...], of strings.
+        or_else: what else is allowed, for the message, as " or None".
+        error: what is raised.
+
+    Raises:
+        GpuaccelError: of this class; it names the value, the words and the one that was meant.
+    """
+    choices = get_args(literal)
+    if not isinstance(value, str) or value not in choices:
+        expected = f"expected one of {', '.join(choices)}{or_else}"
+        raise error(f"{name} is {value!r}; {expected}{suggestion(value, choices)}")
 
 
 def check_module(name: str, value, hint: str = ""):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import CompileError
+from .errors import CompileError, suggestion
 
 # C scalar -> (struct code, torch dtypes that a pointer to it accepts)
 SCALARS = {
@@ -425,6 +425,11 @@ def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[
     return list(dict.fromkeys(d.name for d in _declarations(text) if not d.is_template))
 
 
+def _no_kernel(name: str, names: "list[str]") -> str:
+    found = ", ".join(names) or "none"
+    return f"there is no kernel {name!r} here; kernels found: {found}{suggestion(name, names)}"
+
+
 def kernel_positions(source: str) -> "list[tuple[str, int]]":
     """(name, position of its `__global__`) of each kernel that is no template."""
     text = active_text(source)
@@ -442,8 +447,7 @@ def definition(source: str, name: str) -> "tuple[int, int]":
         if declaration.name == name and not declaration.is_template:
             break
     else:
-        names = ", ".join(kernel_names(source)) or "none"
-        raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
+        raise CompileError(_no_kernel(name, kernel_names(source)))
     start = declaration.start
     if linkage := re.search(r'extern\s+"C"\s*$', text[:start]):
         start = linkage.start()
@@ -492,13 +496,13 @@ def _declaration(source, name, defines):
     text, _ = _active(source, defines)
     declaration = next((d for d in _declarations(text) if d.name == name), None)
     if declaration is None or declaration.is_template:
-        names = ", ".join(kernel_names(source, defines)) or "none"
+        names = kernel_names(source, defines)
         if declaration is not None:
             raise CompileError(
                 f"kernel {name!r} is a template: a kernel that calls it with its template "
-                f"arguments can be compiled; kernels found: {names}"
+                f"arguments can be compiled; kernels found: {', '.join(names) or 'none'}"
             )
-        raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
+        raise CompileError(_no_kernel(name, names))
     _, macros = _active(source, defines, declaration.start)
     # Only macros that stand for a type or a number.
     macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import shutil
+import sys
 
 import pytest
 import torch
@@ -137,6 +138,12 @@ def no_waiting():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def forget_accelerator():
+    """accelerate keeps the first Accelerator's settings, mixed precision too, for the process."""
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def drawn(kind, n, vocab, seed=0):

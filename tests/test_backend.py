@@ -7,14 +7,15 @@ import stat
 import subprocess
 import sys
 import warnings
+from typing import get_args
 
 import pytest
 import torch
 
 import gpuaccel as ga
 from gpuaccel.backends import (
-    BACKENDS,
-    POLICIES,
+    Backend,
+    GpuPolicy,
     backend,
     cache_dir,
     default_device,
@@ -59,8 +60,8 @@ def expected(requested, policy, there):
 
 
 @pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("requested", BACKENDS)
+@pytest.mark.parametrize("policy", get_args(GpuPolicy))
+@pytest.mark.parametrize("requested", get_args(Backend))
 def test_every_request_policy_and_presence_has_one_answer(requested, policy, there):
     want = expected(requested, policy, there)
     if isinstance(want, BackendError):

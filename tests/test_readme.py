@@ -13,6 +13,7 @@ import xml.etree.ElementTree as xml
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import forget_accelerator
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -55,12 +56,22 @@ def here(tmp_path, monkeypatch):
     """A folder that a page may write to; torch.compile, which is slow, hands its function back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    yield
+    forget_accelerator()
 
 
 # ---- the examples -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path)], ids=name_of)
+def with_examples():
+    for path in PAGES:
+        if blocks(path):
+            # That of Trainer trains four models in 5 s.
+            marks = [pytest.mark.slow] if path.stem == "trainer" else []
+            yield pytest.param(path, marks=marks, id=name_of(path))
+
+
+@pytest.mark.parametrize("path", [*with_examples()])
 @pytest.mark.filterwarnings("ignore:.*eager:UserWarning")
 @pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)
 def test_the_examples_run_in_order_and_each_may_run_twice(path, here):
@@ -86,6 +97,7 @@ def test_the_pages_have_examples():
         "docs/lora.md": 1,
         "docs/logging.md": 1,
         "docs/replacing-a-kernel.md": 1,
+        "docs/trainer.md": 2,
         "docs/your-model.md": 5,
     }
 
@@ -137,6 +149,47 @@ def test_the_optimizer_and_the_clipping_are_torchs(path):
     assert float(ours["norm"]) == pytest.approx(float(torchs["norm"]), rel=1e-5)
     for p, q in zip(ours["model"].parameters(), torchs["model"].parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+TRAINER = {
+    "Trainer": {
+        "ga.AdamW": "torch.optim.AdamW",
+        ', "max_norm": 0.1': "",
+        "max_grad_norm=0,": "max_grad_norm=0.1,",
+        "print(": "#",
+    },
+    "accelerate": {
+        "arena = ga.Arena(model)": "vectors = [p for p in model.parameters() if p.dim() < 2]",
+        "opt = ga.AdamW(arena, lr=1e-3": (
+            "matrices = [p for p in model.parameters() if p.dim() > 1]\n"
+            "groups = [{'params': matrices}, {'params': vectors, 'weight_decay': 0.0}]\n"
+            "opt = torch.optim.AdamW(groups, lr=1e-3"
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("loop", [pytest.param("Trainer", marks=pytest.mark.slow), "accelerate"])
+def test_the_page_about_trainer_trains_what_torchs_optimizer_trains(loop, here):
+    path, spaces = ROOT / "docs" / "trainer.md", []
+    code = example(path, {"Trainer": "Trainer(", "accelerate": "Accelerator("}[loop])
+    code = theirs = code.replace('"max_norm": 1.0', '"max_norm": 0.1')
+    for ours, torchs in TRAINER[loop].items():
+        assert ours in theirs
+        theirs = theirs.replace(ours, torchs)
+    for variant in (code, theirs):
+        spaces.append(names())
+        run(path, variant, spaces[-1])
+    ours, torchs = spaces
+    for p, q in zip(ours["model"].parameters(), torchs["model"].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    if loop == "Trainer":
+        logged = torchs["trainer"].state.log_history
+        norm = ours["trainer"].optimizer.optimizer.clip_state.norm
+        assert float(norm) > 0.2
+        assert [row["loss"] for row in logged if "loss" in row] == pytest.approx(
+            [row["loss"] for row in ours["trainer"].state.log_history if "loss" in row]
+        )
 
 
 @pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)

@@ -6,8 +6,12 @@ import pathlib
 import re
 import subprocess
 import sys
+import traceback
 
 import pytest
+import torch
+
+import gpuaccel as ga
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -62,6 +66,73 @@ with ga.GraphedStep(loss_of, [model]) as graphed:
     graphed()  # Missing positional argument "x" in call to "__call__" of "GraphedStep"
 """
 
+# Calls with a misspelt word -> the word that was meant.
+MISSPELT = {
+    'ga.AdamW(arena, scope="globl")': "global",
+    'ga.AdamW(arena, on_nonfinite="skp")': "skip",
+    'ga.optim.Lion(arena, scope="blocks")': "block",
+    'ga.clip_grad_norm_(arena, 1.0, scope="tensors")': "tensor",
+    'ga.optim.clip_grads_(arena, 1.0, on_nonfinite="raises")': "raise",
+    'ga.TrainStep(model, divide="token")': "tokens",
+    'ga.TrainStep(model, replay="graphs")': "graph",
+    'ga.training.Replay(policy="required")': "require",
+    'ga.GraphedStep(print, model, new_shapes="captured")': "capture",
+    'ga.GraphedStep(print, model, policy="Auto")': "auto",
+    'ga.use_backend("sim")': "simt",
+    'ga.use_backend("torch", policy="requires")': "require",
+    'ga.launch(print, backend="glo")': "gloo",
+    'ga.preset("tinny")': "tiny",
+    'ga.training.Config(8, 8, 8, 1, 1, 1, 8, family="lama")': "llama",
+    'ga.nn.RichardsCurve("sigmod")': "sigmoid",
+    'ga.make_dataset(tokenizer="bytes")': "byte",
+    'ga.learn.recorded.tail(kind="replay")': "replayed",
+    'ga.learn.recorded.tail("float23")': "float32",
+    'ga.learn.recorded.ledger("1")': "01",
+}
+
+
+@pytest.mark.parametrize("call", MISSPELT)
+def test_a_misspelt_word_is_refused_and_its_right_spelling_named(call):
+    model = torch.nn.Linear(2, 2)
+    names = {"ga": ga, "model": model, "arena": ga.Arena(model)}
+    with pytest.raises(ga.GpuaccelError) as caught:
+        eval(call, names)
+    wrong = re.findall(r'"(\w+)"', call)[-1]
+    assert f" is {wrong!r}; expected " in str(caught.value)
+    assert str(caught.value).endswith(f"; did you mean {MISSPELT[call]!r}?")
+
+
+@pytest.mark.parametrize(
+    "call, meant",
+    [
+        ("ga.AdamWW", "AdamW"),
+        ("ga.trainstep", "TrainStep"),
+        ("ga.optimm", "optim"),
+        ('ga.hint("revers")', "reverse"),
+        ('ga.Kernel("clipp", "squares_v2")', "clip.cu"),
+        ('ga.Kernel("clip", "square_v2")', "squares_v2"),
+    ],
+)
+def test_a_misspelt_name_is_suggested(call, meant):
+    """In the message, which notebooks show: once, so without what the interpreter would add."""
+    with pytest.raises((AttributeError, ga.GpuaccelError)) as caught:
+        eval(call, {"ga": ga})
+    text = "".join(traceback.format_exception_only(caught.value))
+    assert text.count(f"did you mean {meant!r}?") == text.lower().count("did you mean") == 1
+
+
+@pytest.mark.slow
+def test_mypy_finds_every_misspelt_word(tmp_path):
+    head = "import torch\nimport gpuaccel as ga\nmodel = torch.nn.Linear(2, 2)\n"
+    client = head + "arena = ga.Arena(model)\n" + "\n".join(MISSPELT)
+    messages, output = mypy_messages(client, tmp_path)
+    lines = {number: line for number, line in enumerate(client.splitlines(), 1) if line in MISSPELT}
+    assert messages.keys() == lines.keys(), output
+    for number, line in lines.items():
+        wrong = re.findall(r'"(\w+)"', line)[-1]
+        assert f"Literal['{wrong}']" in messages[number] or wrong in messages[number]
+        assert f"'{MISSPELT[line]}'" in messages[number], messages[number]
+
 
 @pytest.mark.slow
 def test_a_program_that_uses_the_package_gets_its_types(tmp_path):
@@ -75,6 +146,17 @@ def test_a_step_has_types(tmp_path):
 
 def check_messages(client, folder):
     """mypy says of `client` what its comments say, and nothing else."""
+    messages, output = mypy_messages(client, folder)
+    expected = {
+        number: line.partition("  # ")[2]
+        for number, line in enumerate(client.splitlines(), 1)
+        if "  # " in line
+    }
+    assert messages == expected, output
+
+
+def mypy_messages(client, folder):
+    """Line -> what mypy says of it; and mypy's whole output."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy, of the extra `test`, is not installed")
     (folder / "client.py").write_text(client)
@@ -91,9 +173,4 @@ def check_messages(client, folder):
     message = re.compile(r"client\.py:(\d+): \w+: (.*?)(?:  \[[\w-]+\])?")
     matches = [message.fullmatch(line) for line in result.stdout.splitlines()]
     messages = {int(match[1]): match[2] for match in matches if match}
-    expected = {
-        number: line.partition("  # ")[2]
-        for number, line in enumerate(client.splitlines(), 1)
-        if "  # " in line
-    }
-    assert messages == expected, result.stdout + result.stderr
+    return messages, result.stdout + result.stderr

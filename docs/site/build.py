@@ -34,6 +34,7 @@ LANGUAGES = {
 # The guides in the order of the menu; a page that is not named here stands behind them.
 GUIDES = (
     "your-model",
+    "trainer",
     "accumulation",
     "clipping",
     "graphs",

@@ -8,13 +8,13 @@ import pathlib
 import shlex
 import sys
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from tqdm import tqdm
 
 from ..backends import backend, default_device, default_dtype, use_backend
-from ..distributed import Distributed, launch
+from ..distributed import Distributed, RankBackend, launch
 from ..errors import ArgumentError, CheckpointError, RankError
 from ..measure import Meter, peak_flops
 from ..optim import AdamW, Arena
@@ -22,6 +22,8 @@ from ..training import (
     METRICS_FILE,
     Batches,
     BPETokenizer,
+    NamedTokenizer,
+    ReplayMode,
     TrainStep,
     check_log,
     evaluate,
@@ -47,7 +49,7 @@ NEWEST = True  # --resume without a name
 class Recipe(NamedTuple):
     """What a preset trains with unless told otherwise."""
 
-    tokenizer: str
+    tokenizer: NamedTokenizer
     batch: int  # sequences per optimizer step
     lr: float
 
@@ -137,7 +139,7 @@ def add_parser(commands):
     add("--compile", action="store_true", help="torch.compile the model")
     add(
         "--replay",
-        choices=("eager", "graph"),
+        choices=get_args(ReplayMode),
         default="eager",
         help="graph: the whole step as one CUDA graph, bit-identical to eager (eager)",
     )
@@ -190,7 +192,7 @@ def run(args) -> int:
 
 def _launch_ranks(args) -> int:
     """Train on args.nproc processes of this machine."""
-    process_group = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
+    process_group: "RankBackend | None" = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
     checkpoint_before = latest_checkpoint(args.out)
     try:
         statuses = launch(

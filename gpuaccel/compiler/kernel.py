@@ -35,7 +35,7 @@ import torch
 
 from .. import simt
 from ..backends import backend, find_compiler, find_driver
-from ..errors import ArgumentError, BackendError, CompileError
+from ..errors import ArgumentError, BackendError, CompileError, suggestion
 from ..source import (
     active_text,
     definition,
@@ -314,8 +314,11 @@ class Kernel:
     def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines: object):
         path = kernel_root() / f"{file}.cu"
         if not path.is_file():
-            names = ", ".join(file.name for file in kernel_files())
-            raise CompileError(f"there is no file {path.name} in kernels_cu; files: {names}")
+            names = [file.name for file in kernel_files()]
+            raise CompileError(
+                f"there is no file {path.name} in kernels_cu; files: {', '.join(names)}"
+                f"{suggestion(path.name, names)}"
+            )
         self._setup(path.read_text(), name, f"kernels_cu/{path.name}", defines, options)
         self._file_text = self.text
         if name in _replacements:

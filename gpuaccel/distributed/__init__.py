@@ -14,13 +14,14 @@ from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer import make_reducer
 from .reducer_base import ReducerBase
-from .spawn import launch
+from .spawn import RankBackend, launch
 from .trace import sent_early
 
 __all__ = [
     "Distributed",
     "OrderedReducer",
     "PeerToPeer",
+    "RankBackend",
     "ReducerBase",
     "launch",
     "make_reducer",

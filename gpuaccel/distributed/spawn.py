@@ -33,7 +33,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 try:
     import fcntl
@@ -45,7 +45,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError
+from ..errors import ArgumentError, RankError, check_choice
 from ..forkserver import LAUNCHED_BY
 from . import heartbeat
 from .rendezvous import loopback
@@ -59,6 +59,8 @@ PRELOADED = ["gpuaccel.forkserver", "gpuaccel.training", "torch._dynamo"]
 MOST_PARTNERS = 63
 # In a rank, while it imports the script of its function.
 importing_script = False
+# Of a rank's process group.
+RankBackend = Literal["nccl", "gloo"]
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
@@ -67,7 +69,7 @@ def launch(
     ranks: int = 2,
     args: tuple = (),
     *,
-    backend: "str | None" = None,
+    backend: "RankBackend | None" = None,
     timeout: float = 10.0,
     start: float = 60.0,
     after_step: bool = False,
@@ -75,8 +77,8 @@ def launch(
 ) -> list:
     """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
-    Each process has torchrun's RANK, LOCAL_RANK and WORLD_SIZE, and the process group of
-    torch.distributed is there when fn is called.
+    Each process has torchrun's RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and the process
+    group of torch.distributed is there when fn is called. accelerate takes it over.
 
     Args:
         fn: a function, picklable, or one of a notebook. That is handed over by value with what it
@@ -117,7 +119,7 @@ def launch(
     for name, seconds in (("timeout", timeout), ("start", start)):
         if not isinstance(seconds, (int, float)) or not seconds >= 0:
             raise ArgumentError(f"{name} is {seconds!r}; expected seconds, 0 or more")
-    backend = _checked_backend(ranks, args, backend)
+    process_group = _checked_backend(ranks, args, backend)
     context, work = _start_method(fn, args)
     with tempfile.TemporaryDirectory() as folder:
         shared = SharedCounts(
@@ -131,7 +133,7 @@ def launch(
             for rank in range(ranks):
                 receiving, sending = context.Pipe(duplex=False)
                 store = os.path.join(folder, "store")
-                place = RankPlace(rank, ranks, backend, store, dict(os.environ))
+                place = RankPlace(rank, ranks, process_group, store, dict(os.environ))
                 # No daemon: a rank may have processes of its own, as a DataLoader's.
                 process = context.Process(target=_run_rank, args=(place, shared, sending, work))
                 with _environment(place), _sigint_blocked(), _main_hidden():
@@ -159,7 +161,7 @@ def launch(
                 process.join()
 
 
-def _checked_backend(ranks: int, args, backend: "str | None") -> str:
+def _checked_backend(ranks: int, args, backend: "RankBackend | None") -> RankBackend:
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ArgumentError(f"ranks is {ranks!r}; expected a whole number, 1 or more")
     gpus = 0
@@ -168,8 +170,7 @@ def _checked_backend(ranks: int, args, backend: "str | None") -> str:
     backend = backend or ("nccl" if gpus >= ranks else "gloo")
     if not isinstance(args, (tuple, list)):
         raise ArgumentError(f"args is {args!r}; expected a tuple, what the function is called with")
-    if backend not in ("nccl", "gloo"):
-        raise ArgumentError(f"backend is {backend!r}; expected 'nccl' or 'gloo'")
+    check_choice("backend", backend, RankBackend)
     if backend == "nccl" and gpus < ranks:
         raise ArgumentError(
             f"{ranks} ranks with backend 'nccl' need a GPU each, and this machine has {gpus} that "
@@ -339,6 +340,7 @@ def _environment(place: RankPlace):
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.rank),
         "WORLD_SIZE": str(place.ranks),
+        "LOCAL_WORLD_SIZE": str(place.ranks),
         # As torchrun; so the sums of one rank and of several have the same order.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }

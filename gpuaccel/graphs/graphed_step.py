@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from ..backends import backend
 from ..compiler import replacements
-from ..errors import ArgumentError, CaptureError, described
-from ..ops import check_choice
+from ..errors import ArgumentError, CaptureError, check_choice, described
 from .addresses import Addresses
 from .capture import recorder_for
 from .captured_graph import CapturedGraph, GraphGradient
@@ -50,13 +49,13 @@ StateMember = nn.Module | torch.optim.Optimizer | Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-POLICIES = ("auto", "require")
-NEW_SHAPES = ("capture", "refuse")
+Policy = Literal["auto", "require"]
+NewShapes = Literal["capture", "refuse"]
 # The first warm-up compiles and loads, the second finds everything in place.
 WARM_UPS = 2
 
 
-def check_options(policy: str, new_shapes: str, max_graphs: int):
+def check_options(policy: Policy, new_shapes: NewShapes, max_graphs: int):
     """Refuse options that GraphedStep does not have.
 
     Args:
@@ -67,8 +66,8 @@ def check_options(policy: str, new_shapes: str, max_graphs: int):
     Raises:
         ArgumentError: for any other value.
     """
-    check_choice("policy", policy, POLICIES)
-    check_choice("new_shapes", new_shapes, NEW_SHAPES)
+    check_choice("policy", policy, Policy)
+    check_choice("new_shapes", new_shapes, NewShapes)
     if not isinstance(max_graphs, int) or max_graphs < 1:
         raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
 
@@ -152,8 +151,8 @@ class GraphedStep(Generic[P, R]):
         warm_up: "Callable[..., object] | None" = None,
         saved: "Callable[[], Iterable[StateMember | ForwardState]] | None" = None,
         modes: "Callable[[], Hashable] | None" = None,
-        policy: str = "auto",
-        new_shapes: str = "capture",
+        policy: Policy = "auto",
+        new_shapes: NewShapes = "capture",
         max_graphs: int = 8,
         device: "str | torch.device | None" = None,
     ):

@@ -9,7 +9,7 @@ import torch
 from ..backends import default_device, deterministic
 from ..compiler import Kernel
 from ..optim import Arena
-from ..training import TrainStep, Transformer, preset
+from ..training import Divide, TrainStep, Transformer, preset
 from .figures import Figure, bars
 from .places import Place, PlainStep
 from .recorded import gpu_milliseconds
@@ -29,7 +29,7 @@ class _KeepGradient(torch.optim.Optimizer):
 
 
 def step_gradient(
-    batch, place: "Place | None" = None, micro_batches: int = 1, divide: str = "tokens"
+    batch, place: "Place | None" = None, micro_batches: int = 1, divide: Divide = "tokens"
 ) -> torch.Tensor:
     """The gradient of one step of the tiny model, in the order of its arena: fp32, flat.
 

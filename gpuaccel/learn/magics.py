@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends import backend
 from ..compiler import Kernel, compile, kernel_names
-from ..errors import CompileError, GpuaccelError
+from ..errors import CompileError, GpuaccelError, suggestion
 from ..source import without_comments
 from .replacement import Verdict, install, kernel_in_steps, restore
 
@@ -138,6 +138,7 @@ def compile_cell(line: str, cell: str) -> Compiled:
     if only is not None and only not in names:
         raise CompileError(
             f"there is no kernel {only!r} in this cell; kernels found: {', '.join(names)}"
+            f"{suggestion(only, names)}"
         )
     kernels, milliseconds = {}, {}
     for name in [only] if only else names:

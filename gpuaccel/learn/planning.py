@@ -39,7 +39,7 @@ from ..distributed.plan import (
 )
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
-from ..training.models import preset
+from ..training.models import Preset, preset
 from . import recorded
 from .figures import plan_figure
 from .figures.drawing import Figure, Ink, Table, plural
@@ -131,7 +131,7 @@ class Calibration:
 
 
 @functools.cache
-def meta_model(name: str) -> nn.Module:
+def meta_model(name: Preset) -> nn.Module:
     """A preset's model without memory."""
     with torch.device("meta"):
         return preset(name).build()

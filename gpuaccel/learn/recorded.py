@@ -13,11 +13,12 @@ Where there is no recording, the figures and tables are the Recorded itself, whi
 import json
 import pathlib
 import statistics
+from typing import Literal
 
 import torch
 
 from ..backends import backend
-from ..errors import ArgumentError
+from ..errors import check_choice
 from ..measure import Ledger, Row
 from ..measure import timeline as measured
 from .figures import graph_figures
@@ -115,7 +116,9 @@ def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
 # ---- ledgers of the notebooks -------------------------------------------------------------------
 
 # Notebooks whose ledgers benchmarks/rungs.py records.
-LEDGERS = ("01", "02", "03", "04", "05", "07")
+Notebook = Literal["01", "02", "03", "04", "05", "07"]
+Dtype = Literal["float32", "bfloat16"]
+Kind = Literal["replayed", "launched"]
 
 
 class Ledgers:
@@ -138,17 +141,14 @@ class Ledgers:
         )
 
 
-def ledger(notebook: str, own: "Ledger | None" = None) -> Ledgers:
+def ledger(notebook: Notebook, own: "Ledger | None" = None) -> Ledgers:
     """The ledger rows of a notebook as benchmarks/rungs.py recorded them on a GPU.
 
     Args:
         notebook: "01", "02", "03", "04", "05" or "07".
         own: the rows that were measured here; they are shown above.
     """
-    if notebook not in LEDGERS:
-        raise ArgumentError(
-            f"no ledger of notebook {notebook!r} is recorded; expected one of {', '.join(LEDGERS)}"
-        )
+    check_choice("notebook", notebook, Notebook)
     parts: "list[Ledger | str]" = []
     if own is not None:
         here = Ledger(_measured_here())
@@ -223,12 +223,13 @@ def _names(variants) -> list:
     return list(dict.fromkeys(name for by_name in variants for name in by_name))
 
 
-def addition(dtype: str = "float32") -> "Figure | Recorded":
+def addition(dtype: Dtype = "float32") -> "Figure | Recorded":
     """The versions of the accumulation kernel, as shares of the rate at which that GPU copies.
 
     Args:
         dtype: of the gradients.
     """
+    check_choice("dtype", dtype, Dtype)
     run = recorded("accumulate")
     rows = [
         (name, result["of_copy_rate"], f"{result['of_copy_rate']:.0%}, {result['ms']:.2f} ms")
@@ -242,12 +243,13 @@ def addition(dtype: str = "float32") -> "Figure | Recorded":
     return bars(rows, title, (1.0, "the copy rate"))
 
 
-def clipping(dtype: str = "float32") -> "Table | Recorded":
+def clipping(dtype: Dtype = "float32") -> "Table | Recorded":
     """Each variant of clipping a large model's gradients: time, launches, waits.
 
     Args:
         dtype: of the gradients.
     """
+    check_choice("dtype", dtype, Dtype)
     run = recorded("clip")
     over, under, host = (_dicts(run.get(dtype, part)) for part in ("over", "under", "host"))
 
@@ -268,12 +270,14 @@ def clipping(dtype: str = "float32") -> "Table | Recorded":
     return Table(columns, rows, f"{run.label}; {what}")
 
 
-def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
+def tail(dtype: Dtype = "float32", kind: Kind = "replayed") -> "Figure | Recorded":
     """Accumulate, clip, AdamW and zero of a large model, ours and torch's, in milliseconds.
 
     Args:
         dtype: of the weights. kind: "replayed" or "launched".
     """
+    check_choice("dtype", dtype, Dtype)
+    check_choice("kind", kind, Kind)
     run = recorded("tail")
     rows = [
         (name, result["ms"], f"{result['ms']:.2f} ms")

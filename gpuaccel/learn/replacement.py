@@ -21,7 +21,7 @@ from html import escape
 import torch
 from torch import Tensor
 
-from ..backends import backend, default_device, find_compiler, use_backend
+from ..backends import Running, backend, default_device, find_compiler, use_backend
 from ..compiler import Kernel, is_loaded, replace, replacements
 from ..errors import ArgumentError, CompileError, GpuaccelError, KernelError, ReplacementError
 from ..simt import checked
@@ -172,7 +172,7 @@ def restore(*names: str) -> "list[str]":
 
 def _judge(name: str, source: str, say) -> Verdict:
     """Compare a kernel with ours. Leaves it, or ours, in place."""
-    runs_here = "cuda" if backend().name == "cuda" else "simt"
+    runs_here: Running = "cuda" if backend().name == "cuda" else "simt"
     has_compiler = find_compiler()[0] is not None
     if runs_here == "simt" and not has_compiler:
         raise ReplacementError(

@@ -15,7 +15,15 @@ from .gradient_use import GradientUse, gradient_uses
 from .joint_linears import FrozenLinear, fused_linears, fused_rotary, fused_swiglu
 from .lora import LoRALinear, check_settings, frozen_state_dict, linear_features
 from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
-from .richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, RichardsGLU, reference_richards
+from .richards_glu import (
+    DEFAULTS,
+    LEAST,
+    NAMES,
+    RichardsCurve,
+    RichardsGLU,
+    Variant,
+    reference_richards,
+)
 
 __all__ = [
     "DEFAULTS",
@@ -36,6 +44,7 @@ __all__ = [
     "RichardsCurve",
     "RichardsGLU",
     "SlicePart",
+    "Variant",
     "check_settings",
     "deterministic_embeddings",
     "frozen_state_dict",

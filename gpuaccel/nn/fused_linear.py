@@ -34,7 +34,11 @@ class _LinearIntoArena(torch.autograd.Function):
             cast = weight.to(dtype)
             # The weight itself is for second derivatives.
             ctx.save_for_backward(x, cast, weight)
-        return F.linear(x, cast.t() if transposed else cast, bias)
+        y = F.linear(x, cast.t() if transposed else cast, bias)
+        if not torch.compiler.is_compiling() and y._is_view():
+            # torch lets nobody change a view in place that a custom function returns.
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return y
 
     @staticmethod
     def backward(ctx, dy):

@@ -26,6 +26,7 @@ import functools
 import math
 import numbers
 import struct
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,14 @@ from torch import Tensor, nn
 
 from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from .gradient_use import differentiates_otherwise
 
 NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
 POSITIVE = ("nu", "k", "beta", "T")
 GATE = ("nu", "k", "m", "T")  # what the gate of a RichardsGLU learns
-LEARNED = {
+Variant = Literal["none", "sigmoid", "tanh", "gompertz"]
+LEARNED: "dict[Variant, tuple[str, ...]]" = {
     "none": NAMES,
     "sigmoid": tuple(n for n in NAMES if n not in "ac"),
     "tanh": tuple(n for n in NAMES if n not in "ac"),
@@ -521,7 +523,7 @@ class RichardsCurve(nn.Module):
 
     def __init__(
         self,
-        variant: str = "none",
+        variant: Variant = "none",
         *,
         learn=None,
         birch: "bool | None" = None,
@@ -530,8 +532,7 @@ class RichardsCurve(nn.Module):
         **values,
     ):
         super().__init__()
-        if variant not in LEARNED:
-            raise ArgumentError(f"variant is {variant!r}; expected one of {', '.join(LEARNED)}")
+        check_choice("variant", variant, Variant)
         if learn is None:
             learn = LEARNED[variant]
         learn = (learn,) if isinstance(learn, str) else tuple(learn)

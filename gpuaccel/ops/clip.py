@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from ..compiler import KINDS, Kernel, kernel
 from ..errors import ArgumentError, described
 from .accumulate import CHUNK, SQUARES_THREADS
 
-SCOPES = ("global", "block", "tensor")
-POLICIES = ("propagate", "skip", "raise")
+# What a norm is taken over.
+Scope = Literal["global", "block", "tensor"]
+# What a gradient that is not finite does.
+OnNonfinite = Literal["propagate", "skip", "raise"]
 EPS = 1e-6  # torch's
 MAX_TENSORS = 256
 # Of a launch over more than MAX_TENSORS: its parameters are 30 KB then, which CUDA 12.1 allows. It
@@ -76,7 +78,7 @@ class ClipState:
         self,
         values: Tensor,
         nonfinite_tensor: Tensor,
-        scope: str,
+        scope: Scope,
         names: "Callable[[], Sequence[str]]",
     ):
         self.values = values
@@ -381,7 +383,7 @@ def launch_scale(
             )
 
 
-def new_state(count: int, device, scope: str, names) -> ClipState:
+def new_state(count: int, device, scope: Scope, names) -> ClipState:
     """An uninitialised ClipState of `count` groups.
 
     Args:
@@ -422,21 +424,6 @@ def check_max_norm(max_norm) -> float:
             f"max_norm is {value}; expected a number of 0 or more (infinity: no clipping)"
         )
     return value
-
-
-def check_choice(name: str, value, choices):
-    """Refuse a value that is none of the choices.
-
-    Args:
-        name: of the argument, for the message.
-        value: of the argument.
-        choices: strings.
-
-    Raises:
-        ArgumentError: it names the value and the choices.
-    """
-    if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
 
 
 def kernel_takes(grads: "list[Tensor]") -> bool:

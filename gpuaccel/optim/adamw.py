@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import ADAMW
+from ..ops import ADAMW, OnNonfinite, Scope
 from .arena import Arena
 from .device_optimizer import DeviceOptimizer
 
@@ -80,8 +80,8 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         amsgrad: bool = False,
         *,
         max_norm: "float | None" = None,
-        scope: str = "global",
-        on_nonfinite: "str | None" = None,
+        scope: Scope = "global",
+        on_nonfinite: "OnNonfinite | None" = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         **torch_options: "bool | None",

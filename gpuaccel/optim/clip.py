@@ -38,13 +38,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, NonFiniteError, described
+from ..errors import ArgumentError, NonFiniteError, check_choice, described
 from ..ops import (
     EPS,
-    POLICIES,
-    SCOPES,
     ClipState,
-    check_choice,
+    OnNonfinite,
+    Scope,
     check_gradients,
     check_max_norm,
     dense,
@@ -71,8 +70,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: "bool | None" = None,
     *,
-    scope: str = "global",
-    on_nonfinite: "str | None" = None,
+    scope: Scope = "global",
+    on_nonfinite: "OnNonfinite | None" = None,
     eps: float = EPS,
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most max_norm, and return the norm.
@@ -142,8 +141,8 @@ def clip_grads_(
     error_if_nonfinite: bool = False,
     foreach: "bool | None" = None,
     *,
-    scope: str = "global",
-    on_nonfinite: "str | None" = None,
+    scope: Scope = "global",
+    on_nonfinite: "OnNonfinite | None" = None,
     eps: float = EPS,
 ) -> ClipState:
     """`clip_grad_norm_` that returns all it computes, as a ClipState.
@@ -170,14 +169,14 @@ def clip_grads_(
     """
     max_norm = check_max_norm(max_norm)
     norm_type = float(norm_type)
-    check_choice("scope", scope, SCOPES)
+    check_choice("scope", scope, Scope)
     grads: "list[Tensor]"
     names: "Callable[[], list[str]]"
     groups: "list[int] | None" = None  # of each tensor; None: all are one group
     if isinstance(parameters_or_arena, Arena):
         arena = parameters_or_arena
-        policy = on_nonfinite or "skip"
-        check_choice("on_nonfinite", policy, POLICIES)
+        policy: OnNonfinite = on_nonfinite or "skip"
+        check_choice("on_nonfinite", policy, OnNonfinite)
         arena.check()
         arena.gradients.collect()
         nothing = arena.grads[:0]
@@ -191,7 +190,7 @@ def clip_grads_(
     else:
         arena = None
         policy = on_nonfinite or "propagate"
-        check_choice("on_nonfinite", policy, POLICIES)
+        check_choice("on_nonfinite", policy, OnNonfinite)
         if scope == "block":
             raise ArgumentError(
                 "scope='block' needs an arena, which knows the blocks; got parameters"
@@ -222,7 +221,7 @@ def clip_grads_(
     return state
 
 
-def _empty_state(scope: str, names: "Callable[[], list[str]]") -> ClipState:
+def _empty_state(scope: Scope, names: "Callable[[], list[str]]") -> ClipState:
     """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
     rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
     nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
@@ -261,11 +260,11 @@ def _by_kernels(
     grads: "list[Tensor]",
     names: "Callable[[], list[str]]",
     groups: "list[int] | None",
-    scope: str,
+    scope: Scope,
     max_norm: float,
     norm_type: float,
     eps: float,
-    policy: str,
+    policy: OnNonfinite,
     arena: "Arena | None",
 ) -> "tuple[ClipState, Callable[[], None]]":
     """The clip state, and a function that scales the gradients: by kernels."""
@@ -306,11 +305,11 @@ def _by_torch(
     grads: "list[Tensor]",
     names: "Callable[[], list[str]]",
     groups: "list[int] | None",
-    scope: str,
+    scope: Scope,
     max_norm: float,
     norm_type: float,
     eps: float,
-    policy: str,
+    policy: OnNonfinite,
     foreach: "bool | None",
 ) -> "tuple[ClipState, Callable[[], None]]":
     """The same by torch."""

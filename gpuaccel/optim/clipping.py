@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError
 from ..ops import (
+    Scope,
     launch_reduce,
     launch_squares,
     launches_for,
@@ -33,7 +34,7 @@ class Norms:
         groups: (tensors,) int32, the same on the device; None: there is one row.
     """
 
-    def __init__(self, device: torch.device, scope: str, tensors: int, arena):
+    def __init__(self, device: torch.device, scope: Scope, tensors: int, arena):
         self.rows = {
             "global": lambda: [0] * tensors,
             "tensor": lambda: list(range(tensors)),

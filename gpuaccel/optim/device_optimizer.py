@@ -16,24 +16,23 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..nn import invalid_tokens
 from ..ops import (
     KINDS,
-    POLICIES,
-    SCOPES,
     ClipState,
     Job,
     Jobs,
+    OnNonfinite,
+    Scope,
     StepInputs,
     UpdateRule,
-    check_choice,
     check_gradients,
     check_max_norm,
     clip_kernel,
@@ -48,6 +47,16 @@ from .members import Members
 from .state_dicts import fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
+
+
+class StepOptions(TypedDict, total=False):
+    """The keyword arguments of a DeviceOptimizer that a subclass hands on."""
+
+    max_norm: "float | None"
+    scope: Scope
+    on_nonfinite: "OnNonfinite | None"
+    stochastic_rounding: bool
+    seed: int
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
@@ -97,8 +106,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         lr,
         weight_decay: float = 0.0,
         max_norm: "float | None" = None,
-        scope: str = "global",
-        on_nonfinite: "str | None" = None,
+        scope: Scope = "global",
+        on_nonfinite: "OnNonfinite | None" = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ):
@@ -107,11 +116,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.arena = arena
         self.max_norm = max_norm
         self.scope = scope
-        self.on_nonfinite = on_nonfinite or ("skip" if arena else "propagate")
+        self.on_nonfinite: OnNonfinite = on_nonfinite or ("skip" if arena else "propagate")
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
-        check_choice("scope", scope, SCOPES)
-        check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
+        check_choice("scope", scope, Scope)
+        check_choice("on_nonfinite", self.on_nonfinite, OnNonfinite)
         self._limit()
         if scope == "block" and arena is None:
             raise ArgumentError(

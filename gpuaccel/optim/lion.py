@@ -9,12 +9,17 @@ larger. A file like this one and kernels_cu/lion.cu are all that an optimizer ne
 Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
 from ..ops import UpdateRule
-from .device_optimizer import DeviceOptimizer
+from .device_optimizer import DeviceOptimizer, StepOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def reference_lion(
@@ -75,7 +80,7 @@ class Lion(DeviceOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **options,
+        **options: "Unpack[StepOptions]",
     ):
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ArgumentError(f"lr has shape {tuple(lr.shape)}; expected one element")

@@ -12,12 +12,13 @@ import ctypes
 import os
 import sys
 import threading
+from typing import Literal
 
 from ..backends import ProcessSwitch
-from ..errors import ArgumentError, BackendError
+from ..errors import ArgumentError, BackendError, check_choice
 from .reports import Report, Symbols, coordinates, error, thread_words
 
-MODES = ("auto", "checked", "fast")
+Mode = Literal["auto", "checked", "fast"]
 # CUDA threads from which a second operating-system thread pays for itself.
 MANY_THREADS = 8192
 MAX_WORKERS = 64
@@ -147,8 +148,7 @@ def is_checked(learner: bool) -> bool:
         BackendError: for an unknown value of GPUACCEL_SIMT.
     """
     mode = _mode[0] or os.environ.get("GPUACCEL_SIMT") or "auto"
-    if mode not in MODES:
-        raise BackendError(f"GPUACCEL_SIMT is {mode!r}; expected one of {', '.join(MODES)}")
+    check_choice("GPUACCEL_SIMT", mode, Mode, error=BackendError)
     return learner if mode == "auto" else mode == "checked"
 
 

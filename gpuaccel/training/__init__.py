@@ -5,6 +5,7 @@ from .data import (
     Batches,
     BPETokenizer,
     ByteTokenizer,
+    NamedTokenizer,
     load_text,
     make_dataset,
     shard,
@@ -16,9 +17,9 @@ from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
 from .lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
 from .lora_files import load_lora, save_lora
 from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
-from .replay import Replay
+from .replay import Replay, ReplayMode
 from .results import StepOutput
-from .step import TrainStep, token_loss
+from .step import Divide, TrainStep, token_loss
 
 __all__ = [
     "BLOCK_NORMS",
@@ -26,9 +27,12 @@ __all__ = [
     "Batches",
     "ByteTokenizer",
     "Config",
+    "Divide",
     "GPT2",
     "METRICS_FILE",
+    "NamedTokenizer",
     "Replay",
+    "ReplayMode",
     "RunLog",
     "StepOutput",
     "TrainStep",

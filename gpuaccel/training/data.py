@@ -15,17 +15,18 @@ import os
 import pathlib
 import sysconfig
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from ..errors import ArgumentError, DataError
+from ..errors import ArgumentError, DataError, check_choice
 from ..files import from_cache
 
 ENDINGS = (".txt", ".md", ".py")
+NamedTokenizer = Literal["byte", "bpe"]
 CACHES = {"__pycache__"}
 # Folders of the standard library's that are not read.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -167,6 +168,18 @@ def _as_list(tokens, vocab_size):
     return tokens
 
 
+class _TextTokenizer(Protocol):
+    """What a tokenizer of one's own needs."""
+
+    vocab_size: int
+
+    def encode(self, text: str, /) -> "Sequence[int] | np.ndarray":
+        """The tokens of a text."""
+
+    def decode(self, tokens: Any, /) -> str:
+        """The text of an array, tensor or iterable of tokens."""
+
+
 class ByteTokenizer:
     """One token per byte of UTF-8; nothing to train."""
 
@@ -300,7 +313,7 @@ class TokenDataset:
     train: torch.Tensor
     val: torch.Tensor
     vocab_size: int
-    tokenizer: "ByteTokenizer | BPETokenizer"
+    tokenizer: _TextTokenizer
     source: str
 
 
@@ -332,7 +345,7 @@ def _unpacked(content, count):
 
 def make_dataset(
     path: "str | os.PathLike | None" = None,
-    tokenizer: Any = "byte",
+    tokenizer: "NamedTokenizer | _TextTokenizer" = "byte",
     max_bytes: "int | None" = None,
     vocab_size: int = 32768,
 ) -> TokenDataset:
@@ -359,10 +372,9 @@ def make_dataset(
         >>> len(data.train), len(data.val), data.vocab_size
         (1890, 210, 256)
     """
-    if isinstance(tokenizer, str) and tokenizer not in ("byte", "bpe"):
-        raise ArgumentError(
-            f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and "
-            "decode"
+    if isinstance(tokenizer, str):
+        check_choice(
+            "tokenizer", tokenizer, NamedTokenizer, ", or an object with encode and decode"
         )
     corpus = load_text(path, max_bytes=max_bytes)
     if isinstance(tokenizer, str):

@@ -23,15 +23,17 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..nn import Encoder, PolyAttention, RichardsGLU, fused_rotary, fused_swiglu
 from ..ops import rotary_table
+
+Family = Literal["llama", "gpt2", "poly"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Config:
     tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    family: str = "llama"
+    family: Family = "llama"
     degree: int = 3
     window: "int | None" = None
 
@@ -87,8 +89,7 @@ class Config:
             )
         if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
-        if self.family not in ("llama", "gpt2", "poly"):
-            raise ArgumentError(f"family is {self.family!r}; expected llama, gpt2 or poly")
+        check_choice("family", self.family, Family)
         if self.family == "poly" and (
             self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden
         ):
@@ -108,7 +109,8 @@ class Config:
         return GPT2(self) if self.family == "gpt2" else Transformer(self)
 
 
-PRESETS = {
+Preset = Literal["tiny", "llama-350m", "gpt2-124m", "gpt2-xl", "poly-7m"]
+PRESETS: "dict[Preset, Config]" = {
     "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
     "llama-350m": Config(
         vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024
@@ -142,7 +144,7 @@ PRESETS = {
 }
 
 
-def preset(name: str, **changes: Any) -> Config:
+def preset(name: Preset, **changes: Any) -> Config:
     """A configuration by its name, with some fields changed.
 
     Args:
@@ -162,8 +164,7 @@ def preset(name: str, **changes: Any) -> Config:
         >>> sum(p.numel() for p in config.build().parameters())
         459392
     """
-    if name not in PRESETS:
-        raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
+    check_choice("preset", name, Preset)
     return dataclasses.replace(PRESETS[name], **changes)
 
 

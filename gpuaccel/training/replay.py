@@ -7,20 +7,30 @@ ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..errors import ArgumentError, CaptureError
-from ..graphs import ForwardState, GraphedStep, check_options, frozen_number, preserved
+from ..errors import CaptureError, check_choice
+from ..graphs import (
+    ForwardState,
+    GraphedStep,
+    NewShapes,
+    Policy,
+    check_options,
+    frozen_number,
+    preserved,
+)
 from ..optim import Arena, DeviceOptimizer, GradientListener
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 
 # A TrainStep, whose module imports this one.
 Step = Any
+# How a step runs.
+ReplayMode = Literal["eager", "graph"]
 
 
 @dataclass(frozen=True)
@@ -35,22 +45,19 @@ class Replay:
         max_graphs: graphs held at once.
     """
 
-    policy: str = "auto"
-    new_shapes: str = "capture"
+    policy: Policy = "auto"
+    new_shapes: NewShapes = "capture"
     max_graphs: int = 8
 
     def __post_init__(self):
         check_options(self.policy, self.new_shapes, self.max_graphs)
 
 
-def replay_options(replay: "str | Replay") -> "Replay | None":
+def replay_options(replay: "ReplayMode | Replay") -> "Replay | None":
     """The argument `replay` of TrainStep; None: eager."""
     if isinstance(replay, Replay):
         return replay
-    if replay not in ("eager", "graph"):
-        raise ArgumentError(
-            f"replay is {replay!r}; expected one of eager, graph, or a ga.training.Replay"
-        )
+    check_choice("replay", replay, ReplayMode, ", or a ga.training.Replay")
     return Replay() if replay == "graph" else None
 
 
@@ -169,6 +176,8 @@ class StepGraphs:
         Eager adds to them, a replay may not."""
         if self.batch_graphs.closed:
             raise CaptureError("the step was closed: make a new one")
+        # A graph knows where the weights lie.
+        self.step.arena.check()
         if any(self.step.arena.gradients.received()):
             raise CaptureError(
                 "gradients stand from a backward outside of this step, and a replay would not "

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import numbers
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +36,14 @@ from ..distributed import (
     ReducerBase,
     make_reducer,
 )
-from ..errors import ArgumentError, check_module, described
+from ..errors import ArgumentError, check_choice, check_module, described
 from ..graphs import GraphedStep
 from ..measure import Meter
-from ..ops import check_choice, check_max_norm
+from ..ops import check_max_norm
 from ..optim import AdamW, Arena, DeviceOptimizer, Products
 from .checkpoint import as_list
 from .micro import rows_of, split, with_dicts
-from .replay import Replay, StepGraphs, replay_options
+from .replay import Replay, ReplayMode, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("gpuaccel")
-DIVISORS = ("tokens", "sequences", "micro_batches")
+# What the summed gradient is divided by.
+Divide = Literal["tokens", "sequences", "micro_batches"]
 # A target that does not count, as in torch's cross_entropy.
 IGNORED = -100
 
@@ -169,13 +170,13 @@ class TrainStep:
         loss_fn: "Callable[..., Tensor | tuple[Tensor, Tensor | int]]" = token_loss,
         *,
         micro_batches: int = 1,
-        divide: "str | None" = None,
+        divide: "Divide | None" = None,
         max_norm: "float | None" = None,
         compile: bool = False,
         autocast: "torch.dtype | None" = None,
         scheduler: "LRScheduler | Sequence[LRScheduler] | None" = None,
         meter: "Meter | None" = None,
-        replay: "str | Replay" = "eager",
+        replay: "ReplayMode | Replay" = "eager",
         deterministic: bool = False,
         distributed: "Distributed | None" = None,
     ):
@@ -184,7 +185,7 @@ class TrainStep:
         _check_optimizer_kinds(opt, optimizers)
         _check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed)
         if divide is not None:
-            check_choice("divide", divide, DIVISORS)
+            check_choice("divide", divide, Divide)
         if max_norm is not None:
             max_norm = check_max_norm(max_norm)
         options = replay_options(replay)

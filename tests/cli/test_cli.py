@@ -167,7 +167,9 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
     "words, expected",
     [
         ([], "required: command"),
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "command: is 'nothing'; expected one of train, sample, compare, plan, "),
+        (["docter"], "kernels, doctor; did you mean 'doctor'?"),
+        (["train", "--model", "tinny"], "llama-350m, gpt2-124m; did you mean 'tiny'?"),
         (["kernels", "-D", "x"], "-D: is 'x', expected NAME=VALUE"),
         (["train", "--steps", "0"], "--steps: is '0'; expected a whole number of at least 1"),
         (["train", "--steps", "ten"], "--steps: is 'ten'; expected a whole number of at least 1"),

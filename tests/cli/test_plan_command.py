@@ -64,7 +64,7 @@ def test_without_recorded_runs_step_and_link_are_entered(capsys, monkeypatch, tm
     "words, expected",
     [
         (("--gpus", 12), "multiple of the 8"),
-        (("--gpus", 8, "--model", "big"), "no preset 'big'"),
+        (("--gpus", 8, "--model", "big"), "preset is 'big'"),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys, words, expected):

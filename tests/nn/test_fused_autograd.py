@@ -339,3 +339,33 @@ def test_a_compiled_layer_says_that_it_returns_no_gradient(act, message, monkeyp
             act(model, loss)
         assert model.first.weight.grad is None
         assert not arena.gradients.views[arena.number_of(model.first.weight)].any()
+
+
+def scaled(y):
+    return y.mul_(2)
+
+
+def masked(y):
+    """As the masking of features in wav2vec2."""
+    y[..., :2] = 0.5
+    return y
+
+
+@pytest.mark.parametrize("change", [scaled, masked])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+@pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
+@DEVICES
+def test_a_layers_output_may_be_changed_in_place(device, kind, shape, change):
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4, bias=kind == "bias")
+    if kind == "Conv1D":
+        layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 6)
+    layer = layer.to(device)
+    torchs, x = copy.deepcopy(layer), torch.randn(shape).to(device)
+    arena = Arena(layer)
+    with products_add(arena) as products:
+        products.begin_backward()
+        change(layer(x)).square().sum().backward()
+    change(torchs(x)).square().sum().backward()
+    for p, q in zip(layer.parameters(), torchs.parameters(), strict=True):
+        close(p.grad, q.grad)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 from gpuaccel.ops import clip as clip_ops
 from gpuaccel.ops.accumulate import CHUNK
-from gpuaccel.ops.clip import EPS, POLICIES, launch_squares, reference_norms, reference_scale
+from gpuaccel.ops.clip import EPS, OnNonfinite, launch_squares, reference_norms, reference_scale
 from gpuaccel.optim import clip
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
@@ -866,7 +867,7 @@ def test_scopes_of_an_arena_against_torch_per_group(scope, norm_type, device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", get_args(OnNonfinite))
 @pytest.mark.parametrize("scope", ["global", "block", "tensor"])
 @pytest.mark.parametrize("what", ["parameters", "arena"])
 def test_policies_for_each_scope(what, scope, policy, value, device):

@@ -240,7 +240,7 @@ def test_gpt2_computes_what_transformers_computes():
         (dict(hidden=18), "hidden is 18, not a multiple of heads = 4: give head_dim"),
         (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
         (dict(head_dim=5), "head_dim is 5; rotary positions need an even one"),
-        (dict(family="gpt3"), "family is 'gpt3'; expected llama, gpt2 or poly"),
+        (dict(family="gpt3"), "family is 'gpt3'; expected one of llama, gpt2, poly"),
         (
             dict(family="gpt2"),
             "kv_heads is 2 and tied False; GPT-2 has as many as heads, 4, and is tied",
@@ -255,7 +255,7 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(
         ArgumentError,
-        match="there is no preset 'huge'; presets: tiny, llama-350m, gpt2-124m, gpt2-xl, poly-7m",
+        match="preset is 'huge'; expected one of tiny, llama-350m, gpt2-124m, gpt2-xl, poly-7m",
     ):
         preset("huge")
     assert preset("tiny", layers=1).layers == 1 and preset("tiny").layers == 4

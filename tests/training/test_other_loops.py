@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from helpers import products_add
+from helpers import forget_accelerator, products_add
 from savers import VOCAB, llama
 
 import gpuaccel as ga
@@ -16,6 +16,12 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 # Who adds gradients into the arena.
 ADDS = {"autograd": contextlib.nullcontext, "products": products_add}
+
+
+@pytest.fixture(autouse=True)
+def settings_of_accelerate():
+    yield
+    forget_accelerator()
 
 
 def sequences():
@@ -124,30 +130,177 @@ def test_max_grad_norm_clips_as_it_does_without_an_arena(
         torch.testing.assert_close(p, want.weights[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+# ---- Trainer makes the optimizer: docs/trainer.md ----
+
+
+def own_trainer(optimizer, folder, arena=False, max_norm=None, **options):
+    """A Trainer over a model with these weights. optimizer: None: the one that it makes itself."""
+    model = llama()
+    options = {"max_steps": 8, "learning_rate": 1e-2, "weight_decay": 0.5, **options}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        save_steps=4,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"save_strategy": "no", **options},
+    )
+    made = {}
+    if optimizer is not None:
+        arguments_of_optimizer = {"lr": arguments.learning_rate, "max_norm": max_norm}
+        made["optimizer_cls_and_kwargs"] = (optimizer, arguments_of_optimizer)
+    data = [{"input_ids": x, "labels": x} for x in sequences()]
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:4], **made
+    )
+    # Of the test, as in a script: who made it keeps it.
+    trainer.arena = ga.Arena(model) if arena else None
+    return trainer
+
+
+def logged(trainer, key):
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+SCHEDULE = dict(lr_scheduler_type="cosine", warmup_steps=2)
+EVALUATED = dict(label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, max_norm, limit",
+    [
+        ({}, None, 1.0),
+        ({**SCHEDULE, **EVALUATED}, None, 1.0),
+        ({"bf16": True}, None, 1.0),
+        ({"max_grad_norm": 0.1}, None, 0.1),
+        ({"max_grad_norm": 0}, 0.1, 0.1),
+        ({"max_grad_norm": 0.3}, 0.1, 0.1),
+        ({"max_grad_norm": 0.1}, 0.3, 0.1),
+    ],
+    ids=[
+        "plain",
+        "evaluated",
+        "bf16",
+        "Trainer",
+        "optimizer",
+        "both",
+        "both, less",
+    ],
+)
+@pytest.mark.parametrize("arena", [False, True])
+def test_trainer_trains_with_ga_adamw_what_it_trains_with_torchs(
+    arena, options, max_norm, limit, tmp_path
+):
+    """Its groups for weight decay, its schedule; and whoever clips, to the smaller limit."""
+    theirs = own_trainer(None, tmp_path, **{**options, "max_grad_norm": limit})
+    ours = own_trainer(ga.AdamW, tmp_path, arena, max_norm, **options)
+    theirs.train(), ours.train()
+    assert isinstance(ours.optimizer.optimizer, ga.AdamW)
+    state = theirs.model.state_dict()
+    for name, p in ours.model.state_dict().items():
+        torch.testing.assert_close(p, state[name], rtol=1e-5, atol=1e-6, msg=name)
+    for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
+        assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=1e-4), key
+    assert min(logged(theirs, "grad_norm")) > 1.0
+    clip = ours.optimizer.optimizer.clip_state
+    if max_norm is not None:
+        # What Trainer has left is clipped again.
+        left = [logged(ours, "grad_norm")[-1], options["max_grad_norm"] or math.inf]
+        assert float(clip.norm) == pytest.approx(min(left), rel=1e-4)
+        assert float(clip.clipped_norm) == pytest.approx(limit, rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arena", [False, True])
-def test_trainer_makes_ga_adamw_with_its_own_learning_rate_and_decay(tmp_path, arena):
-    """The line of docs/your-model.md, against the optimizer that Trainer makes by itself."""
-    held = []
+@pytest.mark.parametrize("saved, resumed", [("ga", "ga"), ("torch", "ga"), ("ga", "torch")])
+def test_trainer_resumes_from_its_checkpoint(saved, resumed, arena, tmp_path):
+    optimizers = {"ga": ga.AdamW, "torch": None}
+    first = own_trainer(
+        optimizers[saved], tmp_path, arena and saved == "ga", save_strategy="steps", **SCHEDULE
+    )
+    first.train()
+    second = own_trainer(optimizers[resumed], tmp_path, arena and resumed == "ga", **SCHEDULE)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        if saved == resumed:
+            assert torch.equal(p, q)
+        else:
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
-    def weights(**optimizer):
-        model = llama()
-        if arena and optimizer:
-            held.append(ga.Arena(model))
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=8,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            weight_decay=0.5,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        data = [{"input_ids": x, "labels": x} for x in sequences()]
-        transformers.Trainer(model, arguments, train_dataset=data, **optimizer).train()
-        return model.state_dict()
 
-    ours = weights(optimizer_cls_and_kwargs=(ga.AdamW, {"lr": 1e-2}))
-    torch.testing.assert_close(ours, weights(), rtol=1e-5, atol=1e-6)
+# ---- accelerate ----
+
+
+def accelerated(optimizer, steps, clips, resume_from=None, save_to=None, **settings):
+    """A loop of docs/trainer.md; steps: range of its micro-batches."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **settings)
+    model = llama().to(accelerator.device)
+    inside = 0.1 if "optimizer" in clips else None
+    if optimizer == "torch":
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    elif optimizer == "ga":
+        opt = ga.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_norm=inside)
+    else:
+        arena = ga.Arena(model, decay=lambda name, p: True)
+        opt = ga.AdamW(arena, lr=1e-2, weight_decay=0.1, max_norm=inside)
+    scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, total_iters=8)
+    loader = torch.utils.data.DataLoader(torch.stack(sequences() * 2), batch_size=2)
+    model, opt, loader, scheduler = accelerator.prepare(model, opt, loader, scheduler)
+    if resume_from is not None:
+        accelerator.load_state(resume_from)
+    for k, x in enumerate(loader):
+        if k not in steps:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=x, labels=x).loss)
+            if accelerator.sync_gradients and clips != "optimizer":
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
+    if save_to is not None:
+        accelerator.save_state(save_to)
+    weights = [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    # So that a next one may have other settings.
+    accelerator.free_memory()
+    accelerate.state.AcceleratorState._reset_state()
+    return weights
+
+
+def check_accelerated(optimizer, clips, mixed_precision):
+    settings = {"mixed_precision": mixed_precision}
+    want = accelerated("torch", range(16), "accelerate", **settings)
+    got = accelerated(optimizer, range(16), clips, **settings)
+    # A weight that differs in its last bit may be rounded to another bf16, which has 8 bits.
+    atol = 2e-6 if mixed_precision == "no" else 2e-4
+    for p, q in zip(got, want, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=atol)
+    return [p.sum() for p in got]
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("clips", ["accelerate", "optimizer", "accelerate, optimizer"])
+@pytest.mark.parametrize("optimizer", ["ga", "ga over an arena"])
+def test_accelerate_trains_what_it_trains_with_torchs_adamw(optimizer, clips, mixed_precision):
+    check_accelerated(optimizer, clips, mixed_precision)
+
+
+def test_accelerate_goes_on_from_its_state(tmp_path):
+    want = accelerated("ga over an arena", range(16), "accelerate")
+    accelerated("ga over an arena", range(8), "accelerate", save_to=tmp_path)
+    got = accelerated("ga over an arena", range(8, 16), "accelerate", resume_from=tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(got, want, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["ga", "ga over an arena"])
+def test_accelerate_trains_in_two_processes(optimizer):
+    """Its DistributedDataParallel averages gradients; prepare() moves the weights of an arena."""
+    first, second = ga.launch(
+        check_accelerated, 2, (optimizer, "accelerate", "no"), backend="gloo", start=120.0
+    )
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

@@ -4,6 +4,7 @@ is told what was given and what is expected. Nothing has changed then."""
 import collections
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -256,6 +257,26 @@ def test_a_model_without_tokens_is_told_to_bring_a_loss():
     message = r"returned \(8, 3\) for targets of \(8, 3\).*For another loss pass loss_fn"
     with ga.TrainStep(model) as step, pytest.raises(ArgumentError, match=message):
         step((torch.ones(8, 4), torch.ones(8, 3)))
+
+
+@pytest.mark.parametrize(
+    "batch, contents",
+    [
+        (np.ones((6, 2)), "got a ndarray; torch.as_tensor makes a tensor of an array"),
+        ((np.ones((6, 2)),), "got a tuple of a ndarray; torch.as_tensor makes"),
+        ((np.ones((6, 2)), "text"), "got a tuple of a ndarray and a str; torch.as_tensor makes"),
+        ({"x": [1, 2], "y": torch.tensor(1.0)}, "got a dict of an int and a tensor of shape ()"),
+        ((), "got a tuple of nothing"),
+        ("text", "got a str"),
+    ],
+)
+def test_a_batch_without_rows_is_told_what_stands_in_it(batch, contents):
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with ga.TrainStep(model, loss_fn=loss_fn) as step, pytest.raises(ArgumentError) as caught:
+        step(batch)
+    assert "tensors with rows in dim 0" in str(caught.value)
+    assert contents in str(caught.value) and torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("own_arena", [True, False])

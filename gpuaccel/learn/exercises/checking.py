@@ -37,7 +37,7 @@ from ... import simt
 from ...backends import backend, default_device, find_compiler, use_backend
 from ...compiler import Kernel, nvrtc, parameters_differ
 from ...compiler import compile as compile_kernel
-from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
+from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError, suggestion
 from ...graphs import TapeRecorder
 from ...source import signature, without_comments
 from ..magics import is_outdated
@@ -244,7 +244,10 @@ def exercise(name: str) -> Exercise:
         ArgumentError: for another name; it lists those there are.
     """
     if name not in EXERCISES:
-        raise ArgumentError(f"there is no exercise {name!r}; exercises: {', '.join(EXERCISES)}")
+        raise ArgumentError(
+            f"there is no exercise {name!r}; exercises: {', '.join(EXERCISES)}"
+            f"{suggestion(name, EXERCISES)}"
+        )
     return EXERCISES[name]
 
 

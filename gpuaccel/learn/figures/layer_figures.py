@@ -22,6 +22,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ from ...nn import (
     LEAST,
     NAMES,
     RichardsCurve,
+    Variant,
     poly_attention,
     reference_poly_attention,
     reference_richards,
@@ -63,7 +65,6 @@ from .sliders import display_below_sliders
 # curves are drawn for x between -REACH and REACH
 REACH = 6.0
 POSITIVE = ("nu", "k", "beta", "T")
-VARIANTS = ("none", "sigmoid", "tanh", "gompertz")
 
 
 # ---- lines --------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class explore:
         variant, values: as for RichardsCurve, which raises for what cannot be.
     """
 
-    def __init__(self, variant: str = "none", **values):
+    def __init__(self, variant: Variant = "none", **values):
         self.variant = variant
         self.values = values
         self.curve()
@@ -258,7 +259,7 @@ class explore:
                     **look,
                 )
         variants = W.Dropdown(
-            options=VARIANTS,
+            options=get_args(Variant),
             value=self.variant,
             description="variant",
             layout=W.Layout(width="252px"),
