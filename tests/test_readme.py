@@ -85,6 +85,7 @@ def test_the_pages_have_examples():
         "docs/layers.md": 2,
         "docs/lora.md": 1,
         "docs/logging.md": 1,
+        "docs/planning.md": 3,
         "docs/replacing-a-kernel.md": 1,
         "docs/your-model.md": 5,
     }
