@@ -60,7 +60,12 @@ def here(tmp_path, monkeypatch):
 # ---- the examples -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path)], ids=name_of)
+def marked(path):
+    """A page whose example starts another program is slow."""
+    return pytest.param(path, marks=pytest.mark.slow) if "wandb" in path.read_text() else path
+
+
+@pytest.mark.parametrize("path", [marked(path) for path in PAGES if blocks(path)], ids=name_of)
 @pytest.mark.filterwarnings("ignore:.*eager:UserWarning")
 @pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)
 def test_the_examples_run_in_order_and_each_may_run_twice(path, here):
@@ -84,7 +89,7 @@ def test_the_pages_have_examples():
         "docs/kernels-on-the-cpu.md": 2,
         "docs/layers.md": 2,
         "docs/lora.md": 1,
-        "docs/logging.md": 1,
+        "docs/logging.md": 4,
         "docs/planning.md": 3,
         "docs/replacing-a-kernel.md": 1,
         "docs/your-model.md": 5,
