@@ -492,7 +492,6 @@ def grammar():
         option("--model", ["tiny"]),
         option("--text", ["text"], files),
         option("--out", runs),
-        option("--log", ["lines.jsonl", "lines.csv"], files),
         option("--replay", ["eager", "graph"]),
         option("--device", ["cpu", "auto", "cuda"]),
         option("--nproc", ["1"], ["3", huge]),
@@ -502,13 +501,6 @@ def grammar():
     ]
     end = ["--device", "cpu"]
     training = options(*numbers, *others).map(lambda words: ["train", *small, *words, *end])
-    sampling = options(
-        option("--checkpoint", runs, files),
-        option("--tokens", ["1", "3"], [huge]),
-        option("--temperature", ["0", "0.8", "1e-300", "1000"], [huge]),
-        option("--seed", ["0", "7"], [huge]),
-        st.text(max_size=8).map(lambda text: ["--prompt", text.replace("\0", "")]),
-    ).map(lambda words: ["sample", "--checkpoint", "run", "--tokens", "2", *words])
     kernels = st.tuples(
         st.sampled_from(["accumulate", "clip", "own.cu", "wrong.cu", *files[1:]]),
         options(
@@ -517,10 +509,10 @@ def grammar():
         ),
     ).map(lambda pair: ["kernels", pair[0], *pair[1]])
     rest = st.lists(
-        st.sampled_from(["doctor", "--json", "--help", "--version", "train", "sample", "nothing"]),
+        st.sampled_from(["doctor", "--json", "--help", "--version", "train", "nothing"]),
         max_size=3,
     ).filter(lambda words: "train" not in words or "--help" in words)
-    return st.one_of(training, training, training, sampling, kernels, rest)
+    return st.one_of(training, training, training, kernels, rest)
 
 
 def is_well(end) -> bool:

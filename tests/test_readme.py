@@ -66,8 +66,8 @@ def here(tmp_path, monkeypatch):
 def with_examples():
     for path in PAGES:
         if blocks(path):
-            # That of Trainer trains four models in 5 s.
-            marks = [pytest.mark.slow] if path.stem == "trainer" else []
+            # These train four models in 5 s, and start another program.
+            marks = [pytest.mark.slow] if path.stem in ("trainer", "logging") else []
             yield pytest.param(path, marks=marks, id=name_of(path))
 
 
@@ -95,7 +95,8 @@ def test_the_pages_have_examples():
         "docs/kernels-on-the-cpu.md": 2,
         "docs/layers.md": 2,
         "docs/lora.md": 1,
-        "docs/logging.md": 1,
+        "docs/logging.md": 4,
+        "docs/planning.md": 3,
         "docs/replacing-a-kernel.md": 1,
         "docs/trainer.md": 2,
         "docs/your-model.md": 5,

@@ -3,7 +3,7 @@
 Nothing else imports this room: `import gpuaccel` loads a part of it when one of its names is first
 used. ipywidgets and IPython are imported where a view is displayed, and only there."""
 
-from . import figures, planning, recorded
+from . import figures, recorded
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
 from .figures import clip_figures, graph_figures, layer_figures, rank_figures, token_figures
@@ -28,7 +28,6 @@ __all__ = [
     "launches",
     "layer_figures",
     "load_ipython_extension",
-    "planning",
     "rank_figures",
     "recorded",
     "replaced",

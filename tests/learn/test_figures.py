@@ -12,7 +12,7 @@ from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import comparison, figures, layer_figures, recorded
+from gpuaccel.learn import figures, layer_figures, recorded
 from gpuaccel.learn.figures import accumulate_figures, drawing
 from gpuaccel.measure import Ledger, Row, Span, timeline
 
@@ -169,12 +169,6 @@ def test_what_is_damaged_counts_as_none(tmp_path, monkeypatch):
         json.dumps({**RESULT, "results": {"float32": {"over": [1], "under": 2}}}),
     )
     assert recorded.clipping().label
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "seconds": null, "tokens_per_s": null}\n')
-    (run / "run.json").write_text("[1]")
-    ((read, options),) = comparison.read_runs([run])
-    assert (read.last.step, options) == (1, {})
 
 
 def test_there_are_enough_colours_for_nine_lines():
