@@ -14,18 +14,12 @@ import platform
 import statistics
 import time
 
-# Before torch is imported: this machine has no GPU.
-os.environ["GPUACCEL_GPU"] = "off"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import common
+import torch
+from tables import Column, Table, number, ratio
+from training import SETTINGS, build, decay_groups, token_batch
 
-import common  # noqa: E402
-
-common.DEVICE = "cpu"
-
-import torch  # noqa: E402
-from training import SETTINGS, build, decay_groups, token_batch  # noqa: E402
-
-import gpuaccel as ga  # noqa: E402
+import gpuaccel as ga
 
 MICRO_BATCHES, ROWS, T = 4, 8, 64
 ROUNDS = 60
@@ -111,11 +105,23 @@ def measure() -> dict:
     return results
 
 
-def show(results: dict):
-    for threads, measured in results["rows"].items():
-        for what, times in measured.items():
-            rows = [(name, ms, times["torch"] / ms) for name, ms in times.items()]
-            common.show_table(f"{what}, {threads} threads", rows, ("", "ms", "x torch"))
+def tables(results: dict) -> "dict[str, Table]":
+    columns = [
+        Column("what", "what"),
+        Column("torch, ms", "torch", number),
+        Column("ours, ms", "ours", number),
+        Column("against torch", "ratio", ratio),
+    ]
+    rows = [
+        {
+            "what": f"{what}, {threads} thread{'s' * (threads != '1')}",
+            **ms,
+            "ratio": ms["torch"] / ms["ours"],
+        }
+        for threads, measured in results["rows"].items()
+        for what, ms in measured.items()
+    ]
+    return {"cpu": Table(columns, rows)}
 
 
 def processor() -> str:
@@ -129,7 +135,10 @@ def processor() -> str:
 
 
 def main():
-    common.record("cpu", measure, show)
+    # Before torch looks for a GPU.
+    os.environ["GPUACCEL_GPU"] = "off"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    common.record("cpu", measure, tables)
 
 
 if __name__ == "__main__":
