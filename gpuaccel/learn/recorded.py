@@ -269,7 +269,7 @@ def clipping(dtype: str = "float32") -> "Table | Recorded":
 
 
 def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
-    """Accumulate, clip, AdamW and zero of a large model, ours and torch's, in milliseconds.
+    """Clip and AdamW of a large model, ours and torch's, in milliseconds.
 
     Args:
         dtype: of the weights. kind: "replayed" or "launched".
