@@ -26,10 +26,10 @@ ROUNDS = 60
 THREADS = (1, 2)
 
 
-def milliseconds(functions: dict, rounds: int = ROUNDS) -> dict:
+def milliseconds(functions: dict) -> dict:
     """Median time of each function; they run in turns, after three calls that are not timed."""
     times = {name: [] for name in functions}
-    for turn in range(3 + rounds):
+    for turn in range(3 + ROUNDS):
         for name, function in functions.items():
             began = time.perf_counter()
             function()

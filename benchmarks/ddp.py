@@ -116,7 +116,7 @@ GROUPS = {
 # too few for all of them at once.
 LATER = {REPLAYED: ("all-reduce in bf16", "sharded", "ordered")}
 PARTS = *GROUPS, "bits", "bandwidth"
-# In this order: what matters most is there if the time is not enough for all.
+# In this order: what matters most is there if something stops the run.
 ORDER = COMPILED, CAPTURED, REPLAYED, CAPTURED_FSDP, SPLIT, FSDP, EAGER, OURS_EAGER
 # Groups that are made at once, side by side. Others are made when it is their turn, to save memory.
 MADE_FIRST = (COMPILED, CAPTURED)
@@ -143,7 +143,6 @@ class Run:
     `results` always holds what has been measured so far.
 
     home: the workers that stay to the end
-    limit: seconds after which no further part begins
     """
 
     def __init__(
@@ -152,30 +151,19 @@ class Run:
         bench: Bench,
         groups: dict,
         home,
-        limit: float = math.inf,
         clock: "Clock | None" = None,
     ):
         self.workers = workers
         self.bench = bench
         self.groups = groups
         self.home = home
-        self.limit = limit
         self.clock = clock or Clock()
         self.results = {
             "ranks": workers.ranks,
             "groups": {},
             "made": {},
             "failed": {},
-            "left_out": [],
         }
-
-    def is_late(self, part) -> bool:
-        """Whether there is no time left to begin this part."""
-        late = self.clock.seconds > self.limit
-        if late:
-            self.results["left_out"].append(part)
-            self.clock.say(f"{part} is left out: more than {self.limit:g} s are over")
-        return late
 
     def stage(self, name, function, *args):
         """One part of the measurement. A failure is recorded, and the others go on."""
@@ -320,15 +308,13 @@ class Run:
 
     def group(self, group):
         """Measure a group, then free its memory."""
-        if self.is_late(group):
-            return
         variants = self.groups[group]
         later = [name for name in LATER.get(group, ()) if name in variants]
         first = [name for name in variants if name not in later]
         if group not in MADE_FIRST:
             self.make({group: {name: variants[name] for name in first}})
         self._race_and_end(group, first)
-        if later and not self.is_late(f"{group}: {', '.join(later)}"):
+        if later:
             self._drop(group, [name for name in first if name != ONE])
             self.make({group: {name: variants[name] for name in later}})
             self._race_and_end(group, later)
@@ -415,7 +401,7 @@ class Run:
             self.group(group)
         self.stage("end of all variants", self.workers.ask, self.home, "clear")
         for name, part in {"bits": self.bits, "bandwidth": self.bandwidth}.items():
-            if name in parts and not self.is_late(name):
+            if name in parts:
                 self.stage(name, part)
 
     def memory(self):
@@ -465,7 +451,6 @@ def slowest(answers) -> "list[float]":
 def measure(
     bench: Bench,
     ranks: int,
-    limit: float = math.inf,
     parts=PARTS,
     keep=lambda results: None,
     groups=GROUPS,
@@ -486,7 +471,7 @@ def measure(
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
     with RankWorkers(sets, ranks, bench.device) as workers:
-        run = Run(workers, bench, groups, home, limit, clock)
+        run = Run(workers, bench, groups, home, clock)
         try:
             run.all(parts)
         finally:
@@ -525,7 +510,6 @@ def tables(results: dict) -> "dict[str, Table]":
         rows = step_rows(r)
         bits = [Column("bit-identical", "what"), Column("", "equal", yes_or_no)]
         failed = [{"what": what, "why": why} for what, why in r["failed"].items()]
-        failed += [{"what": what, "why": "no time was left"} for what in r["left_out"]]
         made |= {
             "replayed": Table(STEPS, [row for row in rows if row["replayed"] and not row["alone"]]),
             "launched": Table(STEPS, [row for row in rows if not row["replayed"] | row["alone"]]),
@@ -601,19 +585,6 @@ def arguments() -> argparse.Namespace:
         metavar="N",
         help="numbers of ranks (default: 2, and 4 where there are so many)",
     )
-    parser.add_argument(
-        "--without",
-        nargs="+",
-        default=[],
-        metavar="VARIANT",
-        help="variants to leave out, such as ordered",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="after this time no further part begins (for each number of ranks)",
-    )
     args = parser.parse_args()
     unknown = [word for word in args.parts if not any(word in part for part in PARTS)]
     if unknown:
@@ -643,10 +614,6 @@ def main():
     signal.signal(signal.SIGTERM, stop)
     nccl = {"version": ".".join(map(str, torch.cuda.nccl.version()))}
     nccl |= {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
-    groups = {
-        group: {name: variant for name, variant in variants.items() if name not in args.without}
-        for group, variants in GROUPS.items()
-    }
     results = {}
 
     def keep(result):
@@ -655,12 +622,11 @@ def main():
         if args.write:
             write(f"ddp_{key}gpus", {key: results[key]}, script="ddp", size=size, gpus=int(key))
 
-    options = args.seconds, args.parts
     config, size = memory.models_that_fit(GIB)[0]
     with measuring_here():
         for ranks in args.gpus:
             bench = Bench(config)
-            measure(bench, ranks, *options, keep, groups)
+            measure(bench, ranks, args.parts, keep)
             show(tables({str(ranks): results[str(ranks)]}))
     failed = {n: r["failed"] for n, r in results.items() if r["failed"]}
     if failed:
