@@ -154,6 +154,16 @@ def give_memory_back():
     torch.cuda.empty_cache()
 
 
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
 def plain(results: dict) -> dict:
     """Results as they are after they have been written and read."""
     return json.loads(json.dumps(results))

@@ -10,13 +10,11 @@ loop that adds up the gradients of the micro-batches in `.grad`.
 
 import copy
 import os
-import platform
-import statistics
-import time
 
 import common
 import torch
 from tables import Column, Table, number, ratio
+from timing import host_milliseconds, in_turns
 from training import SETTINGS, build, decay_groups, token_batch
 
 import gpuaccel as ga
@@ -28,14 +26,11 @@ THREADS = (1, 2)
 
 def milliseconds(functions: dict) -> dict:
     """Median time of each function; they run in turns, after three calls that are not timed."""
-    times = {name: [] for name in functions}
-    for turn in range(3 + ROUNDS):
-        for name, function in functions.items():
-            began = time.perf_counter()
+    for function in functions.values():
+        for _ in range(3):
             function()
-            if turn >= 3:
-                times[name].append(1e3 * (time.perf_counter() - began))
-    return {name: statistics.median(values) for name, values in times.items()}
+    timers = {name: lambda f=f: [host_milliseconds(f)] for name, f in functions.items()}
+    return in_turns(timers, ROUNDS)
 
 
 def measure_tail(config) -> dict:
@@ -93,7 +88,7 @@ def our_step(config):
 def measure() -> dict:
     config = ga.preset("tiny")
     results = {
-        "processor": processor(),
+        "processor": common.processor(),
         "cores": os.cpu_count(),
         "model": f"tiny, {MICRO_BATCHES} micro-batches of {ROWS // MICRO_BATCHES} x {T} tokens",
         "rows": {},
@@ -122,16 +117,6 @@ def tables(results: dict) -> "dict[str, Table]":
         for what, ms in measured.items()
     ]
     return {"cpu": Table(columns, rows)}
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
 
 
 def main():

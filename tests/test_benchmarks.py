@@ -23,7 +23,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.training.models import Config, flops_per_token, preset
+from gpuaccel.training.models import Config, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -78,7 +78,6 @@ def scripts(monkeypatch):
         "timing",
         milliseconds=run_once,
         queued=host_times,
-        separately=host_times,
         captured=run_captured,
         wall=lambda run, *_: run_once({"": run})[""],
         multiprocessors=lambda: 1,
@@ -210,6 +209,7 @@ def test_recorded_steps_are_within_their_limit_and_replay_to_the_bit(path):
 # ---- scripts at a tiny size ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_simt
 def test_accumulate_clip_and_tail_run(on_simt):
     accumulate, clip, tail = on_simt("accumulate"), on_simt("clip"), on_simt("tail")
@@ -529,10 +529,6 @@ def test_the_limit_counts_the_models_weights_and_floating_point_operations(scrip
     assert set(", ".join(part.name for part in layers).split(", ")) == names
     linears = [m.weight for m in model.modules() if type(m) is nn.Linear]
     assert sum(p.ins * sum(p.outs) * p.count for p in layers) == sum(w.numel() for w in linears)
-    for tokens, T in ((8, 8), (32, 16)):
-        done = sum(part.flops(tokens) for part in layers)
-        done += limits.attention_flops(config, tokens, T)
-        assert done == flops_per_token(config, T) * tokens
     # Forward and the inputs' gradients, but for the input of the first layer's w_q, w_k and w_v.
     frozen = limits.products_of(config, trained=False)
     first = 2 * 8 * config.hidden * sum(frozen[0].outs)
