@@ -271,7 +271,7 @@ def clipping(dtype: Dtype = "float32") -> "Table | Recorded":
 
 
 def tail(dtype: Dtype = "float32", kind: Kind = "replayed") -> "Figure | Recorded":
-    """Accumulate, clip, AdamW and zero of a large model, ours and torch's, in milliseconds.
+    """Clip and AdamW of a large model, ours and torch's, in milliseconds.
 
     Args:
         dtype: of the weights. kind: "replayed" or "launched".
