@@ -29,7 +29,7 @@ enum simt_report_kind {
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER,
     REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR, REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST,
     REPORT_INDEX, REPORT_SAME_VALUE, REPORT_UNSET_LOCAL, REPORT_HARMLESS,
-    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL, REPORT_CAST
+    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL, REPORT_CAST, REPORT_OVERFLOW, REPORT_BENIGN
 };
 // VOLATILE is a read and VOLATILE_WRITE a write that may run beside atomic operations and each
 // other.
@@ -47,7 +47,8 @@ struct cell { record write, read, near, far; };
 
 struct simt_region {
     char *lo, *hi;
-    uint64_t zone;                // bytes around it that are still called by its name
+    uint64_t zone;                // bytes around it in which an access does no damage
+    uint64_t below, above;        // bytes in front of and behind it that are called by its name
     uint32_t kind, granule;       // bytes per cell
     uint32_t readonly;
     uint32_t element;             // bytes of an element; 0: its type is not known
@@ -450,8 +451,8 @@ static simt_region* find(char* address) {
     }
     simt_region* left = lo ? &now->region[lo - 1] : 0;
     simt_region* right = lo < now->regions ? &now->region[lo] : 0;
-    if (left && (address < left->hi || address < left->hi + left->zone)) return left;
-    if (right && address + right->zone >= right->lo) return right;
+    if (left && address < left->hi + left->above) return left;
+    if (right && address + right->below >= right->lo) return right;
     return 0;
 }
 
@@ -495,15 +496,48 @@ static inline uint32_t bytes_of(char* first, size_t size, char* cell, uint32_t g
     return ((1u << to) - (1u << from)) << 26 & BYTES;
 }
 
+// Whether an access hits what is between two functions' variables, where a called function's frame
+// pointer and return address are kept, or what is above the kernel: then a local array was left.
+// pc, distance: of code of the function with the array, and from its frame's end to the access
+static bool is_between_frames(char* address, size_t size, uint32_t* pc, int64_t* distance) {
+    void** frame = (void**)__builtin_frame_address(0);
+    for (void** below = 0; frame > below; frame = (void**)frame[0]) {
+        *distance = address - (char*)(frame + 2);
+        if (address + size <= (char*)frame) return false;
+        if (*distance < 0) return true;
+        char* back = (char*)frame[1];
+        *pc = back >= now->base && back < now->end ? offset(back) : 0;
+        below = frame;
+    }
+    return true;
+}
+
+static void leave_locals(
+    worker* w, char* address, size_t size, int kind, void* pc, uint32_t function, int64_t distance) {
+    if (simt_report* r = report(REPORT_NO_LOCAL, pc)) {
+        place(r, -1, address, size, kind);
+        r->mask = 1;
+        r->other_thread = function;
+        r->value = distance;
+    }
+    simt_stop(w, SIMT_CHECK, pc, address, 0);
+}
+
 // A local variable or array.
 static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
     char* stack = (char*)__builtin_frame_address(0);
-    if (!simt_same_stack(w, address, stack)) {
-        if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
-    } else if (address < stack) {
+    bool is_own = simt_same_stack(w, address, stack);
+    uint32_t function = 0;
+    int64_t distance = 0;
+    if (is_own && address < stack) {
         // Below all frames in use.
         if (simt_report* r = report(REPORT_NO_LOCAL, pc)) place(r, -1, address, size, kind);
         simt_stop(w, SIMT_CHECK, pc, address, 0);
+    } else if (is_own ? is_between_frames(address, size, &function, &distance)
+                      : !simt_in_use(w, address)) {
+        leave_locals(w, address, size, kind, pc, function, distance);
+    } else if (!is_own) {
+        if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
     } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
         if (now->flip) invert(address, size);
@@ -539,6 +573,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
             return simt_check_heap(w, address, size, verbs[kind], pc);
         }
+        if (simt_near_stacks(w, address)) return leave_locals(w, address, size, kind, pc, 0, 0);
         bool null = (size_t)address < 65536;
         if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
             place(r, -1, address, size, kind);
@@ -548,7 +583,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     if (address < region->lo || address + size > region->hi) {
         if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
         // Without a zone around it the access would damage a neighbour.
-        if (region->zone == 0 || address + size > region->hi + region->zone)
+        if (region->zone == 0 || address + size > region->hi + region->zone
+            || address + region->zone < region->lo)
             simt_stop(w, SIMT_CHECK, pc, address, 0);
         keep(w, pc, index, address - region->lo, size, kind);
         return;
@@ -784,6 +820,34 @@ void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t by) {
     undisturbed check(me());
     report_at(REPORT_DIVISION, SIMT_PC, data->at, data->left, (int64_t)by);
     simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
+}
+// Only in the launch that looks for the reason of a wild index: of each place the last overflow.
+static void overflow(operation_data* data, void* pc, size_t left, size_t right, char sign) {
+    undisturbed check(me());
+    uint32_t at = offset(pc);
+    simt_report* r = 0;
+    for (int i = 0; i < now->reports && !r; i++)
+        if (now->report[i].kind == REPORT_OVERFLOW && now->report[i].pc == at)
+            r = &now->report[i];
+    if (!r && !(r = report_at(REPORT_OVERFLOW, pc, data->at, data->left, 0))) return;
+    r->thread = first_thread + me()->current;
+    r->value = (int64_t)left;
+    r->address = right;
+    r->mask = (uint32_t)sign;
+    // Its bits, where it is an integer.
+    r->size = data->left->kind == 0 ? 1 << (data->left->info >> 1) : 0;
+}
+void __ubsan_handle_add_overflow(operation_data* data, size_t left, size_t right) {
+    overflow(data, SIMT_PC, left, right, '+');
+}
+void __ubsan_handle_sub_overflow(operation_data* data, size_t left, size_t right) {
+    overflow(data, SIMT_PC, left, right, '-');
+}
+void __ubsan_handle_mul_overflow(operation_data* data, size_t left, size_t right) {
+    overflow(data, SIMT_PC, left, right, '*');
+}
+void __ubsan_handle_negate_overflow(operation_data* data, size_t value) {
+    overflow(data, SIMT_PC, 0, value, '-');
 }
 void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by) {
     undisturbed check(me());

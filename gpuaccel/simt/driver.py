@@ -314,7 +314,10 @@ def fault_report(program, fault: Fault, shape) -> Report:
             f"{who} used more than 256 KiB of stack (recursion without end, or large local arrays)"
         )
     elif kind == "misaligned":
-        message = f"{who} reads or writes a vector (such as float4) at a misaligned address"
+        message = (
+            f"{who} reads or writes a vector (such as float4) at a misaligned address, or has "
+            "written beyond a local array"
+        )
     elif kind == "shuffle":
         message = (
             f"{who} calls a warp function with mask {fault.mask:#010x}, which does not include its "

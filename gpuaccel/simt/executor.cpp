@@ -25,6 +25,13 @@ SIMT_TLS __thread simt_worker* simt_me;
 
 // The system maps a page of a stack when it is first used. The guard page is below each stack.
 static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;
+// Addresses on both sides of the stacks that stay unused: an access there is one far beyond a local
+// array, whose index has 32 bits.
+#ifdef SIMT_CHECKED
+static const size_t LOCAL_REACH = (size_t)1 << 36;
+#else
+static const size_t LOCAL_REACH = 0;
+#endif
 static const int MAX_WORKERS = 64;
 static worker* workers[MAX_WORKERS];
 static uint64_t next_block, total_blocks;
@@ -343,6 +350,18 @@ bool simt_same_stack(worker* w, const void* a, const void* b) {
     return first / SLOT == second / SLOT;
 }
 
+bool simt_in_use(worker* w, const void* address) {
+    size_t stack = (size_t)((const char*)address - w->stacks) / SLOT;
+    for (unsigned i = 0; i < w->spares; i++)
+        if (w->spare[i] == stack) return false;
+    return true;
+}
+
+bool simt_near_stacks(worker* w, const void* address) {
+    return (size_t)((const char*)address - w->stacks + w->reach)
+        < SLOT * SIMT_MAX_THREADS + 2 * w->reach;
+}
+
 void simt_pause(const char* reason, void* pc) {
     worker* w = (worker*)simt_me;
     w->last_pc = pc;
@@ -611,9 +630,16 @@ static worker* ready_worker(int i, size_t shared) {       // kept between launch
         worker* w = (worker*)calloc(1, sizeof(worker));
         if (!w) return 0;
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        void* memory = mmap(0, SLOT * SIMT_MAX_THREADS, PROT_READ | PROT_WRITE, flags, -1, 0);
+        const size_t size = SLOT * SIMT_MAX_THREADS;
+        w->reach = LOCAL_REACH;
+        void* memory = mmap(0, size + 2 * w->reach, PROT_NONE, flags, -1, 0);
+        if (memory == MAP_FAILED) {
+            w->reach = 0;
+            memory = mmap(0, size, PROT_NONE, flags, -1, 0);
+        }
         if (memory == MAP_FAILED) { free(w); return 0; }
-        w->stacks = (char*)memory;
+        w->stacks = (char*)memory + w->reach;
+        if (mprotect(w->stacks, size, PROT_READ | PROT_WRITE)) { free(w); return 0; }
         for (int s = 0; s < SIMT_MAX_THREADS; s++) mprotect(w->stacks + s * SLOT, GUARD, PROT_NONE);
         workers[i] = w;
     }

@@ -60,6 +60,7 @@ struct worker : simt_worker {
     unsigned spares;
     unsigned starting;                        // the stack that a new fibre begins on
     char* stacks;
+    size_t reach;                             // unused addresses on both sides of them
     pthread_t thread;                         // of the system, while `running`
     volatile int running;
     volatile int inside;                      // a kernel runs on one of our stacks
@@ -90,6 +91,8 @@ inline void simt_let_go(worker* w) {
 }
 bool simt_on_stack(worker* w, const void* address);
 bool simt_same_stack(worker* w, const void* a, const void* b);
+bool simt_in_use(worker* w, const void* address);         // of a stack: a thread has it
+bool simt_near_stacks(worker* w, const void* address);    // beside all stacks: see LOCAL_REACH
 void simt_yield(worker* w);       // lets another thread of the block run
 
 bool simt_in_heap(const void* address);
