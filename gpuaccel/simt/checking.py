@@ -64,6 +64,9 @@ KINDS = (
 RACE, UNSET_LOCAL, NO_LOCAL, OVERFLOW, BENIGN_RACE = 3, 13, 16, 18, 19
 # Kinds that are no mistakes: they are shown, and the launch succeeds.
 NOTES = ("const", "same value", "cast", "benign race")
+# VALUE_KNOWN in checks.cpp: that of a racing write was the same each time.
+VALUE_KNOWN = 1
+READ, WRITE, ATOMIC = 0, 1, 2
 # By the access: read, write, atomic.
 VERBS = ("reads", "writes", "atomically updates")
 PAST = ("read", "wrote", "atomically updated")
@@ -82,6 +85,9 @@ class Region(ctypes.Structure):
         ("element", ctypes.c_uint32),
         ("cells", ctypes.c_uint64),
         ("padding", ctypes.c_char_p),
+        ("before", ctypes.c_uint64),
+        ("after", ctypes.c_uint64),
+        ("earlier", ctypes.c_uint64),
     ]
 
 
@@ -106,6 +112,14 @@ class CReport(ctypes.Structure):
         ("column", ctypes.c_uint32),
         ("callers", ctypes.c_uint32),
         ("caller", ctypes.c_uint32 * 6),
+    ]
+
+
+class CRacePair(ctypes.Structure):
+    _fields_ = [
+        ("read", ctypes.c_uint32),
+        ("write", ctypes.c_uint32),
+        ("tested", ctypes.c_uint32),
     ]
 
 
@@ -134,7 +148,8 @@ class Checks(ctypes.Structure):
         ("flip", ctypes.c_uint32),
         ("pattern", ctypes.c_uint32),
         ("barriers", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("pairs", ctypes.c_uint32),
+        ("pair", CRacePair * 32),
         ("barrier", CBarrierUse * 64),
         ("report", CReport * 256),
     ]
@@ -668,6 +683,13 @@ class Session:
             has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
             message = self._race_words(raw, who, place, line, other_line)
+        elif kind == "benign race":
+            has_other = True
+            _, other_line = self.table.locate(raw.other_pc - 1)
+            message = (
+                f"{self._race_words(raw, who, place, line, other_line)}; the results of this "
+                "launch do not depend on which comes first"
+            )
         elif kind == "same value":
             has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
@@ -743,6 +765,35 @@ class Session:
             needs_effect=kind == "shuffle" or self._stays_in_block(raw) or is_first_atomic,
             looks_unset=raw.kind == UNSET_LOCAL,
         )
+
+    def maybe_benign(self, raw) -> bool:
+        """Whether a race is one that harms nothing if each order of threads gives the same results.
+
+        A plain read of a tensor, beside atomic operations or writes of one and the same value.
+        """
+        if raw.region < 0 or self.members[raw.region][0].kind != GLOBAL:
+            return False
+        accesses = sorted((raw.access, raw.other_access))
+        return accesses == [READ, ATOMIC] or (accesses == [READ, WRITE] and raw.mask == VALUE_KNOWN)
+
+    def races(self) -> list:
+        return [raw for raw in self.checks.report[: self.checks.reports] if raw.kind == RACE]
+
+    def replay(self, first: "Session"):
+        """Give reads that raced in the first launch what they get in another order of threads."""
+        pairs = {
+            (raw.pc, raw.other_pc) if raw.access == READ else (raw.other_pc, raw.pc)
+            for raw in first.races()
+        }
+        for i, (read, write) in enumerate(sorted(pairs)):
+            self.checks.pair[i] = CRacePair(read, write, 0)
+        self.checks.pairs = len(pairs)
+        # The copies lie in the same order in both.
+        for region, earlier, arrays in zip(self.regions, first.regions, self.members):
+            if arrays[0].kind == GLOBAL:
+                region.before = arrays[0].lo
+                region.after = earlier.lo
+                region.earlier = earlier.cells
 
     def _explained(self, raw) -> str:
         """How an index got so far outside of a tensor, as far as its number tells."""
@@ -879,6 +930,13 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
         )
         if not other_fault and not other_mistakes and session.results() == other.results():
             mistakes = []
+    if fault is None and mistakes and all(report.kind == "race" for report in mistakes):
+        after = _State(program)
+        if _is_benign(program, arguments, state, session, after, printed):
+            for raw in session.races():
+                raw.kind = BENIGN_RACE
+            mistakes, notes = session.reports()
+        after.restore()
     # A launch that is refused, or traced, has not happened.
     (state if mistakes or trace else left).restore()
     sys.stdout.write("".join(printed))
@@ -899,6 +957,30 @@ def _with_overflows(program, arguments, state, mistakes):
         else report
         for report in mistakes
     ]
+
+
+def _is_benign(program, arguments, state, session, after, printed) -> bool:
+    """Whether no race of a launch changes its results: checks.cpp says what that means.
+
+    Args:
+        state, after: of the program's variables before and after the launch
+        printed: what it printed
+    """
+    if not 0 < len(session.races()) <= len(session.checks.pair):
+        return False
+    if not all(map(session.maybe_benign, session.races())):
+        return False
+    state.restore()
+    output: "list[str]" = []
+    other, fault, _, _ = _launch_once(program, *arguments, False, output, first=session)
+    return (
+        fault is None
+        and all(map(other.maybe_benign, other.races()))
+        and all(pair.tested for pair in other.checks.pair[: other.checks.pairs])
+        and other.results() == session.results()
+        and _State(program).values == after.values
+        and output == printed
+    )
 
 
 class _State:
@@ -949,6 +1031,7 @@ def _launch_once(
     printed,
     flip=False,
     pattern=None,
+    first=None,
 ):
     """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
 
@@ -957,6 +1040,7 @@ def _launch_once(
         flip: what is read from an absent lane of a shuffle, or before it is set, has all bits
             inverted
         pattern: what a variable holds that is not set; None: as the program was built, 0: unknown
+        first: an earlier launch, of which racing reads get what another order gives them
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
@@ -964,6 +1048,8 @@ def _launch_once(
         session.checks.pattern = pattern
     moved = [session.argument(*argument) for argument in zip(params, args, values)]
     session.move_tables()
+    if first is not None:
+        session.replay(first)
     fault = launch(
         program,
         name,

@@ -19,7 +19,12 @@
 //   makes atomicCAS fail
 //   volatile accesses of different blocks, or behind a fence of the writer: flags
 // Two threads that write the same value are a note, and so is a cast to an integer that cannot hold
-// the number.
+// the number. A plain read that races is a note where all of this holds (checking.py decides):
+//   the other access is atomic, or a plain write that writes one and the same value in all the
+//   launch: a mark such as `visited[v] = 1`
+//   it is in a tensor: threads that share a block's memory have barriers
+//   the launch was made again, each such read got the value of another order of the threads, and
+//   all results were the same; for each pair of places the two values did differ
 #include "executor.h"
 #include <string.h>
 
@@ -54,6 +59,10 @@ struct simt_region {
     uint32_t element;             // bytes of an element; 0: its type is not known
     cell* cells;
     const unsigned char* padding; // for each byte of an element: it is not part of a member
+    // In a second launch (see simt_race_pair): the bytes before and after the first one, and its
+    // cells.
+    const char *before, *after;
+    const cell* earlier;
 };
 
 struct simt_report {
@@ -70,6 +79,12 @@ struct simt_report {
     uint32_t column, callers;
     uint32_t caller[6];           // return addresses of the functions that called this one
 };
+
+// A plain read that races with a write, by their places in the source. In a second launch such a
+// read gets what it would get in another order of the threads: the value before the launch instead
+// of the one that it races with, and the value after the first launch instead of an older one.
+// tested: times that the two values differed
+struct simt_race_pair { uint32_t read, write, tested; };
 
 // A barrier in the source, and what it did in this launch.
 struct simt_barrier_use {
@@ -101,7 +116,8 @@ struct simt_checks {
     uint64_t events, event_room, events_lost;
     uint32_t flip;                // invert what is read from an absent lane, or before it is set
     uint32_t pattern;             // what local variables hold before they are set; 0: not known
-    uint32_t barriers, unused;
+    uint32_t barriers, pairs;
+    simt_race_pair pair[32];
     simt_barrier_use barrier[64];
     simt_report report[256];
 };
@@ -130,8 +146,11 @@ struct pending_write {
     uint64_t thread;
     void* pc;
     bool waits;                   // for the read of the struct that it copies
+    simt_report* read_race;       // the report of its race with a plain read
 };
 static pending_write pending;
+// What a plain read got the value of another order for, until it has happened.
+static struct { char *address, bytes[16]; size_t size; } replaced;
 static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
 
 // The plain reads before an atomicCAS at the same place.
@@ -150,7 +169,8 @@ extern "C" __attribute__((visibility("default"))) void simt_check_with(simt_chec
     last_found = 0;
     guess_count = 0;
     pending.race = pattern_read = false;
-    pending.size = 0;
+    pending.size = replaced.size = 0;
+    pending.read_race = 0;
 }
 
 static inline worker* me() { return (worker*)simt_me; }
@@ -188,13 +208,19 @@ static void keep_callers(simt_report* r) {
     }
 }
 
-static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
+static simt_report* existing(int kind, uint32_t at, uint32_t other_pc) {
     for (int i = 0; i < now->reports; i++) {
         simt_report* r = &now->report[i];
-        if (r->kind == kind && r->pc == at && r->other_pc == other_pc) {
-            r->count++;
-            return 0;
-        }
+        if (r->kind == kind && r->pc == at && r->other_pc == other_pc) return r;
+    }
+    return 0;
+}
+
+// A new report; 0: the place has one already, which counts this.
+static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
+    if (simt_report* r = existing(kind, at, other_pc)) {
+        r->count++;
+        return 0;
     }
     if (now->reports == 256) return 0;
     simt_report* r = &now->report[now->reports++];
@@ -231,8 +257,52 @@ static void invert(char* address, size_t size) {
     for (size_t i = 0; i < size; i++) address[i] = ~address[i];
 }
 
+// What was written beside a plain read. One that writes the same value each time is maybe benign.
+enum { VALUE_KNOWN = 1, VALUES_DIFFER = 2 };
+static void keep_value(simt_report* r, const char* address, size_t size) {
+    uint64_t value = 0;
+    memcpy(&value, address, size < sizeof value ? size : sizeof value);
+    bool differs = r->mask & VALUE_KNOWN && (uint64_t)r->value != value;
+    r->value = (int64_t)value;
+    r->mask |= VALUE_KNOWN | (differs || size > sizeof value ? VALUES_DIFFER : 0);
+}
+
+static void restore_read() {
+    memcpy(replaced.address, replaced.bytes, replaced.size);
+    replaced.size = 0;
+}
+
+// racing: the write that races with the read, or 0
+static void replace_read(
+    const simt_region* region, char* address, size_t size, uint32_t reader, uint32_t pc,
+    const record* racing) {
+    if (size > sizeof replaced.bytes || !region->before) return;
+    size_t at = address - region->lo;
+    const char* other = region->before + at;
+    if (!racing) {
+        // Another thread writes it later.
+        racing = &region->earlier[at / region->granule].write;
+        if (!racing->thread || racing->thread == reader || memcmp(address, other, size)) return;
+        other = region->after + at;
+    }
+    for (uint32_t i = 0; i < now->pairs; i++) {
+        simt_race_pair* p = &now->pair[i];
+        if (p->read != pc || p->write != (racing->pc & PC) || !memcmp(address, other, size))
+            continue;
+        p->tested++;
+        replaced.address = address;
+        replaced.size = size;
+        memcpy(replaced.bytes, address, size);
+        memcpy(address, other, size);
+        return;
+    }
+}
+
 // The last write has happened: see what it wrote.
 static void finish_write() {
+    if (replaced.size) restore_read();
+    if (pending.read_race) keep_value(pending.read_race, pending.address, pending.size);
+    pending.read_race = 0;
     if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pending.pc)) {
             place(r, pending.region, pending.address, pending.size, WRITE);
@@ -456,8 +526,9 @@ static simt_region* find(char* address) {
     return 0;
 }
 
-static void race(const record& other, void* pc, int region, char* address, size_t size, int access,
-                 int other_access, bool may_be_same) {
+// Returns the report, where there is one.
+static simt_report* race(const record& other, void* pc, int region, char* address, size_t size,
+                         int access, int other_access, bool may_be_same) {
     uint32_t other_pc = other.pc & PC;
     if (other_access == WRITE && other.pc & ATOMIC_BIT) other_access = ATOMIC;
     simt_report* r = &pending.report;
@@ -470,11 +541,12 @@ static void race(const record& other, void* pc, int region, char* address, size_
         keep_callers(r);
     } else {
         r = report(REPORT_RACE, pc, other_pc);
-        if (!r) return;
+        if (!r) return existing(REPORT_RACE, offset(pc), other_pc);
     }
     place(r, region, address, size, access);
     r->other_thread = other.thread - 1;
     r->other_access = other_access;
+    return r;
 }
 
 static void keep(worker* w, void* pc, int region, int64_t offset_in_it, size_t size, int kind) {
@@ -554,6 +626,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     bool apart = address + size <= pending.address || address >= pending.address + pending.size;
     bool is_copy = kind == READ && pending.waits && size == pending.size && apart;
     pending.waits = false;
+    if (replaced.size) restore_read();
     if (!is_copy) finish_write();
     w->last_pc = pc;
     if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
@@ -603,6 +676,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     size_t to = (size_t)(address + size - 1 - region->lo) / granule;
     bool shared = region->kind == REGION_SHARED;
     bool raced = false;                       // it is reported once per access
+    const record* racing_write = 0;
+    simt_report* read_race = 0;               // of a plain write and a plain read
     char *unset = 0, *set = 0;                // a byte that nobody, or somebody, has written
     for (size_t i = from; i <= to; i++) {
         cell& c = region->cells[i];
@@ -624,8 +699,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             && !ordered(c.write, t, thread)) {
             raced = true;
             bool two_writes = is_write(kind) && kind != ATOMIC && !(c.write.pc & ATOMIC_BIT);
-            race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
+            simt_report* r = race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
             pending.race |= two_writes;
+            racing_write = &c.write;
+            if (kind == READ && !(c.write.pc & (ATOMIC_BIT | VOLATILE_BIT))) read_race = r;
         }
         if (!is_write(kind)) {
             if (c.read.thread && c.read.thread != self.thread) {
@@ -645,8 +722,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
                     raced = true;
                     // It read what it had written itself.
                     bool own = kind == WRITE && c.write.thread == r->thread;
-                    race(*r, pc, index, place_of_cell, size, kind, READ, own);
+                    simt_report* found = race(
+                        *r, pc, index, place_of_cell, size, kind, READ, own);
                     pending.race = own;
+                    if (kind == WRITE && !own && !(r->pc & VOLATILE_BIT)) read_race = found;
                     break;
                 }
             c.write = self;
@@ -660,6 +739,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         pending.thread = thread;
         pending.pc = pc;
         pending.waits = kind == WRITE;
+        pending.read_race = read_race;
     } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;
@@ -668,6 +748,9 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         // atomicExch may be the first to set it, and drop what was there.
         if (kind == ATOMIC && now->flip) invert(address, size);
     }
+    if (kind == READ && read_race) keep_value(read_race, address, size);
+    if (kind == READ && now->pairs)
+        replace_read(region, address, size, self.thread, offset(pc), racing_write);
     if (pending.race && !is_copy) {
         pending.report.value = (int64_t)address;
         memcpy(pending.old, address, size < sizeof pending.old ? size : sizeof pending.old);

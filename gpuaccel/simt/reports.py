@@ -428,4 +428,6 @@ def error(program, name, reports, checked: bool) -> KernelError:
             source = line and text_line(program.text, report.file or "", line)
             if source:
                 text.append(f"    {line:4} | {source.strip()}")
+    if checked and any(report.kind == "race" for report in reports):
+        text.append("  (ga.checked(False) runs a kernel without the checks)")
     return KernelError("\n".join(text), reports)
