@@ -67,6 +67,7 @@ NOTES = ("const", "same value", "cast", "benign race")
 # VALUE_KNOWN in checks.cpp: that of a racing write was the same each time.
 VALUE_KNOWN = 1
 READ, WRITE, ATOMIC = 0, 1, 2
+DYNAMIC = "dynamic shared memory"
 # By the access: read, write, atomic.
 VERBS = ("reads", "writes", "atomically updates")
 PAST = ("read", "wrote", "atomically updated")
@@ -422,7 +423,7 @@ class Session:
         address += ZONE
         self.dynamic = address + -address % 256
         end = self.dynamic + dynamic
-        array = Array("dynamic shared memory", self.dynamic, end, 1, "", SHARED)
+        array = Array(DYNAMIC, self.dynamic, end, 1, "", SHARED)
         yield Range(self.dynamic, end, [array], zone=ZONE, below=ZONE, above=ZONE)
 
     def _variables(self):
@@ -571,7 +572,11 @@ class Session:
         count = (array.hi - array.lo) // itemsize
         if not array.dtype:
             place = f"element {element} of {array.name}"
-            return array.name, element, place, f"it has {_elements(count)} of {itemsize} bytes"
+            size_words = f"it has {_elements(count)} of {itemsize} bytes"
+            if array.name == DYNAMIC:
+                # What is most often forgotten.
+                size_words += "; a launch says how many bytes it has: kernel[grid, block, bytes]"
+            return array.name, element, place, size_words
         place = f"{array.name}[{element}]" if count != 1 or element else array.name
         if array.kind == SHARED:
             place = f"__shared__ {place}"
@@ -582,6 +587,7 @@ class Session:
         # (kind, file, line) -> report
         mistakes: "dict[tuple, Report]" = {}
         notes = []
+        noted: "list[tuple]" = []
         for raw in self.checks.report[: self.checks.reports]:
             if raw.kind == OVERFLOW:
                 continue
@@ -589,7 +595,12 @@ class Session:
             if report is None:
                 continue
             if report.kind in NOTES:
-                notes.append(report)
+                # The two lines of a race need one note, whichever was first.
+                lines = report.kind, report.file, {report.line, report.other_line}
+                if lines not in noted:
+                    notes.append(report)
+                if report.kind == "benign race":
+                    noted.append(lines)
                 continue
             key = (report.kind, report.file, report.line)
             if key in mistakes:

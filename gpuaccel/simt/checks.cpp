@@ -147,8 +147,14 @@ struct pending_write {
     void* pc;
     bool waits;                   // for the read of the struct that it copies
     simt_report* read_race;       // the report of its race with a plain read
+    uint64_t before;              // first bytes of what an atomic operation may change
+    bool atomic;
 };
 static pending_write pending;
+// Volatile reads and atomic operations of the block since something was written last. Above the limit
+// its threads wait in loops for what only another block could write.
+static uint32_t idle;
+static const uint32_t MOST_IDLE = 1 << 24;
 // What a plain read got the value of another order for, until it has happened.
 static struct { char *address, bytes[16]; size_t size; } replaced;
 static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
@@ -301,6 +307,8 @@ static void replace_read(
 // The last write has happened: see what it wrote.
 static void finish_write() {
     if (replaced.size) restore_read();
+    size_t kept = pending.size < sizeof pending.before ? pending.size : sizeof pending.before;
+    if (kept && (!pending.atomic || memcmp(&pending.before, pending.address, kept))) idle = 0;
     if (pending.read_race) keep_value(pending.read_race, pending.address, pending.size);
     pending.read_race = 0;
     if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read) {
@@ -342,6 +350,7 @@ extern "C" __attribute__((visibility("default"))) void simt_checked(simt_checks*
 
 void check_block(worker* w) {
     finish_write();
+    idle = 0;
     last_barrier = 0;
     first_thread = w->block * w->threads;
     barrier_time = ++clock_;
@@ -386,6 +395,7 @@ static void keep_barrier(worker* w, uint32_t pc) {
 void check_barrier(worker* w) {
     undisturbed check(w);
     finish_write();
+    idle = 0;
     void* pc = w->pc[w->barrier[0]];
     for (unsigned i = 1; i < w->arrived; i++)
         if (w->pc[w->barrier[i]] != pc) {
@@ -635,6 +645,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         simt_let_go(w);
         simt_yield(w);
         simt_hold(w);
+        idle += 64;
+        if (idle > MOST_IDLE) simt_stop(w, SIMT_SPIN, pc, address, 0);
     }
     simt_region* region = find(address);
     if (!region) {
@@ -740,6 +752,9 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         pending.pc = pc;
         pending.waits = kind == WRITE;
         pending.read_race = read_race;
+        pending.atomic = kind == ATOMIC;
+        if (pending.atomic)
+            memcpy(&pending.before, address, size < sizeof pending.before ? size : sizeof pending.before);
     } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;

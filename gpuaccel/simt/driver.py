@@ -35,6 +35,7 @@ FAULTS = (
     "check",
     "interrupted",
     "heap",
+    "spin",
 )
 # What a thread waits at, in the order of simt_kind in runtime.h.
 WAITING = (
@@ -308,6 +309,13 @@ def fault_report(program, fault: Fault, shape) -> Report:
             f"{grid[0] * grid[1] * grid[2]:,}: a loop does not end (blocks run in order, so none "
             "can wait for a later one), or the launch is large; ga.checked(seconds=...) sets the "
             "limit"
+        )
+    elif kind == "spin":
+        kind = "deadlock"
+        message = (
+            f"{who} waits in a loop for a value that no thread of its block will write; blocks run "
+            f"in order here, and block {fault.block + 1:,} of {grid[0] * grid[1] * grid[2]:,} "
+            "cannot wait for a later one"
         )
     elif kind == "stack overflow":
         message = (

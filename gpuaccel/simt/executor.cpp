@@ -59,6 +59,8 @@ static void* fresh_stack(char* top, void (*entry)()) {
 static void* pc_of(void* context) {
     return (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
 }
+static uint64_t float_mode() { return __builtin_ia32_stmxcsr(); }
+static void set_float_mode(uint64_t mode) { __builtin_ia32_ldmxcsr((unsigned)mode); }
 #elif defined(__aarch64__)
 asm(".text\n.globl simt_switch\n.hidden simt_switch\n.type simt_switch, %function\nsimt_switch:\n"
     "sub sp, sp, #160\n"
@@ -78,6 +80,12 @@ static void* fresh_stack(char* top, void (*entry)()) {
     return sp;
 }
 static void* pc_of(void* context) { return (void*)((ucontext_t*)context)->uc_mcontext.pc; }
+static uint64_t float_mode() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void set_float_mode(uint64_t mode) { asm volatile("msr fpcr, %0" ::"r"(mode)); }
 #else
 #error "gpuaccel's simt backend runs on x86-64 and aarch64"
 #endif
@@ -561,6 +569,8 @@ static void* run_worker(void* argument) {
     ours.ss_sp = alternate;
     ours.ss_size = sizeof alternate;
     sigaltstack(&ours, &theirs);
+    // A launch that ends early may do so in a function with a rounding mode of its own.
+    const uint64_t mode = float_mode();
     blockDim = dim3(job->block[0], job->block[1], job->block[2]);
     gridDim = dim3(job->grid[0], job->grid[1], job->grid[2]);
     w->threads = job->block[0] * job->block[1] * job->block[2];
@@ -621,6 +631,7 @@ static void* run_worker(void* argument) {
     if (timed) timer_delete(timer);
     w->running = 0;
     simt_me = 0;
+    set_float_mode(mode);
     sigaltstack(&theirs, 0);
     return 0;
 }

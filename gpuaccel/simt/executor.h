@@ -6,7 +6,8 @@
 
 enum simt_fault_kind {            // driver.py has the same list
     SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK,
-    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED, SIMT_HEAP
+    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED, SIMT_HEAP,
+    SIMT_SPIN
 };
 
 struct simt_wait { uint32_t thread; int32_t kind; uint32_t mask; uint32_t unused; void* pc; };
