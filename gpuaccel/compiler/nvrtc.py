@@ -335,9 +335,7 @@ def _compile(source, filename, flags):
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
             log = read_log()
             if status:
-                raise CompileError(
-                    f"{filename} does not compile:\n{log}{_hint(log, source)}", log
-                )
+                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log, source)}", log)
             size = ctypes.c_size_t()
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)

@@ -594,11 +594,12 @@ static bool is_between_frames(char* address, size_t size, uint32_t* pc, int64_t*
     return true;
 }
 
-static void leave_locals(
-    worker* w, char* address, size_t size, int kind, void* pc, uint32_t function, int64_t distance) {
+// function, distance: see is_between_frames; certain: no thread ever had it as a local variable
+static void leave_locals(worker* w, char* address, size_t size, int kind, void* pc, bool certain,
+                         uint32_t function = 0, int64_t distance = 0) {
     if (simt_report* r = report(REPORT_NO_LOCAL, pc)) {
         place(r, -1, address, size, kind);
-        r->mask = 1;
+        r->mask = certain;
         r->other_thread = function;
         r->value = distance;
     }
@@ -608,18 +609,16 @@ static void leave_locals(
 // A local variable or array.
 static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
     char* stack = (char*)__builtin_frame_address(0);
-    bool is_own = simt_same_stack(w, address, stack);
-    uint32_t function = 0;
-    int64_t distance = 0;
-    if (is_own && address < stack) {
-        // Below all frames in use.
-        if (simt_report* r = report(REPORT_NO_LOCAL, pc)) place(r, -1, address, size, kind);
-        simt_stop(w, SIMT_CHECK, pc, address, 0);
-    } else if (is_own ? is_between_frames(address, size, &function, &distance)
-                      : !simt_in_use(w, address)) {
-        leave_locals(w, address, size, kind, pc, function, distance);
-    } else if (!is_own) {
+    uint32_t function;
+    int64_t distance;
+    if (!simt_same_stack(w, address, stack)) {
+        if (!simt_in_use(w, address)) leave_locals(w, address, size, kind, pc, false);
         if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
+    } else if (address < stack) {
+        // Below all frames in use.
+        leave_locals(w, address, size, kind, pc, false);
+    } else if (is_between_frames(address, size, &function, &distance)) {
+        leave_locals(w, address, size, kind, pc, true, function, distance);
     } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
         if (now->flip) invert(address, size);
@@ -658,7 +657,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
             return simt_check_heap(w, address, size, verbs[kind], pc);
         }
-        if (simt_near_stacks(w, address)) return leave_locals(w, address, size, kind, pc, 0, 0);
+        if (simt_near_stacks(w, address)) leave_locals(w, address, size, kind, pc, true);
         bool null = (size_t)address < 65536;
         if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
             place(r, -1, address, size, kind);
