@@ -353,6 +353,8 @@ class Session:
 
     def __init__(self, program, shape, params, args, extra, trace: bool):
         self.shape = shape
+        # Reports point into its memory.
+        self.program = program
         self.table = symbols(program)
         self.text = program.text
         threads = math.prod(shape[:6])
