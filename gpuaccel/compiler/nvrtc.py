@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
+from ..source import without_comments
 
 # The second makes ptxas report registers and spills.
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
@@ -334,13 +335,7 @@ def _compile(source, filename, flags):
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
             log = read_log()
             if status:
-                arch = flags[0].removeprefix("-arch=")
-                if arch == "sm_90":
-                    # it is also what a machine without a GPU compiles for
-                    arch += " (machine code for a GPU of the H100's generation)"
-                raise CompileError(
-                    f"{filename} does not compile for {arch}:\n{log}{_hint(log)}", log
-                )
+                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log, source)}", log)
             size = ctypes.c_size_t()
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
@@ -370,8 +365,29 @@ HINTS = {
 }
 
 
-def _hint(log: str) -> str:
-    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
+# The line that the message names, and the blanks in front of its code and of the caret.
+_NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\n([ \t]*)\^', re.M)
+
+
+def _lines_without_semicolon(log: str, source: str) -> "list[str]":
+    """The compiler notices a missing ; at the next word, which may be in a later line."""
+    from ..simt.build import text_line
+
+    code = without_comments(source, strings=True)
+    hints = []
+    for file, line, indent, caret in _NO_SEMICOLON.findall(log):
+        before = int(line) - 1
+        while before and not (text_line(code, file, before) or "").strip():
+            before -= 1
+        text = (text_line(code, file, before) or "").rstrip()
+        if before and len(caret) == len(indent) and not text.endswith((";", "{", "}")):
+            hints.append(f"line {before} has no ; at its end")
+    return hints
+
+
+def _hint(log: str, source: str) -> str:
+    hints = _lines_without_semicolon(log, source)
+    hints += [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
     return "".join(f"\nhint: {hint}" for hint in hints)
 
 

@@ -75,9 +75,19 @@ CHECKED = (
 )
 # Local variables are filled with a byte that reports recognise. g++ has it since version 12.
 FILLED = "-ftrivial-auto-var-init=pattern"
-ZEROED = "-ftrivial-auto-var-init=zero"
+# Variants of a checked build, for a second launch that tells more about a mistake of the first.
+ZEROED = ("-ftrivial-auto-var-init=zero",)
+OVERFLOWS = ("-fno-wrapv", "-fsanitize=signed-integer-overflow")
 # What four bytes hold then.
 PATTERNS = {"g++": 0xFEFEFEFE, "clang": 0xAAAAAAAA, "zig": 0xAAAAAAAA}
+# A function that uses these registers keeps its caller's on the stack, between its local variables
+# and its return address. Without them whoever runs over the end of a local array meets the return
+# address first, which the checks see.
+_NO_SAVED_REGISTERS = (
+    tuple(f"-ffixed-{register}" for register in ("rbx", "r12", "r13", "r14", "r15"))
+    if platform.machine() == "x86_64"
+    else ()
+)
 CHECKED_BY = {
     "g++": (
         "-fsanitize=bounds",
@@ -88,6 +98,7 @@ CHECKED_BY = {
         "-fno-tree-dce",
         "--param=tsan-instrument-func-entry-exit=0",
         "--param=tsan-distinguish-volatile=1",
+        *_NO_SAVED_REGISTERS,
     ),
     "clang": (
         "-gdwarf-4",
@@ -236,13 +247,13 @@ def _first_options(host: Compiler) -> "tuple[str, ...]":
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
-def _flags(checked: bool, local: str) -> "tuple[str, ...]":
+def _flags(checked: bool, variant: "tuple[str, ...]") -> "tuple[str, ...]":
     """The compiler's options for a checked build, or for one that is not."""
     if not checked:
         return FAST
     host = compiler()
     flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
-    return (*flags, local) if fill_pattern(host) else flags
+    return (*flags, *((FILLED,) if fill_pattern(host) else ()), *variant)
 
 
 def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str, ...]]":
@@ -482,7 +493,11 @@ _STATE = re.compile(r"\b__(?:device|constant|managed)__\b[^;(){}]*[;=\[]")
 
 
 def program(
-    source: str, filename: str, names: "list[str]", checked: bool, local: str = FILLED
+    source: str,
+    filename: str,
+    names: "list[str]",
+    checked: bool,
+    variant: "tuple[str, ...]" = (),
 ) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
@@ -491,7 +506,7 @@ def program(
         filename: what error messages call it
         names: its kernels
         checked: with the instrumentation of the checks
-        local: FILLED or ZEROED, what local variables of a checked build hold before they are set
+        variant: further options of a checked build: ZEROED, OVERFLOWS
 
     Returns:
         A program that is shared by all who ask for it, unless it has variables of its own, which
@@ -500,7 +515,7 @@ def program(
     Raises:
         CompileError: with the compiler's messages. A feature that only a GPU has is named first.
     """
-    flags = _flags(checked, local)
+    flags = _flags(checked, variant)
     with _lock:
         host = compiler()
         executor = runtime(checked)

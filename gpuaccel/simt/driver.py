@@ -36,6 +36,7 @@ FAULTS = (
     "check",
     "interrupted",
     "heap",
+    "spin",
 )
 # What a thread waits at, in the order of simt_kind in runtime.h.
 WAITING = (
@@ -309,12 +310,22 @@ def fault_report(program, fault: Fault, shape) -> Report:
             "can wait for a later one), or the launch is large; ga.checked(seconds=...) sets the "
             "limit"
         )
+    elif kind == "spin":
+        kind = "deadlock"
+        message = (
+            f"{who} waits in a loop for a value that no thread of its block will write; blocks run "
+            f"in order here, and block {fault.block + 1:,} of {grid[0] * grid[1] * grid[2]:,} "
+            "cannot wait for a later one"
+        )
     elif kind == "stack overflow":
         message = (
             f"{who} used more than 256 KiB of stack (recursion without end, or large local arrays)"
         )
     elif kind == "misaligned":
-        message = f"{who} reads or writes a vector (such as float4) at a misaligned address"
+        message = (
+            f"{who} reads or writes a vector (such as float4) at a misaligned address, or has "
+            "written beyond a local array"
+        )
     elif kind == "shuffle":
         message = (
             f"{who} calls a warp function with mask {fault.mask:#010x}, which does not include its "
