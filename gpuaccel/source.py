@@ -104,7 +104,7 @@ def line_directive(line: int, filename: str) -> str:
 
 # ---- conditionals: what the preprocessor leaves out ----------------------------------------------
 
-_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
+DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
 _DEFINED = re.compile(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))")
 # A character whose code is the same everywhere.
 _CHARACTER = r"'(?:[^'\\\n]|\\(?:[abfnrtv\\'\"]|x[0-9a-fA-F]+|[0-7]{1,3}))'"
@@ -308,7 +308,7 @@ def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[
         text = blank[position:end]
         pieces.append(text if is_active() else re.sub(r"[^\n]", " ", text))
 
-    for match in _DIRECTIVE.finditer(blank):
+    for match in DIRECTIVE.finditer(blank):
         keep(match.start())
         position = match.end()
         pieces.append(re.sub(r"[^\n]", " ", match[0]))
@@ -346,13 +346,16 @@ def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[
 # ---- kernels and their parameters ----------------------------------------------------------------
 
 
+_BRACKET = re.compile(r"[()\[\]{}]")
+
+
 def closing(text: str, start: int) -> int:
     """The position behind the bracket that closes the one at `start`, or the end of the text."""
     depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[i], 0)
+    for bracket in _BRACKET.finditer(text, start):
+        depth += 1 if bracket[0] in "([{" else -1
         if depth == 0:
-            return i + 1
+            return bracket.end()
     return len(text)
 
 
@@ -372,13 +375,20 @@ def split_list(text: str) -> "list[str]":
 
 @dataclass(frozen=True)
 class _Declaration:
-    """A `__global__` function in a text. bound: the first argument of its __launch_bounds__."""
+    """A `__global__` function in a text.
+
+    Attributes:
+        name, params: as they are written. bound: the first argument of its __launch_bounds__.
+        start: position of its `__global__`. template: its template parameters; None without.
+        has_body: it is defined here, and not only declared.
+    """
 
     name: str
     params: str
     bound: str
     start: int
-    is_template: bool
+    template: "str | None"
+    has_body: bool
 
 
 _ATTRIBUTES = r"__launch_bounds__|__cluster_dims__|__block_size__|__maxnreg__|__attribute__"
@@ -401,15 +411,22 @@ def _declarations(text: str) -> "Iterator[_Declaration]":
                 continue
             before = re.split(r"[;{}]", text[max(0, keyword.start() - 2000) : keyword.start()])[-1]
             between = text[keyword.end() : word.start()]
+            template = re.search(r"\btemplate\s*<(.*)>", before, re.S)
             if re.search(r"\bvoid\b", before + between):
                 yield _Declaration(
                     word[1],
                     text[word.end() : end - 1],
                     bound,
                     keyword.start(),
-                    re.search(r"\btemplate\b", before) is not None,
+                    template[1] if template else None,
+                    text[end : end + 200].lstrip()[:1] == "{",
                 )
             break
+
+
+def base_name(name: str) -> str:
+    """The kernel's own name in that of a template's instance: `scale` of `scale<float, 4>`."""
+    return name.partition("<")[0].strip()
 
 
 def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
@@ -422,13 +439,74 @@ def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[
         defines: macro -> value; None: none.
     """
     text = active_text(source, defines)
-    return list(dict.fromkeys(d.name for d in _declarations(text) if not d.is_template))
+    return list(dict.fromkeys(d.name for d in _declarations(text) if d.template is None))
+
+
+def template_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
+    """Names of the kernel templates in CUDA C text, in order; see `kernel_names`."""
+    text = active_text(source, defines)
+    return list(dict.fromkeys(d.name for d in _declarations(text) if d.template is not None))
 
 
 def kernel_positions(source: str) -> "list[tuple[str, int]]":
-    """(name, position of its `__global__`) of each kernel that is no template."""
-    text = active_text(source)
-    return [(d.name, d.start) for d in _declarations(text) if not d.is_template]
+    """(name, position of its `__global__`) of each kernel, templates included."""
+    return [(d.name, d.start) for d in _declarations(active_text(source))]
+
+
+# What nvcc defines where it compiles for a GPU.
+GPU_MACROS = {"__CUDA_ARCH__": "900", "__CUDACC__": "1", "__NVCC__": "1"}
+
+
+def kernel_expressions(source: str, defines: "dict[str, str] | None" = None) -> "dict[str, str]":
+    """Kernel -> its qualified name in C++, of those whose symbol is not their name.
+
+    Kernels with `extern "C"`, and templates, are not among them.
+    """
+    text = active_text(source, GPU_MACROS | (defines or {}))
+    expressions = {}
+    for declaration in _declarations(text):
+        before = text[: declaration.start]
+        is_c = re.search(r'\bextern\s+"C"[^;{}]*$', before) or 'extern "C"' in (
+            " ".join(scope.split()) for scope in scopes(text, declaration.start)
+        )
+        if declaration.has_body and declaration.template is None and not is_c:
+            path = [*namespaces(text, declaration.start), declaration.name]
+            expressions[declaration.name] = "::".join(path)
+    return expressions
+
+
+def template_expression(source: str, name: str, defines: "dict[str, str] | None" = None) -> str:
+    """The qualified name of a template's instance: `ours::scale<float>` of `scale<float>`."""
+    text = active_text(source, defines)
+    for declaration in _declarations(text):
+        if declaration.name == base_name(name) and declaration.template is not None:
+            return "::".join([*namespaces(text, declaration.start), name])
+    return name
+
+
+_SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
+
+
+def scopes(text: str, position: int) -> "list[str]":
+    """What stands before each open brace around a position, in a text without comments.
+
+    That is `namespace x`, `extern "C"`, or "" for braces of code.
+    """
+    result: "list[str]" = []
+    for brace in re.finditer(r"[{}]", text[:position]):
+        if brace[0] == "{":
+            before = text[max(0, brace.start() - 200) : brace.start()]
+            scope = _SCOPE.search(before)
+            result.append(scope[0].strip() if scope else "")
+        elif result:
+            result.pop()
+    return result
+
+
+def namespaces(text: str, position: int) -> "list[str]":
+    """The named namespaces around a position in a text without comments."""
+    names = (re.fullmatch(r"namespace\s+([\w:]+)", scope) for scope in scopes(text, position))
+    return [name[1] for name in names if name]
 
 
 def definition(source: str, name: str) -> "tuple[int, int]":
@@ -439,7 +517,7 @@ def definition(source: str, name: str) -> "tuple[int, int]":
     """
     text = active_text(source)
     for declaration in _declarations(text):
-        if declaration.name == name and not declaration.is_template:
+        if declaration.name == name and declaration.template is None and declaration.has_body:
             break
     else:
         names = ", ".join(kernel_names(source)) or "none"
@@ -490,13 +568,17 @@ _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 def _declaration(source, name, defines):
     """(a kernel's declaration, what each macro and typedef stands for there)."""
     text, _ = _active(source, defines)
-    declaration = next((d for d in _declarations(text) if d.name == name), None)
-    if declaration is None or declaration.is_template:
+    # The definition names its parameters.
+    found = [d for d in _declarations(text) if d.name == base_name(name)]
+    declaration = next((d for d in found if d.has_body), found[0] if found else None)
+    arguments = _template_arguments(name)
+    if declaration is None or (declaration.template is None) != (arguments is None):
         names = ", ".join(kernel_names(source, defines)) or "none"
-        if declaration is not None:
+        if declaration is not None and arguments is None:
             raise CompileError(
-                f"kernel {name!r} is a template: a kernel that calls it with its template "
-                f"arguments can be compiled; kernels found: {names}"
+                f"kernel {name!r} is a template: name it with its template arguments, as in "
+                f'"{name}<float>"; its template parameters are <{declaration.template}>; '
+                f"kernels found: {names}"
             )
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
     _, macros = _active(source, defines, declaration.start)
@@ -506,10 +588,37 @@ def _declaration(source, name, defines):
     types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(before)}
     types |= {match[1]: match[2].strip() for match in _USING.finditer(before)}
     types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(before)}
+    if declaration.template is not None:
+        types |= _template_values(declaration, name, arguments)
     return declaration, types | macros
 
 
-_SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
+def _template_arguments(name: str) -> "list[str] | None":
+    """`float` and `4` of `scale<float, 4>`; None for a kernel that is no template."""
+    match = re.fullmatch(r"\s*\w+\s*<(.*)>\s*", name, re.S)
+    return None if match is None else [part for part in split_list(match[1]) if part]
+
+
+def _template_values(declaration, name, arguments) -> "dict[str, str]":
+    """What each template parameter of a kernel stands for."""
+    values = {}
+    parameters = [part for part in split_list(declaration.template) if part]
+    if len(arguments) > len(parameters):
+        raise CompileError(
+            f"{name}: the kernel has {len(parameters)} template parameters "
+            f"<{declaration.template}>, got {len(arguments)}"
+        )
+    for i, parameter in enumerate(parameters):
+        declared, _, default = parameter.partition("=")
+        value = arguments[i] if i < len(arguments) else default.strip()
+        names = re.findall(r"\w+", declared)
+        if not value:
+            raise CompileError(
+                f"{name}: template parameter `{parameter}` has no argument; the template "
+                f"parameters are <{declaration.template}>"
+            )
+        values[names[-1]] = value
+    return values
 
 
 def _outside_code(text: str) -> str:

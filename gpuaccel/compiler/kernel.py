@@ -27,22 +27,28 @@ import pathlib
 import re
 import struct
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from typing import Any, overload
 
 import torch
 
 from .. import simt
 from ..backends import backend, find_compiler, find_driver
-from ..errors import ArgumentError, BackendError, CompileError
+from ..errors import ArgumentError, BackendError, CompileError, CompileWarning
+from ..host_code import LeftOut, device_code
 from ..source import (
     active_text,
     definition,
+    kernel_expressions,
     kernel_names,
     launch_bound,
     line_directive,
     signature,
+    template_expression,
+    template_names,
     without_comments,
 )
 from . import nvrtc
@@ -87,13 +93,37 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 
 
+_ANY_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
+# Headers that have no file of the user's, in quotes as well.
+_STANDARD_HEADERS = (
+    r"[a-z_]+|c?(?:assert|ctype|errno|float|inttypes|limits|math|signal|stdarg|stdbool|stddef|"
+    r"stdint|stdio|stdlib|string|time|unistd|sys/\w+|windows)\.h|cuda\w*\.h|device_\w+\.h|"
+    r"vector_\w+\.h|math_\w+\.h|sm_\w+\.h|cu(?:blas|rand|fft|dnn|sparse|solver)\w*\.h"
+)
+
+
+def is_device_header(name: str) -> bool:
+    """Whether a header of CUDA has what kernels use, and standard.cuh has not."""
+    return (
+        re.match(
+            r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline", name
+        )
+        is not None
+    )
+
+
+# Headers that a source may include for its host code -> what device code that needs them names.
+_IF_USED = {r"cub/": r"\bcub\b", r"mma\.h": r"\bnvcuda\b|\bwmma\b", r"curand_": r"\bcurand\w*"}
+
+
 def whole_program(
     text: str,
     filename: str,
     defines: "dict[str, str] | None" = None,
     folders: "tuple[str, ...]" = (),
-) -> str:
-    """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
+) -> "tuple[str, LeftOut]":
+    """(the text that is compiled, what is left out): common.cuh, headers of `text`, then `text`.
 
     A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
     above all other code. Another header is looked for in the folder of the file that includes it,
@@ -104,6 +134,9 @@ def whole_program(
     Macros stand behind common.cuh, so that one named T does not change it, except those that it
     tests for (NORM).
 
+    Of a text that is not of kernels_cu only what its kernels need is left (host_code.py), with
+    standard.cuh in front of it.
+
     Args:
         filename: what messages call the text; where it is a path, headers are looked for beside it
         defines: macros
@@ -113,8 +146,10 @@ def whole_program(
         CompileError: for an #include of a macro.
     """
     root = kernel_root()
-    parts = []
+    is_own = filename.startswith("kernels_cu/")
+    parts: "list[str]" = []
     included = set()
+    missing: "list[str]" = []
 
     def add_header(name):
         if name not in included:
@@ -128,7 +163,25 @@ def whole_program(
             if is_ours(header):
                 add_header(header)
         text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
+        if not name.startswith("kernels_cu/"):
+            text = without_host_headers(text)
         parts.append(f"{line_directive(1, name)}{text}")
+
+    def without_host_headers(text):
+        """The text without #includes of headers that neither compiler has or needs."""
+        plain = without_comments(text, strings=True)
+        for match in _ANY_INCLUDE.finditer(plain):
+            header = match[1]
+            if is_device_header(header) or any(
+                os.path.isfile(os.path.join(folder, header)) for folder in folders
+            ):
+                continue
+            if '"' in match[0] and not re.fullmatch(_STANDARD_HEADERS, header):
+                # Else an #if leaves it out.
+                if active_text(f"{text[: match.start()]}x", defines).endswith("x"):
+                    missing.append(header)
+            text = f"{text[: match.start()]}{' ' * len(match[0])}{text[match.end() :]}"
+        return text
 
     def is_ours(header):
         return header == os.path.basename(header) and (root / header).is_file()
@@ -188,7 +241,17 @@ def whole_program(
     add_header("common.cuh")
     parts += [macro for name, macro in macros.items() if name not in tested]
     add(filename, text)
-    return "\n".join(parts)
+    if is_own:
+        return "\n".join(parts), LeftOut()
+    own = {match[1] for match in _DEFINE.finditer(parts[-1])} | macros.keys()
+    standard = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
+    standard = _DEFINE.sub(lambda match: "" if match[1] in own else match[0], standard)
+    source = "\n".join([f"{line_directive(1, 'standard.cuh')}{standard}", *parts])
+    source, left_out = device_code(source, len(source) - len(parts[-1]))
+    for header, word in _IF_USED.items():
+        if not re.search(word, source):
+            source = re.sub(rf"(?m)^[ \t]*#[ \t]*include[ \t]*[<\"]{header}.*", "", source)
+    return source, replace_fields(left_out, headers=tuple(dict.fromkeys(missing)))
 
 
 def _with_macros(options, defines):
@@ -341,7 +404,8 @@ class Kernel:
     def _use(self, text):
         """Compile `text` from now on."""
         self.text = text
-        self.source = whole_program(text, self.filename, self.defines)
+        folders = nvrtc.chosen_folders(self.options)
+        self.source, self.left_out = whole_program(text, self.filename, self.defines, folders)
         # Architectures whose own instructions the source tests for, as wgmma of sm_90a. For these
         # GPUs it is compiled with that `a`; the code runs on no other GPU.
         self.own = {
@@ -351,6 +415,11 @@ class Kernel:
             )
         }
         self.params = signature(self.source, self.name, self.defines)
+        # Name -> its name in C++, of those that NVRTC has to find.
+        self.expressions = kernel_expressions(self.source, self.defines)
+        if not self.name.isidentifier():
+            instance = template_expression(self.source, self.name, self.defines)
+            self.expressions[self.name] = instance
         # What check_arguments needs of each parameter, in one tuple.
         self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
         self.usual_values = usual_values(tuple(self.plan), "cuda")
@@ -446,8 +515,17 @@ class Kernel:
         """
         return self._compile(self._target(arch))[0]
 
-    def _compile(self, target: str) -> "tuple[bytes, str]":
-        return nvrtc.compile_cubin(self.source, self.filename, target, {}, self.options)
+    def _compile(self, target: str) -> "tuple[bytes, str, str]":
+        """(cubin, ptxas's report, the kernel's symbol in the cubin)."""
+        cubin, log, symbols = nvrtc.compile_cubin(
+            self.source,
+            self.filename,
+            target,
+            {},
+            self.options,
+            tuple(self.expressions.values()),
+        )
+        return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name)
 
     def compile(self):
         """Compile for this GPU, or for the CPU where the backend is not cuda.
@@ -474,7 +552,7 @@ class Kernel:
         if arch is None and backend().name == "cuda":
             arch = backend().arch
         target = self._target(arch or "sm_90")
-        return nvrtc.resources(*self._compile(target), self.name, target)
+        return nvrtc.resources(*self._compile(target), target)
 
     def __getitem__(self, shape) -> "Launch":
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
@@ -538,36 +616,134 @@ def _number_types(param) -> tuple:
     return (int, float) if param.code in "efd" else (int,)
 
 
+class Module:
+    """The kernels of one text: `module["name"]` is a Kernel, as `ga.compile` returns it.
+
+    Attributes:
+        names: its kernels, in order. templates: its kernel templates; module["scale<float>"] is an
+            instance of `scale`.
+        left_out: what of the text is not compiled; str() of it is one line.
+    """
+
+    def __init__(self, text: str, filename: str, options: "tuple[str, ...]", defines):
+        self._facts = text, filename, defines, options
+        macros = _with_macros(options, defines)[1]
+        self.names = tuple(kernel_names(text, macros))
+        self.templates = tuple(template_names(text, macros))
+        self._kernels: "dict[str, Kernel]" = {}
+        self.left_out = LeftOut()
+
+    def __getitem__(self, name: str) -> Kernel:
+        """The kernel of this name, compiled when it is first asked for.
+
+        Args:
+            name: of a kernel, with the template arguments of a template: "scale<float, 4>".
+
+        Raises:
+            CompileError: with the compiler's messages, and where there is no such kernel.
+        """
+        if not isinstance(name, str):
+            raise CompileError(
+                f"say which kernel: {self._facts[1]} has {', '.join(self.names) or self._instances}"
+            )
+        if name not in self._kernels:
+            text, filename, defines, options = self._facts
+            kernel = Kernel.from_source(text, name, filename, defines, options)
+            self.left_out = kernel.left_out
+            _compile_now(kernel)
+            self._kernels[name] = kernel
+        return self._kernels[name]
+
+    @property
+    def _instances(self) -> str:
+        """How instances of its templates are asked for, or that there is no kernel."""
+        instances = ", ".join(f'"{name}<...>"' for name in self.templates)
+        return instances or "none (no __global__ function)"
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+    def __repr__(self):
+        names = [*self.names, *(f"{name}<...>" for name in self.templates)]
+        return f"{', '.join(names)}  [{self._facts[1]}]"
+
+
+@overload
 def compile(
-    source: str,
-    name: "str | None" = None,
+    source: "str | None" = None,
     *,
-    filename: str = "<source>",
+    path: "str | os.PathLike | None" = None,
+    name: str,
+    filename: "str | None" = None,
     options: "tuple[str, ...]" = (),
     **defines: object,
-) -> Kernel:
-    """A kernel from a string of CUDA C.
+) -> Kernel: ...
 
-    The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
-    after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
+
+@overload
+def compile(
+    source: "str | None",
+    name: str,
+    *,
+    filename: "str | None" = None,
+    options: "tuple[str, ...]" = (),
+    **defines: object,
+) -> Kernel: ...
+
+
+@overload
+def compile(
+    source: "str | None" = None,
+    name: None = None,
+    *,
+    path: "str | os.PathLike | None" = None,
+    filename: "str | None" = None,
+    options: "tuple[str, ...]" = (),
+    **defines: object,
+) -> Any: ...
+
+
+def compile(
+    source: "str | None" = None,
+    name: "str | None" = None,
+    *,
+    path: "str | os.PathLike | None" = None,
+    filename: "str | None" = None,
+    options: "tuple[str, ...]" = (),
+    **defines: object,
+) -> "Kernel | Module":
+    """The kernels of CUDA C, as nvcc takes it: a whole file, or a kernel alone.
+
+    Host code is left out, and a CompileWarning says so in one line. Headers of C, C++ and the CUDA
+    runtime need not be there. The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at
+    hand, those of another header after `#include "x.cuh"`. Compiles at once, so that a mistake
+    shows here.
 
     Args:
-        source: CUDA C with at least one `extern "C" __global__` function.
-        name: of the kernel; may be left out when there is only one in the source.
-        filename: what messages call the source; default: "<source>".
+        source: CUDA C with at least one `__global__` function.
+        name: of the kernel; may be left out when there is only one in the source. A template's has
+            its arguments: "scale<float>".
+        path: of a file, instead of a source.
+        filename: what messages call the source, and beside which headers are looked for; default:
+            the path, or "<source>".
         options: further options for NVRTC. Default: none.
         **defines: macros, e.g. N=4.
 
     Returns:
-        A Kernel, to be launched as kernel[grid, block](tensors and numbers).
+        A Kernel, to be launched as kernel[grid, block](tensors and numbers); a Module, a mapping of
+        names to kernels, for several kernels without a name.
 
     Raises:
-        CompileError: with the compiler's own message, line and caret; for several kernels without a
-            name.
+        CompileError: with the compiler's own message, line and caret; for a source without a
+            kernel.
+        ArgumentError: for a source and a path, or for neither.
 
     Example:
         >>> twice = ga.compile('''
-        ... extern "C" __global__ void twice(float* x, int n) {
+        ... __global__ void twice(float* x, int n) {
         ...     int i = blockIdx.x * blockDim.x + threadIdx.x;
         ...     if (i < n) x[i] *= 2;
         ... }''')
@@ -576,18 +752,30 @@ def compile(
         >>> x.tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
-    names = kernel_names(source, _with_macros(options, defines)[1])
-    if name is None:
-        if len(names) != 1:
-            there = ", ".join(names) or "none (no __global__ function)"
-            raise CompileError(f"say which kernel: {filename} has {there}")
-        name = names[0]
-    kernel = Kernel.from_source(source, name, filename, defines, options)
-    if not re.search(r'extern\s+"C"', without_comments(source)):
-        raise CompileError(
-            f'kernel {name} needs extern "C" in front of __global__, so that it can be found by '
-            "its name"
-        )
+    if (source is None) == (path is None):
+        raise ArgumentError("ga.compile takes a source or path=, a file: one of them")
+    if path is not None:
+        source = pathlib.Path(path).read_text("utf-8", errors="replace")
+        filename = filename or str(path)
+    assert source is not None
+    module = Module(source, filename or "<source>", options, defines)
+    if name is None and len(module.names) == 1:
+        name = module.names[0]
+    if name is None and not module.names and not module.templates:
+        module[()]
+    for kernel in [name] if name else module.names:
+        module[kernel]
+    if str(module.left_out):
+        warnings.warn(f"left out: {module.left_out}", CompileWarning, stacklevel=2)
+    return module[name] if name else module
+
+
+def _compile_now(kernel: Kernel):
+    """Compile a kernel for this GPU, or for sm_90 where there is none.
+
+    Raises:
+        CompileError: with the compiler's messages.
+    """
     try:
         kernel.resources()
     except CompileError as error:
@@ -595,7 +783,6 @@ def compile(
         if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
             raise
         kernel.load("checked" if simt.is_checked(kernel.learner) else "fast")
-    return kernel
 
 
 def _dims(kernel, what, value, limits):
@@ -711,10 +898,10 @@ class _Loaded(_Packed):
             # torch makes the context.
             torch.cuda.current_stream()
             _enter(index)
-            cubin = kernel.cubin(f"sm_{major}{minor}")
+            cubin, _, symbol = kernel._compile(kernel._target(f"sm_{major}{minor}"))
             self.module = ObjectCode.from_cubin(cubin, name=kernel.name)
-            handle = self.module.get_kernel(kernel.name).handle
-            if "extern __shared__" in kernel.source:
+            handle = self.module.get_kernel(symbol).handle
+            if re.search(r"\bextern\b[^;{}()]*__shared__", kernel.source):
                 _allow_shared(kernel, handle, index)
         self.function = driver.CUfunction(int(handle))
         self.launch = driver.cuLaunchKernel
@@ -762,16 +949,10 @@ class _OnCpu(_Packed):
     def __init__(self, kernel, mode):
         from ..simt import build
 
-        source = kernel.source
-        if folders := nvrtc.chosen_folders(kernel.options):
-            # NVRTC opens these headers itself.
-            source = whole_program(kernel.text, kernel.filename, kernel.defines, folders)
-        self.program = build.program(
-            source,
-            kernel.filename,
-            kernel_names(source),
-            mode == "checked",
-        )
+        names = kernel_names(kernel.source)
+        if kernel.name not in names:
+            names.append(kernel.name)
+        self.program = build.program(kernel.source, kernel.filename, names, mode == "checked")
         compiled = self.program.parameters(kernel.name)
         for (letter, size), param in zip(compiled, kernel.params):
             is_number = param.code is not None

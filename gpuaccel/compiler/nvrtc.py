@@ -31,8 +31,9 @@ from dataclasses import dataclass
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
 
-# The second makes ptxas report registers and spills.
-OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+# The second makes ptxas report registers and spills. With the third a constexpr function runs on
+# the device; of other functions without an annotation none is left (host_code.py).
+OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,9 @@ def compile_cubin(
     arch: str,
     defines: "dict[str, str] | None" = None,
     options: "tuple[str, ...]" = (),
-) -> "tuple[bytes, str]":
-    """(cubin, ptxas report) of a whole program for one architecture, from the cache if it is there.
+    expressions: "tuple[str, ...]" = (),
+) -> "tuple[bytes, str, dict[str, str]]":
+    """(cubin, ptxas report, symbols) of a whole program for one architecture, perhaps from the cache.
 
     Args:
         source: CUDA C with everything it needs, so that the cache key covers it; the key covers
@@ -223,6 +225,8 @@ def compile_cubin(
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
+        expressions: qualified names of kernels in C++, and `&name` of variables: the symbol of each
+            is in the result; a template's instance is thereby compiled
 
     Raises:
         CompileError: with file, line and caret as NVRTC prints them.
@@ -234,27 +238,27 @@ def compile_cubin(
     if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
         flags += [f"-I{folder}" for folder in include_folders()]
     headers = _headers(source, options)
-    facts = json.dumps([source, filename, flags, library().version, headers])
+    facts = json.dumps([source, filename, flags, library().version, headers, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
 
     def make():
-        cubin, log = _compile(source, filename, flags)
+        cubin, log, symbols = _compile(source, filename, flags, expressions)
         _show_warnings(log, filename)
-        return json.dumps(log).encode() + b"\n" + cubin
+        return json.dumps([log, symbols]).encode() + b"\n" + cubin
 
     return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
 
 
-def _load(entry: bytes) -> "tuple[bytes, str]":
-    """(cubin, report) of a cache entry: the report as JSON, a newline, and the cubin."""
+def _load(entry: bytes) -> "tuple[bytes, str, dict[str, str]]":
+    """What a cache entry holds: the report and the symbols as JSON, a newline, and the cubin."""
     line, cubin = entry.split(b"\n", 1)
-    log = json.loads(line)
-    if not isinstance(log, str) or not cubin.startswith(b"\x7fELF"):
+    log, symbols = json.loads(line)
+    if not isinstance(log, str) or not isinstance(symbols, dict) or cubin[:4] != b"\x7fELF":
         raise ValueError(
-            f"a compiled program is {type(log).__name__} and {cubin[:4]!r}...; expected the report "
-            "(str) and an ELF file"
+            f"a compiled program is {type(log).__name__}, {type(symbols).__name__} and "
+            f"{cubin[:4]!r}...; expected the report (str), the symbols (dict) and an ELF file"
         )
-    return cubin, log
+    return cubin, log, symbols
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
@@ -311,7 +315,7 @@ def _show_warnings(log: str, filename: str):
 _lock = threading.Lock()
 
 
-def _compile(source, filename, flags):
+def _compile(source, filename, flags, expressions):
     lib = library().handle
     program = ctypes.c_void_p()
 
@@ -330,6 +334,8 @@ def _compile(source, filename, flags):
             reason = lib.nvrtcGetErrorString(status).decode()
             raise CompileError(f"NVRTC refused {filename}: {reason}")
         try:
+            for expression in expressions:
+                lib.nvrtcAddNameExpression(program, expression.encode())
             arguments = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
             log = read_log()
@@ -345,7 +351,12 @@ def _compile(source, filename, flags):
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
             lib.nvrtcGetCUBIN(program, cubin)
-            return cubin.raw, log
+            symbols = {}
+            for expression in expressions:
+                symbol = ctypes.c_char_p()
+                lib.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(symbol))
+                symbols[expression] = (symbol.value or b"").decode()
+            return cubin.raw, log, symbols
         finally:
             lib.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -376,16 +387,11 @@ def _hint(log: str) -> str:
 
 
 def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
-    """What kernel `name` uses, read from ptxas's report."""
+    """What the kernel with the symbol `name` uses, read from ptxas's report."""
     part = re.search(
         rf"properties for {re.escape(name)}\b(.*?)(?=Compiling entry function|\Z)", log, re.S
     )
     if part is None:
-        if re.search(rf"'_Z\w*?{len(name)}{re.escape(name)}\w*'", log):
-            raise CompileError(
-                f'kernel {name} needs extern "C" in front of __global__, so that it can be found '
-                "by its name"
-            )
         raise CompileError(f"the compiler's report does not mention kernel {name!r}", log)
 
     def number(pattern):

@@ -31,6 +31,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ from ..backends import Compiler, cache_dir, find_compiler, may_be_loaded
 from ..errors import BackendError, CompileError
 from ..files import from_cache
 from ..notebook import notice
-from ..source import kernel_positions, split_list, without_comments
+from ..source import base_name, kernel_positions, namespaces, scopes, split_list, without_comments
 
 HERE = pathlib.Path(__file__).parent
 COMMON = (
@@ -143,13 +144,20 @@ class Program:
         letters = ctypes.create_string_buffer(4096)
         sizes = (ctypes.c_int * 4096)()
         try:
-            parameters = getattr(self.library, f"simt_parameters_{name}")
+            parameters = getattr(self.library, f"simt_parameters_{symbol(name)}")
         except AttributeError:
             raise CompileError(
                 f"kernel {name} is not there on the CPU: an #if leaves it out"
             ) from None
         count = parameters(letters, sizes)
         return [(letters.raw[i : i + 1].decode(), sizes[i]) for i in range(count)]
+
+
+def symbol(name: str) -> str:
+    """A kernel's name as a part of C names: `scale<float>` has others than `scale`."""
+    if name.isidentifier():
+        return name
+    return f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}{zlib.crc32(name.encode()):08x}"
 
 
 PREFIX = "gpuaccel-simt-"
@@ -606,35 +614,6 @@ _BEFORE_EXTERN = re.compile(rf"(?:(?:\b(?:__shared__|volatile|const|static)\b|{_
 _DECLARATOR = re.compile(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.S)
 
 
-def _is_in_function(blank: str, position: int) -> bool:
-    """Whether a position in a text without comments is inside of braces of code.
-
-    Those of namespaces and of `extern "C"` are not code.
-    """
-    is_code = []
-    for brace in re.finditer(r"[{}]", blank[:position]):
-        if brace[0] == "{":
-            before = blank[max(0, brace.start() - 200) : brace.start()]
-            scope = re.search(r'(?:\bnamespace(?:\s+[\w:]+)?|\bextern\s+"C")\s*$', before)
-            is_code.append(scope is None)
-        elif is_code:
-            is_code.pop()
-    return any(is_code)
-
-
-def _namespaces(blank: str, position: int) -> "list[str]":
-    """The named namespaces around a position in a text without comments."""
-    names: "list[str | None]" = []
-    for brace in re.finditer(r"[{}]", blank[:position]):
-        if brace[0] == "{":
-            before = blank[max(0, brace.start() - 200) : brace.start()]
-            scope = re.search(r"\bnamespace\s+([\w:]+)\s*$", before)
-            names.append(scope[1] if scope else None)
-        elif names:
-            names.pop()
-    return [name for name in names if name]
-
-
 def _is_in_directive(blank: str, position: int) -> bool:
     """Whether a position is in a line that begins with #, or in its continuation."""
     start = blank.rfind("\n", 0, position) + 1
@@ -684,7 +663,7 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
     position = 0
     for start, end, arrays in _dynamic_arrays(blank):
         pieces.append(source[position:start])
-        if _is_in_function(blank, start) or _is_in_directive(blank, start):
+        if "" in scopes(blank, start) or _is_in_directive(blank, start):
             pieces += [f"auto {name} = {pointer};" for name, pointer in arrays]
         else:
             macros += [f"#define {name} {pointer}\n" for name, pointer in arrays]
@@ -702,8 +681,9 @@ def _with_marks(source: str, names: "list[str]") -> str:
     blank = without_comments(source)
     pieces = []
     position = 0
+    marked = {base_name(name) for name in names}
     for name, start in kernel_positions(source):
-        if name not in names:
+        if name not in marked:
             continue
         kernel, start = start, source.rfind("\n", 0, start) + 1
         line = _line_number(source, start)
@@ -712,7 +692,7 @@ def _with_marks(source: str, names: "list[str]") -> str:
         if end >= 0 and not 0 <= begin < end:
             # The line begins inside of a comment.
             start, before = end + len("*/"), "\n"
-        scope = "::".join(_namespaces(blank, start))
+        scope = "::".join(namespaces(blank, start))
         mark = f"{before}#define SIMT_HAS_{name} {scope}\n#line {line}\n"
         pieces += [source[position:start], mark]
         position = start
@@ -744,7 +724,9 @@ def translated(source: str, names: "list[str]") -> str:
     source, macros = _with_dynamic_arrays(source)
     source = _with_marks(source, names)
     exports = [
-        f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name}, SIMT_HAS_{name})\n#endif\n" for name in names
+        f"#ifdef SIMT_HAS_{base_name(name)}\n"
+        f"SIMT_EXPORT({symbol(name)}, SIMT_HAS_{base_name(name)}, {name})\n#endif\n"
+        for name in names
     ]
     return "".join(
         [
