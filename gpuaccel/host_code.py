@@ -34,6 +34,7 @@ _HOST_ONLY = re.compile(
     r"<<<|\bstd\s*::|\bcuda[A-Z]\w*|\b(?:c(?:out|err)|endl|f?printf|FILE|fopen|exit|abort|"
     r"[mc]alloc|free|new|delete|s?rand)\b"
 )
+_LAMBDA_SPACE = re.compile(r"\]\s*((?:\b__(?:host|device)__\s*)+)(?=[({])")
 # Namespaces of headers that device code includes.
 _DEVICE_NAMESPACES = ("std", "cooperative_groups", "nvcuda", "cub")
 
@@ -43,10 +44,11 @@ class LeftOut:
     """What of a source is not compiled.
 
     Attributes:
-        functions: names of its host functions. headers: those that were not found.
+        functions, variables: names of those of the host. headers: those that were not found.
     """
 
     functions: "tuple[str, ...]" = ()
+    variables: "tuple[str, ...]" = ()
     headers: "tuple[str, ...]" = ()
 
     def __str__(self):
@@ -273,6 +275,7 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
     kept: "set[int]" = set()
     needed: "list[_Declaration]" = []
     functions = []
+    variables = []
 
     def keep(declaration):
         if declaration.start in kept:
@@ -288,7 +291,10 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
         if declaration.kind == "function":
             return is_on_device(declaration)
         if declaration.kind == "variable":
-            return is_on_device(declaration) or not declaration.words.isdisjoint(("const",))
+            # A texture reference stays, so that it can be refused by name.
+            return is_on_device(declaration) or not declaration.words.isdisjoint(
+                ("const", "texture", "surface")
+            )
         return True
 
     def is_root(declaration):
@@ -311,6 +317,8 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
                 functions.append(declaration.names[0])
         elif is_root(declaration):
             keep(declaration)
+        elif declaration.kind == "variable" and not may_stay(declaration):
+            variables += declaration.names
     # What stands beside all declarations, as behind the #else of an `#ifdef __CUDA_ARCH__`.
     outside = list(both)
     for declaration in declarations:
@@ -341,8 +349,10 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
                 kept.add(declaration.start)
     ranges = [(d.start, d.end) for d in declarations if d.start not in kept]
     ranges += [(d.start, d.end) for d in dropped_members]
+    # nvcc takes these words only with an option, and they say nothing in device code.
+    ranges += [(m.start(1), m.end(1)) for m in _LAMBDA_SPACE.finditer(view)]
     text = _blanked(source, ranges)
-    return text, LeftOut(tuple(dict.fromkeys(functions)))
+    return text, LeftOut(tuple(dict.fromkeys(functions)), tuple(variables))
 
 
 def references_of_text(text, macros) -> "set[str]":

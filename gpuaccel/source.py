@@ -457,19 +457,28 @@ def kernel_positions(source: str) -> "list[tuple[str, int]]":
 GPU_MACROS = {"__CUDA_ARCH__": "900", "__CUDACC__": "1", "__NVCC__": "1"}
 
 
+def overloaded_names(source: str, defines: "dict[str, str] | None" = None) -> "set[str]":
+    """Names that several kernels have: none of these can be named alone."""
+    text = active_text(source, GPU_MACROS | (defines or {}))
+    names = [d.name for d in _declarations(text) if d.has_body]
+    return {name for name in names if names.count(name) > 1}
+
+
 def kernel_expressions(source: str, defines: "dict[str, str] | None" = None) -> "dict[str, str]":
     """Kernel -> its qualified name in C++, of those whose symbol is not their name.
 
     Kernels with `extern "C"`, and templates, are not among them.
     """
     text = active_text(source, GPU_MACROS | (defines or {}))
+    overloaded = overloaded_names(source, defines)
     expressions = {}
     for declaration in _declarations(text):
         before = text[: declaration.start]
         is_c = re.search(r'\bextern\s+"C"[^;{}]*$', before) or 'extern "C"' in (
             " ".join(scope.split()) for scope in scopes(text, declaration.start)
         )
-        if declaration.has_body and declaration.template is None and not is_c:
+        is_named = declaration.name not in overloaded
+        if declaration.has_body and declaration.template is None and not is_c and is_named:
             path = [*namespaces(text, declaration.start), declaration.name]
             expressions[declaration.name] = "::".join(path)
     return expressions
@@ -581,6 +590,8 @@ def _declaration(source, name, defines):
                 f"kernels found: {names}"
             )
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
+    if declaration.name in overloaded_names(source, defines):
+        raise CompileError(f"several kernels are named {declaration.name}: give each its own name")
     _, macros = _active(source, defines, declaration.start)
     # Only macros that stand for a type or a number.
     macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
@@ -677,6 +688,10 @@ SYNONYMS = {
     "intptr_t": "long long",
     "uintptr_t": "unsigned long long",
     "clock_t": "long long",
+    "cudaTextureObject_t": "unsigned long long",
+    "cudaSurfaceObject_t": "unsigned long long",
+    "CUtexObject": "unsigned long long",
+    "CUsurfObject": "unsigned long long",
     "long long int": "long long",
     "long int": "long long",
     "short int": "short",
@@ -761,6 +776,46 @@ def _param(declared, macros):
         align = 2 if base == "bf16" else 1
     value = _default(default.strip()) if code and not stars else None
     return Param(name, ctype, stars > 0, None if stars else code, dtypes, align, value)
+
+
+# What only nvcc and its linker make of device code -> in words.
+NVCC_ONLY = {
+    r"<<<": "launches a kernel inside a kernel (<<< >>>), which needs the linker of nvcc",
+    r"\b(?:texture|surface)\s*<": "has a texture reference (texture<>), which CUDA 12 has removed",
+    r"\bcuda(?:Malloc|Memcpy|Memset|Free|Launch|DeviceSynchronize|Stream|Event|GetLast)\w*\s*\(": (
+        "calls the CUDA runtime inside a kernel, which needs the linker of nvcc"
+    ),
+}
+
+
+def check_possible(source: str, filename: str):
+    """Refuse device code that no compiler without a linker can compile.
+
+    Args:
+        source: CUDA C without host code.
+        filename: what the message calls it.
+
+    Raises:
+        CompileError: with the line, and what it is.
+    """
+    text = active_text(source, GPU_MACROS)
+    for pattern, words in NVCC_ONLY.items():
+        if found := re.search(pattern, text):
+            line = line_number(source, found.start())
+            raise CompileError(f"{filename}({line}): this {words}")
+
+
+LINE = re.compile(r'^#line (\d+)(?: "((?:\\.|[^"\\\n])*)")?\n', re.M)
+
+
+def line_number(source: str, position: int) -> int:
+    """The number that messages have for the line at a position; #line says where parts begin."""
+    first = 1
+    start = 0
+    for match in LINE.finditer(source, 0, position):
+        first = int(match[1])
+        start = match.end()
+    return first + source.count("\n", start, position)
 
 
 def struct_fields(source: str, name: str) -> "list[str]":

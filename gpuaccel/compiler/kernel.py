@@ -41,11 +41,14 @@ from ..errors import ArgumentError, BackendError, CompileError, CompileWarning
 from ..host_code import LeftOut, device_code
 from ..source import (
     active_text,
+    check_possible,
     definition,
     kernel_expressions,
     kernel_names,
     launch_bound,
     line_directive,
+    line_number,
+    overloaded_names,
     signature,
     template_expression,
     template_names,
@@ -114,7 +117,39 @@ def is_device_header(name: str) -> bool:
 
 
 # Headers that a source may include for its host code -> what device code that needs them names.
-_IF_USED = {r"cub/": r"\bcub\b", r"mma\.h": r"\bnvcuda\b|\bwmma\b", r"curand_": r"\bcurand\w*"}
+_IF_USED = {
+    r"cub/": r"\bcub\b",
+    r"mma\.h": r"\bnvcuda\b|\bwmma\b",
+    r"curand_": r"\bcurand(?!_kernel)\w*",
+    r"cuda_fp8": r"\b__nv_fp8|\bfp8",
+    r"cuda_fp16": r"half|\b__h|\b__low2|\b__high2",
+    r"cuda_bf16": r"bfloat",
+}
+
+
+def _only_used(source: str, ours: int) -> str:
+    """A text without headers and macros that its code does not name.
+
+    Args:
+        ours: where the caller's own text begins; in front of it are the macros of standard.cuh.
+    """
+    plain = without_comments(_ANY_INCLUDE.sub("", source))
+    for header, word in _IF_USED.items():
+        if not re.search(word, plain):
+            include = re.compile(rf'^[ \t]*#[ \t]*include[ \t]*[<"]{header}.*', re.M)
+            source = include.sub("", source)
+    used = set(re.findall(r"\w+", _DEFINE.sub("", source[:ours]) + source[ours:]))
+    pieces = []
+    end = ours
+    # A macro names only those above it.
+    for macro in reversed(list(_DEFINE.finditer(source, 0, ours))):
+        if macro[1] in used:
+            used.update(re.findall(r"\w+", macro[0]))
+        else:
+            pieces.append(source[macro.end() : end])
+            end = macro.start()
+    pieces.append(source[:end])
+    return "".join([*reversed(pieces), source[ours:]])
 
 
 def whole_program(
@@ -170,7 +205,8 @@ def whole_program(
     def without_host_headers(text):
         """The text without #includes of headers that neither compiler has or needs."""
         plain = without_comments(text, strings=True)
-        for match in _ANY_INCLUDE.finditer(plain):
+        # From the end, so that positions stay.
+        for match in reversed(list(_ANY_INCLUDE.finditer(plain))):
             header = match[1]
             if is_device_header(header) or any(
                 os.path.isfile(os.path.join(folder, header)) for folder in folders
@@ -180,7 +216,12 @@ def whole_program(
                 # Else an #if leaves it out.
                 if active_text(f"{text[: match.start()]}x", defines).endswith("x"):
                     missing.append(header)
-            text = f"{text[: match.start()]}{' ' * len(match[0])}{text[match.end() :]}"
+            instead = " " * len(match[0])
+            if re.match(r"cublas|cudnn", header):
+                # These bring the half types along.
+                line = line_number(text, match.start()) + 1
+                instead = f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n#line {line}"
+            text = text[: match.start()] + instead + text[match.end() :]
         return text
 
     def is_ours(header):
@@ -248,10 +289,9 @@ def whole_program(
     standard = _DEFINE.sub(lambda match: "" if match[1] in own else match[0], standard)
     source = "\n".join([f"{line_directive(1, 'standard.cuh')}{standard}", *parts])
     source, left_out = device_code(source, len(source) - len(parts[-1]))
-    for header, word in _IF_USED.items():
-        if not re.search(word, source):
-            source = re.sub(rf"(?m)^[ \t]*#[ \t]*include[ \t]*[<\"]{header}.*", "", source)
-    return source, replace_fields(left_out, headers=tuple(dict.fromkeys(missing)))
+    source = _only_used(source, len(source) - len(parts[-1]))
+    check_possible(source, filename)
+    return source, replace_fields(left_out, headers=tuple(dict.fromkeys(reversed(missing))))
 
 
 def _with_macros(options, defines):
@@ -350,6 +390,12 @@ def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
+
+
+# In the messages of NVRTC, g++ and clang.
+_UNKNOWN_NAME = re.compile(
+    r"""(?:identifier ['"]|')(\w+)['"](?: is undefined| was not declared|$)""", re.M
+)
 
 
 class Kernel:
@@ -517,15 +563,39 @@ class Kernel:
 
     def _compile(self, target: str) -> "tuple[bytes, str, str]":
         """(cubin, ptxas's report, the kernel's symbol in the cubin)."""
-        cubin, log, symbols = nvrtc.compile_cubin(
-            self.source,
-            self.filename,
-            target,
-            {},
-            self.options,
-            tuple(self.expressions.values()),
-        )
+        try:
+            cubin, log, symbols = nvrtc.compile_cubin(
+                self.source,
+                self.filename,
+                target,
+                {},
+                self.options,
+                tuple(self.expressions.values()),
+            )
+        except CompileError as error:
+            raise self._explained(error) from None
         return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name)
+
+    def _explained(self, error: CompileError) -> CompileError:
+        """The error, with a first line on names that the host code or a missing header has."""
+        unknown = _UNKNOWN_NAME.findall(error.log)
+        of_host = {
+            name: kind
+            for names, kind in (
+                (self.left_out.functions, "function of the host: write __device__ in front of it"),
+                (self.left_out.variables, "variable of the host: make it const, or __device__"),
+            )
+            for name in names
+            if name in unknown
+        }
+        lines = [f"{self.filename}: {name} is a {kind}" for name, kind in of_host.items()]
+        if unknown and not lines and self.left_out.headers:
+            names = ", ".join(self.left_out.headers)
+            lines = [
+                f"{self.filename}: {', '.join(dict.fromkeys(unknown))} may be of {names}, "
+                "which is neither beside the source nor in kernels_cu or the working folder"
+            ]
+        return CompileError("\n".join([*lines, str(error)]), error.log) if lines else error
 
     def compile(self):
         """Compile for this GPU, or for the CPU where the backend is not cuda.
@@ -605,7 +675,10 @@ class Kernel:
                 loaded = self._ready.get(where)
                 if loaded is None:
                     kind = _OnCpu if isinstance(where, str) else _Loaded
-                    loaded = self._ready[where] = kind(self, where)
+                    try:
+                        loaded = self._ready[where] = kind(self, where)
+                    except CompileError as error:
+                        raise self._explained(error) from None
         return loaded
 
 
@@ -949,7 +1022,8 @@ class _OnCpu(_Packed):
     def __init__(self, kernel, mode):
         from ..simt import build
 
-        names = kernel_names(kernel.source)
+        overloaded = overloaded_names(kernel.source)
+        names = [name for name in kernel_names(kernel.source) if name not in overloaded]
         if kernel.name not in names:
             names.append(kernel.name)
         self.program = build.program(kernel.source, kernel.filename, names, mode == "checked")

@@ -137,8 +137,9 @@ def include_folders() -> "tuple[str, ...]":
 
 def lacks_header(log: str) -> bool:
     """Whether the compiler's messages say that a header of CUDA is not on this machine."""
-    names = re.findall(r'could not open source file "([^"]*)"', log)
-    return bool(names) and all(re.match(r"cuda|cooperative_groups|nv/", name) for name in names)
+    names = re.findall(r'(?:could not|cannot) open source file "([^"]*)"', log)
+    headers = r"cuda|cooperative_groups|nv/|cub/|curand|(?:crt/)?mma\.h"
+    return bool(names) and all(re.match(headers, name) for name in names)
 
 
 def _open(path: str) -> Library:
@@ -361,19 +362,14 @@ def _compile(source, filename, flags, expressions):
             lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-# What people expect to be there, and what to write instead: there are no headers.
+# What the compiler did not find or refused, and what helps.
 HINTS = {
-    r'open source file "(cuda|coop|nv/)': "the headers of CUDA are in the "
+    r'open source file "(cuda|coop|nv/|cub/)': "the headers of CUDA are in the "
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
-    r'open source file "(?!cuda|coop|nv/)': '#include "x.h" looks in the '
-    "folder of the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float "
-    "are at hand (common.cuh), C math is built in",
-    r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
-    "NAN is __int_as_float(0x7fffffff)",
-    r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "
-    "FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
-    r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are "
-    "the types of fixed width",
+    r'open source file "(crt/)?mma': "tensor cores (wmma) need the headers mma.h and crt/mma.h of "
+    "the wheel nvidia-cuda-nvcc-cu12, or of a toolkit (CUDA_HOME)",
+    r'open source file "curand': "curand_kernel.h is in the wheel nvidia-curand-cu12, or in a "
+    "toolkit (CUDA_HOME)",
     # More than 49,152 bytes, in the words of NVRTC and of ptxas.
     r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem": "a "
     "block has 49,152 bytes of static __shared__ memory; a launch can ask for more: "

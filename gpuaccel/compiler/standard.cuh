@@ -86,6 +86,8 @@ typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 typedef long long intptr_t;
 typedef unsigned long long uintptr_t;
+typedef unsigned long long CUtexObject;
+typedef unsigned long long CUsurfObject;
 #endif
 
 // ---- types of <cuda_runtime.h> that a struct may hold ----
@@ -139,6 +141,18 @@ using ::uint64_t;
 template <class T> constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
 template <class T> constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
 template <class T> __device__ void swap(T& a, T& b) { T old = a; a = b; b = old; }
+
+#ifdef __SIMT_CPU__
+template <class T> struct simt_plain { using type = T; };
+template <class T> struct simt_plain<T&> { using type = T; };
+template <class T> struct simt_plain<T&&> { using type = T; };
+template <class T> constexpr typename simt_plain<T>::type&& move(T&& value) {
+    return static_cast<typename simt_plain<T>::type&&>(value);
+}
+template <class T> constexpr T&& forward(typename simt_plain<T>::type& value) {
+    return static_cast<T&&>(value);
+}
+#endif
 
 template <class T, T v> struct integral_constant {
     static constexpr T value = v;

@@ -39,7 +39,16 @@ from ..backends import Compiler, cache_dir, find_compiler, may_be_loaded
 from ..errors import BackendError, CompileError
 from ..files import from_cache
 from ..notebook import notice
-from ..source import base_name, kernel_positions, namespaces, scopes, split_list, without_comments
+from ..source import (
+    LINE,
+    base_name,
+    kernel_positions,
+    line_number,
+    namespaces,
+    scopes,
+    split_list,
+    without_comments,
+)
 
 HERE = pathlib.Path(__file__).parent
 COMMON = (
@@ -106,12 +115,15 @@ RETURNS = ("-fsanitize=return",)
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
-    r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
+    r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t|CUtexObject|CUsurfObject": (
+        "textures"
+    ),
     r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bcuda/pipeline\b": "asynchronous copies",
     r"\bcuda/(?!pipeline\b)[\w/]+": "a header of libcu++",
     r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
-    r"<<<": "a launch inside a kernel",
-    r"\bcudaLaunch\w+|\bcudaMalloc\w*|\bcudaMemcpy\w*": "calls of the CUDA runtime",
+    r"\bcub\b": "cub",
+    r"\bthrust\b": "thrust",
+    r"\bcuda_fp8\.h|\b__nv_fp8\w*": "8-bit floating-point numbers (fp8)",
 }
 
 
@@ -274,7 +286,7 @@ def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str
     ]
 
 
-# Headers of CUDA -> ours with their content, or None: simt.h has it.
+# Headers of CUDA -> ours with their content.
 HEADERS = {
     **dict.fromkeys(("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"), "half.h"),
     **dict.fromkeys(
@@ -286,20 +298,6 @@ HEADERS = {
             "cuda/barrier",
         ),
         "cooperative_groups.h",
-    ),
-    **dict.fromkeys(
-        (
-            "cuda.h",
-            "cuda_runtime.h",
-            "cuda_runtime_api.h",
-            "device_launch_parameters.h",
-            "device_functions.h",
-            "device_atomic_functions.h",
-            "sm_20_atomic_functions.h",
-            "vector_types.h",
-            "vector_functions.h",
-            "math_functions.h",
-        )
     ),
 }
 SIMT_HEADERS = ("simt.h", "runtime.h", "half.h", "cooperative_groups.h", "<command-line>")
@@ -316,7 +314,7 @@ def _with_headers(source: str) -> "tuple[str, list[str]]":
             needed[HEADERS[match[1]]] = True
             blanks = " " * len(match[0])
             source = source[: match.start()] + blanks + source[match.end() :]
-    return source, [name for name in needed if name]
+    return source, list(needed)
 
 
 # Seconds of compiling after which a notice is shown.
@@ -686,7 +684,7 @@ def _with_marks(source: str, names: "list[str]") -> str:
         if name not in marked:
             continue
         kernel, start = start, source.rfind("\n", 0, start) + 1
-        line = _line_number(source, start)
+        line = line_number(source, start)
         before = ""
         end, begin = (source.find(mark, start, kernel) for mark in ("*/", "/*"))
         if end >= 0 and not 0 <= begin < end:
@@ -697,19 +695,6 @@ def _with_marks(source: str, names: "list[str]") -> str:
         pieces += [source[position:start], mark]
         position = start
     return "".join([*pieces, source[position:]])
-
-
-_LINE = re.compile(r'^#line (\d+)(?: "((?:\\.|[^"\\\n])*)")?\n', re.M)
-
-
-def _line_number(source: str, position: int) -> int:
-    """The number that messages have for the line at a position; #line says where parts begin."""
-    first = 1
-    start = 0
-    for match in _LINE.finditer(source, 0, position):
-        first = int(match[1])
-        start = match.end()
-    return first + source.count("\n", start, position)
 
 
 def translated(source: str, names: "list[str]") -> str:
@@ -743,7 +728,7 @@ def translated(source: str, names: "list[str]") -> str:
 def text_line(text: str, file: str, line: int) -> "str | None":
     """A line of one of the files that make up a whole source; #line says where each begins."""
     name = ""
-    parts = list(_LINE.finditer(text))
+    parts = list(LINE.finditer(text))
     for part, following in zip(parts, [*parts[1:], None]):
         name = re.sub(r"\\(.)", r"\1", part[2] or "") or name
         lines = text[part.end() : following.start() if following else len(text)].split("\n")
