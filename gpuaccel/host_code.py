@@ -202,6 +202,15 @@ def _enumerators(text, body, words) -> "list[str]":
     return [match[0] for part in parts if (match := re.match(r"\w+", part))]
 
 
+@functools.lru_cache(maxsize=8)
+def declared_names(source: str) -> "frozenset[str]":
+    """The names of what CUDA C text declares, outside of functions and classes, and its macros."""
+    text = active_text(source, GPU_MACROS)
+    macros = _Macros(without_comments(source))
+    names = {n for d in _declarations(text, 0, len(text), macros.functions) for n in d.names}
+    return frozenset(names | macros.bodies.keys())
+
+
 class _Macros:
     """The macros of a text: which are called like functions, and what each stands for."""
 
@@ -248,6 +257,19 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
         declarations = list(_declarations(view, 0, len(view), macros.functions))
     except ValueError:
         return source, LeftOut()
+
+    # What stands beside these, as behind the #else of an `#ifdef __CUDA_ARCH__`.
+    beside = merged = both
+    for declaration in declarations:
+        start, end = declaration.start, declaration.end
+        beside = beside[:start] + " " * (end - start) + beside[end:]
+        merged = merged[:start] + view[start:end] + merged[end:]
+    roots: "set[str]" = set()
+    try:
+        declarations += _declarations(beside, 0, len(beside), macros.functions)
+        view = merged
+    except ValueError:
+        roots = macros.words(_WORD.findall(beside))
 
     @functools.cache
     def annotation(words):
@@ -319,11 +341,7 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
             keep(declaration)
         elif declaration.kind == "variable" and not may_stay(declaration):
             variables += declaration.names
-    # What stands beside all declarations, as behind the #else of an `#ifdef __CUDA_ARCH__`.
-    outside = list(both)
-    for declaration in declarations:
-        outside[declaration.start : declaration.end] = " " * (declaration.end - declaration.start)
-    waiting = [references_of_text("".join(outside), macros)]
+    waiting = [roots]
     dropped_members = []
     seen: "set[str]" = set()
     while needed or waiting:
@@ -351,12 +369,16 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
     ranges += [(d.start, d.end) for d in dropped_members]
     # nvcc takes these words only with an option, and they say nothing in device code.
     ranges += [(m.start(1), m.end(1)) for m in _LAMBDA_SPACE.finditer(view)]
-    text = _blanked(source, ranges)
+    # A floating-point constant is one for NVRTC only if it says so.
+    constants = {
+        constant.start(): constant.end()
+        for d in declarations
+        if d.start in kept and d.kind == "variable" and not is_on_device(d)
+        if (constant := re.compile(r"\bconst\b").search(view, d.start, d.end))
+        if re.match(r"[^*;]*=", view[d.start : d.end])
+    }
+    text = _blanked(source, ranges, constants)
     return text, LeftOut(tuple(dict.fromkeys(functions)), tuple(variables))
-
-
-def references_of_text(text, macros) -> "set[str]":
-    return macros.words(_WORD.findall(text))
 
 
 def _members(view, declaration, macros, is_on_device) -> "list[_Declaration]":
@@ -385,16 +407,23 @@ def _parameters(text: str, declaration: _Declaration) -> "tuple[str, ...] | None
     return tuple(" ".join(re.sub(r"\b\w+\s*$", "", part).split()) for part in parts)
 
 
-def _blanked(source: str, ranges: "list[tuple[int, int]]") -> str:
-    """The source with blanks in these ranges, except for their directives."""
+def _blanked(source: str, ranges: "list[tuple[int, int]]", constants: "dict[int, int]") -> str:
+    """The source with blanks in these ranges, except for their directives.
+
+    constants: start and end of words that become `constexpr`.
+    """
     plain = without_comments(source, strings=True)
     pieces = []
     position = 0
-    for start, end in sorted(ranges):
+    for start, end in sorted([*ranges, *constants.items()]):
         if start < position:
             continue
         pieces.append(source[position:start])
         position = start
+        if start in constants:
+            pieces.append("constexpr")
+            position = end
+            continue
         for directive in DIRECTIVE.finditer(plain, start, end):
             pieces.append(_blank(source[position : directive.start()]))
             # A pragma belongs to the code.

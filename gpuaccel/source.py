@@ -6,6 +6,7 @@ signature(source, "accumulate_v1", {"GRAD_T": "float"})
 # [float* acc, const float* grad, long long n]
 """
 
+import functools
 import operator
 import re
 import struct
@@ -292,8 +293,10 @@ def active_text(source: str, defines: "dict[str, str] | None" = None) -> str:
     return _active(source, defines or {})[0]
 
 
-def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[str, str]]":
-    """(the text up to `end` that is compiled, the macros there); the text has no comments."""
+@functools.lru_cache(maxsize=32)
+def _active_of(
+    source: str, defines: "tuple[tuple[str, str], ...]", end: "int | None"
+) -> "tuple[str, dict[str, str]]":
     blank = without_comments(source)[:end]
     macros = dict(defines)
     pieces = []
@@ -341,6 +344,12 @@ def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[
             macros.pop(rest, None)
     keep(len(blank))
     return "".join(pieces), macros
+
+
+def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[str, str]]":
+    """(the text up to `end` that is compiled, the macros there); the text has no comments."""
+    text, macros = _active_of(source, tuple(defines.items()), end)
+    return text, dict(macros)
 
 
 # ---- kernels and their parameters ----------------------------------------------------------------
@@ -469,6 +478,8 @@ def kernel_expressions(source: str, defines: "dict[str, str] | None" = None) -> 
 
     Kernels with `extern "C"`, and templates, are not among them.
     """
+    if source.count("__global__") == source.count('extern "C" __global__'):
+        return {}
     text = active_text(source, GPU_MACROS | (defines or {}))
     overloaded = overloaded_names(source, defines)
     expressions = {}
@@ -590,7 +601,7 @@ def _declaration(source, name, defines):
                 f"kernels found: {names}"
             )
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
-    if declaration.name in overloaded_names(source, defines):
+    if len(found) > 1 and declaration.name in overloaded_names(source, defines):
         raise CompileError(f"several kernels are named {declaration.name}: give each its own name")
     _, macros = _active(source, defines, declaration.start)
     # Only macros that stand for a type or a number.

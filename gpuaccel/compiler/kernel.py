@@ -38,7 +38,7 @@ import torch
 from .. import simt
 from ..backends import backend, find_compiler, find_driver
 from ..errors import ArgumentError, BackendError, CompileError, CompileWarning
-from ..host_code import LeftOut, device_code
+from ..host_code import LeftOut, declared_names, device_code
 from ..source import (
     active_text,
     check_possible,
@@ -127,6 +127,22 @@ _IF_USED = {
 }
 
 
+def _standard(words: "set[str]", own: "set[str]") -> str:
+    """standard.cuh, without macros of the same name as the caller's; "" if no word is of it.
+
+    Args:
+        words: those of the caller's text.
+        own: names of the caller's macros.
+    """
+    text = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
+    language, _, library = text.partition("namespace std {")
+    if "std" in words:
+        language = text
+    elif words.isdisjoint(declared_names(language)):
+        return ""
+    return _DEFINE.sub(lambda match: "" if match[1] in own else match[0], language)
+
+
 def _only_used(source: str, ours: int) -> str:
     """A text without headers and macros that its code does not name.
 
@@ -183,7 +199,7 @@ def whole_program(
     root = kernel_root()
     is_own = filename.startswith("kernels_cu/")
     parts: "list[str]" = []
-    included = set()
+    included = {"common.cuh"}
     missing: "list[str]" = []
 
     def add_header(name):
@@ -275,21 +291,28 @@ def whole_program(
         places = (pathlib.Path(place, header) for place in ("", *folders))
         return next((place.resolve() for place in places if place.is_file()), None)
 
-    common = without_comments((root / "common.cuh").read_text())
-    tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(common))))
-    macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
-    parts += [macro for name, macro in macros.items() if name in tested]
-    add_header("common.cuh")
-    parts += [macro for name, macro in macros.items() if name not in tested]
     add(filename, text)
+    headers, theirs = parts[:-1], parts[-1]
+    parts.clear()
+    common = (root / "common.cuh").read_text()
+    tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(without_comments(common)))))
+    macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
+    words = set(re.findall(r"\w+", " ".join([theirs, *macros.values()])))
+    own = {match[1] for match in _DEFINE.finditer(theirs)} | macros.keys()
+    standard = "" if is_own else _standard(words, own)
+    if standard:
+        parts.append(f"{line_directive(1, 'standard.cuh')}{standard}")
+    if is_own or headers or not words.isdisjoint(declared_names(common)):
+        parts += [macro for name, macro in macros.items() if name in tested]
+        add("kernels_cu/common.cuh", common)
+        parts += [macro for name, macro in macros.items() if name not in tested]
+    else:
+        parts += macros.values()
+    source = "\n".join([*parts, *headers, theirs])
     if is_own:
-        return "\n".join(parts), LeftOut()
-    own = {match[1] for match in _DEFINE.finditer(parts[-1])} | macros.keys()
-    standard = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
-    standard = _DEFINE.sub(lambda match: "" if match[1] in own else match[0], standard)
-    source = "\n".join([f"{line_directive(1, 'standard.cuh')}{standard}", *parts])
-    source, left_out = device_code(source, len(source) - len(parts[-1]))
-    source = _only_used(source, len(source) - len(parts[-1]))
+        return source, LeftOut()
+    source, left_out = device_code(source, len(source) - len(theirs))
+    source = _only_used(source, len(source) - len(theirs))
     check_possible(source, filename)
     return source, replace_fields(left_out, headers=tuple(dict.fromkeys(reversed(missing))))
 

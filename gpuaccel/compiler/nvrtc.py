@@ -368,6 +368,8 @@ HINTS = {
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
     r'open source file "(crt/)?mma': "tensor cores (wmma) need the headers mma.h and crt/mma.h of "
     "the wheel nvidia-cuda-nvcc-cu12, or of a toolkit (CUDA_HOME)",
+    r'cub/[^\n]*error: cannot open source file "c': "NVRTC compiles headers of single block or warp "
+    "functions of cub, as <cub/block/block_reduce.cuh>, and not <cub/cub.cuh>",
     r'open source file "curand': "curand_kernel.h is in the wheel nvidia-curand-cu12, or in a "
     "toolkit (CUDA_HOME)",
     # More than 49,152 bytes, in the words of NVRTC and of ptxas.

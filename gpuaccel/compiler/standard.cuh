@@ -137,6 +137,8 @@ using ::uint8_t;
 using ::uint16_t;
 using ::uint32_t;
 using ::uint64_t;
+using ::intptr_t;
+using ::uintptr_t;
 
 template <class T> constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
 template <class T> constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }

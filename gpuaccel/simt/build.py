@@ -272,9 +272,12 @@ def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str
     options that it links with, which takes seconds.
     """
     # A mistake in a macro is at the line that uses it.
-    messages: "tuple[str, ...]" = ("-fmax-errors=5", "-ftrack-macro-expansion=0")
+    # Source lines are added by _source_lines, for files that do not exist as well.
+    messages: "tuple[str, ...]" = (
+        *("-fmax-errors=5", "-ftrack-macro-expansion=0", "-fno-diagnostics-show-caret"),
+    )
     if host.kind != "g++":
-        messages = ("-ferror-limit=5",)
+        messages = ("-ferror-limit=5", "-fno-caret-diagnostics")
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
@@ -747,7 +750,9 @@ UNKNOWN_NAME = re.compile(
 
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
-    features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    # A path may hold words of these patterns.
+    words = log.replace(filename, "")
+    features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, words)]
     lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)
     line = next((line for file, line in lines if os.path.basename(file) not in SIMT_HEADERS), None)
     place = f"{filename}, line {line}:" if line else f"{filename}:"

@@ -38,8 +38,8 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __noinline__ __attribute__((noinline))
-// Without `inline`, which a function may have once only: `inline __forceinline__` is usual.
-#define __forceinline__ __attribute__((always_inline))
+// The compiler decides: a function that is handed over, as a functor, cannot always be inlined.
+#define __forceinline__
 #ifdef SIMT_CHECKED
 // Inlined into the loop over threads, clang would drop the checks.
 #define __global__ __attribute__((noinline))
@@ -64,6 +64,7 @@
 #else
 #define SIMT_CALL inline SIMT_UNSEEN __attribute__((noinline))
 #endif
+#define SIMT_INLINE __attribute__((always_inline))
 #define SIMT_PART inline SIMT_UNSEEN __attribute__((always_inline))       // a part of a SIMT_CALL
 
 // ---- 2. vector types ----------------------------------------------------------------------------
@@ -75,10 +76,10 @@
     struct __align__(ALIGN2) V##2 { T x, y; };                                                     \
     struct __align__(ALIGN4) V##4 { T x, y, z, w; };                                               \
     namespace {                                                                                    \
-    __forceinline__ V##1 make_##V##1(T x) { return {x}; }                                          \
-    __forceinline__ V##2 make_##V##2(T x, T y) { return {x, y}; }                                  \
-    __forceinline__ V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                          \
-    __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                  \
+    SIMT_INLINE V##1 make_##V##1(T x) { return {x}; }                                          \
+    SIMT_INLINE V##2 make_##V##2(T x, T y) { return {x, y}; }                                  \
+    SIMT_INLINE V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                          \
+    SIMT_INLINE V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                  \
     }
 
 #define SIMT_THREE(V, T) struct V##3 { T x, y, z; };
@@ -195,6 +196,40 @@ SIMT_NEAREST(float, f, __fmaf_rn)
 SIMT_NEAREST(double, d, __fma_rn)
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
 
+// Rounded down, up and towards zero: the nearest number, or its neighbour, as `rest` says, which has
+// the sign of what the nearest number lacks of the exact result.
+#define SIMT_DIRECTED(T, name, rest, ...)                                                          \
+    inline T __##name##_rd(SIMT_OPERANDS##__VA_ARGS__(T)) {                                        \
+        T r = __##name##_rn(SIMT_NAMES##__VA_ARGS__);                                              \
+        return (rest) < 0 ? nextafter(r, T(-__builtin_inf())) : r;                                 \
+    }                                                                                              \
+    inline T __##name##_ru(SIMT_OPERANDS##__VA_ARGS__(T)) {                                        \
+        T r = __##name##_rn(SIMT_NAMES##__VA_ARGS__);                                              \
+        return (rest) > 0 ? nextafter(r, T(__builtin_inf())) : r;                                  \
+    }                                                                                              \
+    inline T __##name##_rz(SIMT_OPERANDS##__VA_ARGS__(T)) {                                        \
+        T r = __##name##_rn(SIMT_NAMES##__VA_ARGS__);                                              \
+        return (rest) * r < 0 ? nextafter(r, T(0)) : r;                                            \
+    }
+#define SIMT_OPERANDS1(T) T x
+#define SIMT_OPERANDS2(T) T x, T y
+#define SIMT_NAMES1 x
+#define SIMT_NAMES2 x, y
+// What a sum lacks, exactly (Knuth).
+template <class T> inline T simt_lacks(T x, T y, T sum) {
+    T part = sum - x;
+    return (x - (sum - part)) + (y - part);
+}
+#define SIMT_ALL_DIRECTED(T, prefix)                                                               \
+    SIMT_DIRECTED(T, prefix##add, simt_lacks(x, y, r), 2)                                          \
+    SIMT_DIRECTED(T, prefix##sub, simt_lacks(x, -y, r), 2)                                         \
+    SIMT_DIRECTED(T, prefix##mul, fma(x, y, -r), 2)                                                \
+    SIMT_DIRECTED(T, prefix##div, y < 0 ? -fma(-r, y, x) : fma(-r, y, x), 2)                       \
+    SIMT_DIRECTED(T, prefix##rcp, x < 0 ? -fma(-r, x, T(1)) : fma(-r, x, T(1)), 1)                 \
+    SIMT_DIRECTED(T, prefix##sqrt, fma(-r, r, x), 1)
+SIMT_ALL_DIRECTED(float, f)
+SIMT_ALL_DIRECTED(double, d)
+
 // min and max convert as C++ does: those of an int and an unsigned are unsigned. Of a float and NaN
 // the result is the float.
 #define SIMT_MIN_MAX(A, B, R)                                                                      \
@@ -295,6 +330,37 @@ inline unsigned __sad(int x, int y, unsigned z) {
     return (x > y ? unsigned(x) - unsigned(y) : unsigned(y) - unsigned(x)) + z;
 }
 inline unsigned __usad(unsigned x, unsigned y, unsigned z) { return (x > y ? x - y : y - x) + z; }
+// The mean of two numbers, rounded down, or (r..) up.
+inline int __hadd(int x, int y) { return int(((long long)x + y) >> 1); }
+inline int __rhadd(int x, int y) { return int(((long long)x + y + 1) >> 1); }
+inline unsigned __uhadd(unsigned x, unsigned y) {
+    return unsigned(((unsigned long long)x + y) >> 1);
+}
+inline unsigned __urhadd(unsigned x, unsigned y) {
+    return unsigned(((unsigned long long)x + y + 1) >> 1);
+}
+// Four bytes (..4) or two halves (..2) of a word at a time.
+#define SIMT_LANES(name, T, bits, ...)                                                             \
+    inline unsigned __v##name(unsigned x, unsigned y) {                                            \
+        unsigned result = 0;                                                                       \
+        for (int i = 0; i < 32; i += bits) {                                                       \
+            int a = T(x >> i), b = T(y >> i);                                                      \
+            result |= (unsigned(__VA_ARGS__) & (~0u >> (32 - bits))) << i;                         \
+        }                                                                                          \
+        return result;                                                                             \
+    }
+#define SIMT_LANE_KINDS(n, S, U, bits)                                                             \
+    SIMT_LANES(add##n, U, bits, a + b)           SIMT_LANES(sub##n, U, bits, a - b)                \
+    SIMT_LANES(maxs##n, S, bits, a > b ? a : b)  SIMT_LANES(maxu##n, U, bits, a > b ? a : b)       \
+    SIMT_LANES(mins##n, S, bits, a < b ? a : b)  SIMT_LANES(minu##n, U, bits, a < b ? a : b)       \
+    SIMT_LANES(avgu##n, U, bits, (a + b + 1) >> 1)                                                 \
+    SIMT_LANES(absdiffs##n, S, bits, a > b ? a - b : b - a)                                        \
+    SIMT_LANES(absdiffu##n, U, bits, a > b ? a - b : b - a)                                        \
+    SIMT_LANES(cmpeq##n, U, bits, a == b ? -1 : 0)                                                 \
+    SIMT_LANES(cmpgtu##n, U, bits, a > b ? -1 : 0)                                                 \
+    SIMT_LANES(cmpgts##n, S, bits, a > b ? -1 : 0)
+SIMT_LANE_KINDS(4, (signed char), (unsigned char), 8)
+SIMT_LANE_KINDS(2, (short), (unsigned short), 16)
 // The sum of four products of bytes.
 inline int __dp4a(int x, int y, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (signed char)(x >> i) * (signed char)(y >> i);
@@ -378,17 +444,17 @@ SIMT_INSTEAD(memcpy);
 SIMT_INSTEAD(memmove);
 SIMT_INSTEAD(memset);
 #endif
-__forceinline__ void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
+SIMT_INLINE void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
 
 #ifdef SIMT_CHECKED                           // so that each access is seen
 }
 extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes);
 extern "C" void* __tsan_memset(void* to, int byte, size_t bytes);
 namespace {
-__forceinline__ void* memcpy(void* to, const void* from, size_t bytes) {
+SIMT_INLINE void* memcpy(void* to, const void* from, size_t bytes) {
     return __tsan_memcpy(to, from, bytes);
 }
-__forceinline__ void* memset(void* to, int byte, size_t bytes) {
+SIMT_INLINE void* memset(void* to, int byte, size_t bytes) {
     return __tsan_memset(to, byte, bytes);
 }
 #else
@@ -594,7 +660,7 @@ SIMT_CALL void __nanosleep(unsigned) { simt_pause(0, SIMT_PC); }
 #define assert(...) ((__VA_ARGS__) ? (void)0 : simt_stop_here("assert(" #__VA_ARGS__ ")"))
 
 // A counter of the processor's: enough to see that time passes, not to compare with a GPU's cycles.
-__forceinline__ long long clock64() {
+SIMT_INLINE long long clock64() {
 #if defined(__x86_64__)
     return (long long)__builtin_ia32_rdtsc();
 #else
@@ -603,7 +669,7 @@ __forceinline__ long long clock64() {
     return ticks;
 #endif
 }
-__forceinline__ long clock() { return long(clock64()); }
+SIMT_INLINE long clock() { return long(clock64()); }
 
 }  // namespace
 
