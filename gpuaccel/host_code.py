@@ -13,15 +13,23 @@ place of what is left out: all positions and line numbers stay.
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .source import DIRECTIVE, GPU_MACROS, active_text, closing, split_list, without_comments
+from .source import (
+    DIRECTIVE,
+    GPU_MACROS,
+    active_text,
+    closing,
+    namespaces,
+    split_list,
+    without_comments,
+)
 
 _WORD = re.compile(r"(?<![\w.])(?<!->)[A-Za-z_]\w*")
 _MARK = re.compile(r"[;{}()\[\]]")
 _SCOPE = re.compile(r'(?:\bnamespace\b[\s\w:]*|\bextern\s+"C"\s*)$')
 _LABEL = re.compile(r"\s*(?:public|private|protected)\s*:(?!:)|\s*;")
-_SPACES = re.compile(r"\b__(?:global|device|constant|shared|managed)__\b")
+_SPACES = ("__global__", "__device__", "__constant__", "__shared__", "__managed__")
 _ATTRIBUTES = re.compile(
     r"\b(?:__launch_bounds__|__cluster_dims__|__block_size__|__maxnreg__|__attribute__|__align__|"
     r"alignas|__declspec|decltype|explicit)\s*\(\)|\[\]\[\]"
@@ -76,7 +84,6 @@ class _Declaration:
     names: "tuple[str, ...]"
     words: "frozenset[str]" = frozenset()
     body: "tuple[int, int] | None" = None
-    members: "list[_Declaration]" = field(default_factory=list)
 
 
 def _without_template(head: str) -> str:
@@ -92,7 +99,7 @@ def _without_template(head: str) -> str:
 
 
 def _declarations(
-    text: str, start: int, end: int, macros: "frozenset[str]", in_class: bool = False
+    text: str, start: int, end: int, macros: "frozenset[str]", *, in_class: bool = False
 ) -> "Iterator[_Declaration]":
     """The declarations in a part of a text without comments and directives.
 
@@ -239,6 +246,129 @@ class _Macros:
         return result
 
 
+class _Text:
+    """CUDA C with its declarations, and which of them name which.
+
+    Args:
+        source: CUDA C.
+        ours: see `device_code`.
+
+    Raises:
+        ValueError: where brackets do not match.
+    """
+
+    def __init__(self, source: str, ours: int = 0):
+        self.ours = ours
+        self.macros = _Macros(without_comments(source))
+        # As a GPU sees it, so that brackets match; and with what a CPU compiles.
+        self.view = active_text(source, GPU_MACROS)
+        self.both = active_text(source)
+        self.declarations = list(self._declarations(self.view))
+        # What stands beside these, as behind the #else of an `#ifdef __CUDA_ARCH__`.
+        beside = merged = self.both
+        for d in self.declarations:
+            beside = beside[: d.start] + " " * (d.end - d.start) + beside[d.end :]
+            merged = merged[: d.start] + self.view[d.start : d.end] + merged[d.end :]
+        self.outside: "set[str]" = set()
+        try:
+            self.declarations += self._declarations(beside)
+            self.view = merged
+        except ValueError:
+            self.outside = self.macros.words(_WORD.findall(beside))
+        self.by_name: "dict[str, list[_Declaration]]" = {}
+        for d in self.declarations:
+            for name in d.names:
+                self.by_name.setdefault(name, []).append(d)
+        self.theirs = {
+            (name, _parameters(self.view, d))
+            for d in self.declarations
+            if d.start >= ours
+            for name in d.names
+        }
+
+    def _declarations(self, text):
+        return _declarations(text, 0, len(text), self.macros.functions)
+
+    def is_on_device(self, declaration: _Declaration) -> bool:
+        words = self.macros.words(declaration.words)
+        return not words.isdisjoint((*_SPACES, "constexpr"))
+
+    def may_stay(self, declaration: _Declaration) -> bool:
+        """Whether a declaration that is needed is one of the device."""
+        if declaration.start < self.ours and any(
+            (name, _parameters(self.view, declaration)) in self.theirs for name in declaration.names
+        ):
+            return False
+        if declaration.kind == "variable" and not declaration.words.isdisjoint(
+            # A texture reference stays, so that it can be refused by name.
+            ("const", "texture", "surface")
+        ):
+            return True
+        is_code = declaration.kind in ("function", "variable")
+        return not is_code or self.is_on_device(declaration)
+
+    def is_root(self, declaration: _Declaration) -> bool:
+        """Whether a declaration stays though none names it."""
+        if declaration.start < self.ours or not self.may_stay(declaration):
+            return False
+        words = self.macros.words(declaration.words)
+        kind = declaration.kind
+        if kind == "namespace":
+            name = declaration.names[0]
+            if name in _DEVICE_NAMESPACES:
+                return True
+            return re.search(rf"\bnamespace\s+{name}\b\s*\{{", self.view) is not None
+        if kind == "macro":
+            body = " ".join(self.macros.bodies.get(word, "") for word in declaration.words)
+            return not words.isdisjoint(_SPACES) or not _HOST_ONLY.search(body)
+        if kind == "function":
+            return "__global__" in words or "operator" in words
+        return kind == "variable" and not words.isdisjoint(_SPACES)
+
+    def references(self, start: int, end: int) -> "set[str]":
+        return self.macros.words(_WORD.findall(self.both[start:end]))
+
+    def members(self, declaration: _Declaration) -> "list[_Declaration]":
+        """The functions in a class that only a host can run."""
+        if declaration.kind != "type" or not declaration.body or "enum" in declaration.words:
+            return []
+        macros = self.macros.functions
+        try:
+            members = list(_declarations(self.view, *declaration.body, macros, in_class=True))
+        except ValueError:
+            return []
+        return [
+            member
+            for member in members
+            if member.kind == "function"
+            and not self.is_on_device(member)
+            and _HOST_ONLY.search(self.view, member.start, member.end)
+        ]
+
+    def needed_by(self, roots: "list[_Declaration]") -> "dict[int, _Declaration]":
+        """Start -> declaration, of the roots and of what they name, directly or through others."""
+        needed = {root.start: root for root in roots}
+        waiting = list(roots)
+        seen: "set[str]" = set()
+        names = set(self.outside)
+        while names or waiting:
+            if waiting:
+                declaration = waiting.pop()
+                start = declaration.start
+                for member in self.members(declaration):
+                    names |= self.references(start, member.start)
+                    start = member.end
+                names |= self.references(start, declaration.end)
+            for name in names - seen:
+                for d in self.by_name.get(name, ()):
+                    if d.start not in needed and self.may_stay(d):
+                        needed[d.start] = d
+                        waiting.append(d)
+            seen |= names
+            names = set()
+        return needed
+
+
 @functools.lru_cache(maxsize=8)
 def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
     """(the source with blanks for what no kernel needs, what was left out of it).
@@ -248,152 +378,115 @@ def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
         ours: where the caller's own text begins. In front of it stand helpers, which give way to
             declarations of the caller with the same name and parameters.
     """
-    plain = without_comments(source)
-    macros = _Macros(plain)
-    # As a GPU sees it, so that brackets match; and with what a CPU compiles.
-    view = active_text(source, GPU_MACROS)
-    both = active_text(source)
     try:
-        declarations = list(_declarations(view, 0, len(view), macros.functions))
+        text = _Text(source, ours)
     except ValueError:
         return source, LeftOut()
-
-    # What stands beside these, as behind the #else of an `#ifdef __CUDA_ARCH__`.
-    beside = merged = both
-    for declaration in declarations:
-        start, end = declaration.start, declaration.end
-        beside = beside[:start] + " " * (end - start) + beside[end:]
-        merged = merged[:start] + view[start:end] + merged[end:]
-    roots: "set[str]" = set()
-    try:
-        declarations += _declarations(beside, 0, len(beside), macros.functions)
-        view = merged
-    except ValueError:
-        roots = macros.words(_WORD.findall(beside))
-
-    @functools.cache
-    def annotation(words):
-        return macros.words(words)
-
-    def is_on_device(declaration):
-        words = annotation(declaration.words)
-        return not words.isdisjoint(
-            ("__device__", "__global__", "__constant__", "__shared__", "__managed__", "constexpr")
-        )
-
-    def references(start, end):
-        return macros.words(_WORD.findall(both[start:end]))
-
-    by_name: "dict[str, list[_Declaration]]" = {}
-    for declaration in declarations:
-        for name in declaration.names:
-            by_name.setdefault(name, []).append(declaration)
-    theirs = {
-        (name, _parameters(view, declaration))
-        for name, of_name in by_name.items()
-        for declaration in of_name
-        if declaration.start >= ours
-    }
-    kept: "set[int]" = set()
-    needed: "list[_Declaration]" = []
-    functions = []
-    variables = []
-
-    def keep(declaration):
-        if declaration.start in kept:
-            return
-        if declaration.start < ours and any(
-            (name, _parameters(view, declaration)) in theirs for name in declaration.names
+    needed = text.needed_by([d for d in text.declarations if text.is_root(d)])
+    for d in text.declarations:
+        if d.kind == "assertion" and all(
+            other.start in needed
+            for word in text.references(d.start, d.end)
+            for other in text.by_name.get(word, ())
         ):
-            return
-        kept.add(declaration.start)
-        needed.append(declaration)
-
-    def may_stay(declaration):
-        if declaration.kind == "function":
-            return is_on_device(declaration)
-        if declaration.kind == "variable":
-            # A texture reference stays, so that it can be refused by name.
-            return is_on_device(declaration) or not declaration.words.isdisjoint(
-                ("const", "texture", "surface")
-            )
-        return True
-
-    def is_root(declaration):
-        if declaration.start < ours:
-            return False
-        words = annotation(declaration.words)
-        if declaration.kind == "namespace":
-            name = declaration.names[0]
-            return name in _DEVICE_NAMESPACES or re.search(rf"\bnamespace\s+{name}\b\s*\{{", view)
-        if declaration.kind == "macro":
-            body = " ".join(macros.bodies.get(word, "") for word in declaration.words)
-            return _SPACES.search(" ".join(words)) or not _HOST_ONLY.search(body)
-        if declaration.kind == "function":
-            return "__global__" in words or "operator" in words and is_on_device(declaration)
-        return declaration.kind == "variable" and _SPACES.search(" ".join(words))
-
-    for declaration in declarations:
-        if declaration.kind == "function" and not is_on_device(declaration):
-            if declaration.body and declaration.start >= ours:
-                functions.append(declaration.names[0])
-        elif is_root(declaration):
-            keep(declaration)
-        elif declaration.kind == "variable" and not may_stay(declaration):
-            variables += declaration.names
-    waiting = [roots]
-    dropped_members = []
-    seen: "set[str]" = set()
-    while needed or waiting:
-        if needed:
-            declaration = needed.pop()
-            start = declaration.start
-            if declaration.kind == "type" and declaration.body and "enum" not in declaration.words:
-                members = _members(view, declaration, macros, is_on_device)
-                for member in members:
-                    waiting.append(references(start, member.start))
-                    start = member.end
-                dropped_members += members
-            waiting.append(references(start, declaration.end))
-        for name in waiting.pop() - seen:
-            seen.add(name)
-            for declaration in by_name.get(name, ()):
-                if may_stay(declaration):
-                    keep(declaration)
-    for declaration in declarations:
-        if declaration.kind == "assertion":
-            words = references(declaration.start, declaration.end)
-            if all(d.start in kept for word in words for d in by_name.get(word, ())):
-                kept.add(declaration.start)
-    ranges = [(d.start, d.end) for d in declarations if d.start not in kept]
-    ranges += [(d.start, d.end) for d in dropped_members]
+            needed[d.start] = d
+    ranges = [(d.start, d.end) for d in text.declarations if d.start not in needed]
+    ranges += [(m.start, m.end) for d in needed.values() for m in text.members(d)]
     # nvcc takes these words only with an option, and they say nothing in device code.
-    ranges += [(m.start(1), m.end(1)) for m in _LAMBDA_SPACE.finditer(view)]
+    ranges += [(m.start(1), m.end(1)) for m in _LAMBDA_SPACE.finditer(text.view)]
     # A floating-point constant is one for NVRTC only if it says so.
     constants = {
         constant.start(): constant.end()
-        for d in declarations
-        if d.start in kept and d.kind == "variable" and not is_on_device(d)
-        if (constant := re.compile(r"\bconst\b").search(view, d.start, d.end))
-        if re.match(r"[^*;]*=", view[d.start : d.end])
+        for d in needed.values()
+        if d.kind == "variable" and not text.is_on_device(d)
+        if (constant := re.compile(r"\bconst\b").search(text.view, d.start, d.end))
+        if re.match(r"[^*;]*=", text.view[d.start : d.end])
     }
-    text = _blanked(source, ranges, constants)
-    return text, LeftOut(tuple(dict.fromkeys(functions)), tuple(variables))
+    of_host = [d for d in text.declarations if d.start >= ours and not text.may_stay(d)]
+    functions = [d.names[0] for d in of_host if d.kind == "function" and d.body]
+    variables = [name for d in of_host if d.kind == "variable" for name in d.names]
+    left_out = LeftOut(tuple(dict.fromkeys(functions)), tuple(dict.fromkeys(variables)))
+    return _blanked(source, ranges, constants), left_out
 
 
-def _members(view, declaration, macros, is_on_device) -> "list[_Declaration]":
-    """The functions in a class that only a host can run."""
+@dataclass(frozen=True)
+class Variable:
+    """A variable in device memory, as a source declares it.
+
+    Attributes:
+        name: of it. path: its qualified name in C++. position: where its declaration begins.
+        ctype: of one element. lengths: those of its array, as they are written.
+        is_constant: it is `__constant__`. has_value: its declaration sets it.
+    """
+
+    name: str
+    path: str
+    position: int
+    ctype: str
+    lengths: "tuple[str, ...]"
+    is_constant: bool
+    has_value: bool
+
+
+_DECLARATOR = re.compile(r"(.*?)([A-Za-z_]\w*)\s*((?:\[[^\]]*\]\s*)*)", re.S)
+_NO_TYPE = re.compile(
+    r"\b(?:__align__|alignas|__attribute__)\s*\((?:[^()]|\([^()]*\))*\)|"
+    r"\b(?:static|inline|volatile|__(?:device|constant|managed|restrict)__)\b"
+)
+
+
+@functools.lru_cache(maxsize=8)
+def device_variables(source: str) -> "tuple[Variable, ...]":
+    """The variables in device memory of CUDA C that kernels and a host can set, in order.
+
+    Args:
+        source: CUDA C without host code.
+    """
+    if not re.search(r"\b__(?:device|constant|managed)__\b[^;(){}]*[;=\[]", source):
+        return ()
     try:
-        members = list(_declarations(view, *declaration.body, macros.functions, in_class=True))
+        text = _Text(source)
     except ValueError:
-        return []
-    return [
-        member
-        for member in members
-        if member.kind == "function"
-        and not is_on_device(member)
-        and _HOST_ONLY.search(view, member.start, member.end)
-    ]
+        return ()
+    variables = []
+    for d in text.declarations:
+        words = text.macros.words(d.words)
+        if d.kind != "variable" or words.isdisjoint(("__device__", "__constant__", "__managed__")):
+            continue
+        if not words.isdisjoint(("const", "constexpr", "extern", "template")):
+            continue
+        declared = _NO_TYPE.sub(" ", text.view[d.start : d.end].rstrip(";"))
+        scope = namespaces(text.view, d.start)
+        ctype = ""
+        for part in split_list(declared):
+            declarator = _DECLARATOR.fullmatch(re.split(r"[={(]", part)[0].strip())
+            if declarator is None:
+                break
+            ctype = ctype or " ".join(declarator[1].split())
+            name = declarator[2]
+            lengths = tuple(re.findall(r"\[([^\]]*)\]", declarator[3]))
+            is_constant = "__constant__" in words
+            has_value = re.search(r"[={(]", part) is not None
+            path = "::".join([*scope, name])
+            variables.append(Variable(name, path, d.start, ctype, lengths, is_constant, has_value))
+    return tuple(variables)
+
+
+def needed_constants(source: str, kernel: str) -> "tuple[str, ...]":
+    """Names of the `__constant__` variables without a value that a kernel reads.
+
+    Args:
+        source: CUDA C without host code.
+        kernel: its own name.
+    """
+    constants = [v for v in device_variables(source) if v.is_constant and not v.has_value]
+    if not constants:
+        return ()
+    text = _Text(source)
+    needed = text.needed_by(text.by_name.get(kernel, [])).values()
+    # A declaration of several variables names them all.
+    words = set().union(*(text.references(d.start, d.end) for d in needed if d.kind != "variable"))
+    return tuple(v.name for v in constants if v.name in words)
 
 
 def _parameters(text: str, declaration: _Declaration) -> "tuple[str, ...] | None":

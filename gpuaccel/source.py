@@ -148,7 +148,13 @@ _Number = tuple[int, bool] | None
 
 
 def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
-    """The value of an #if's condition; None where it depends on the compiler (__CUDA_ARCH__)."""
+    """Whether an #if's condition holds; None where it depends on the compiler (__CUDA_ARCH__)."""
+    value = _expression(text, macros)
+    return None if value is None else value[0] != 0
+
+
+def _expression(text: str, macros: "dict[str, str]") -> _Number:
+    """The value of an expression of numbers and macros; None where it is not known."""
 
     def is_defined(match):
         name = match[1] or match[2]
@@ -177,7 +183,7 @@ def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
         value = _choice(tokens)
     except (ValueError, RecursionError):
         return None
-    return None if value is None or len(tokens) > 1 else value[0] != 0
+    return None if len(tokens) > 1 else value
 
 
 def _choice(tokens: "list[str]") -> _Number:
@@ -787,6 +793,36 @@ def _param(declared, macros):
         align = 2 if base == "bf16" else 1
     value = _default(default.strip()) if code and not stars else None
     return Param(name, ctype, stars > 0, None if stars else code, dtypes, align, value)
+
+
+def element_type(source: str, ctype: str) -> "tuple[torch.dtype, int]":
+    """(dtype, how many of them) of one element of a variable; bytes of a struct: (uint8, 0).
+
+    Args:
+        source: CUDA C in which the variable is declared.
+        ctype: as its declaration says it: "float", "float3", "Sphere".
+    """
+    text, macros = _active(source, {})
+    types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
+    types |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
+    types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
+    macros = {name: body for name, body in macros.items() if re.fullmatch(r"[\w \t*]+", body)}
+    param = _param(f"{ctype} x", types | macros)
+    if param.pointer:
+        # An address.
+        return torch.int64, 1
+    if not param.dtypes:
+        return torch.uint8, 0
+    lanes = re.search(r"[a-z]([1-4])$", param.ctype)
+    return param.dtypes[0], int(lanes[1]) if param.code is None and lanes else 1
+
+
+def array_length(source: str, text: str) -> "int | None":
+    """The length of an array as a source writes it; None where it names no numbers or macros."""
+    macros = _active(source, {})[1]
+    constants = re.findall(r"\b(?:const|constexpr)\s+\w+\s+(\w+)\s*=\s*([^;,]+);", source)
+    value = _expression(text, dict(constants) | macros)
+    return value[0] if value and value[0] > 0 else None
 
 
 # What only nvcc and its linker make of device code -> in words.

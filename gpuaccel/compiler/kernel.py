@@ -17,6 +17,7 @@ takes longer than the rest of a launch. Neither is imported unless there is a dr
 Where the backend is not cuda, the same call runs the same source on CPU tensors (simt/).
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -38,9 +39,10 @@ import torch
 from .. import simt
 from ..backends import backend, find_compiler, find_driver
 from ..errors import ArgumentError, BackendError, CompileError, CompileWarning
-from ..host_code import LeftOut, declared_names, device_code
+from ..host_code import LeftOut, declared_names, device_code, needed_constants
 from ..source import (
     active_text,
+    base_name,
     check_possible,
     definition,
     kernel_expressions,
@@ -55,6 +57,7 @@ from ..source import (
     without_comments,
 )
 from . import nvrtc
+from .variables import Variables
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -493,6 +496,9 @@ class Kernel:
         self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
         self.usual_values = usual_values(tuple(self.plan), "cuda")
         self._ready = self._texts.setdefault(text, {})
+        self.variables = Variables(self)
+        # Constants that it reads and that have no value, until its first launch.
+        self.constants = needed_constants(self.source, base_name(self.name))
 
     def candidate(self, text: str) -> "Kernel":
         """A kernel of its own with another text.
@@ -572,6 +578,11 @@ class Kernel:
             f"a kernel is launched with its grid and block: {self.name}[grid, block](...)"
         )
 
+    def warn_unset(self):
+        """Warn of constants that this kernel reads and that were never set; once."""
+        names, self.constants = self.constants, ()
+        self.variables.warn_unset(self.name, names)
+
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU is needed.
 
@@ -584,8 +595,8 @@ class Kernel:
         """
         return self._compile(self._target(arch))[0]
 
-    def _compile(self, target: str) -> "tuple[bytes, str, str]":
-        """(cubin, ptxas's report, the kernel's symbol in the cubin)."""
+    def _compile(self, target: str) -> "tuple[bytes, str, str, dict[str, str]]":
+        """(cubin, ptxas's report, the kernel's symbol in the cubin, those of all expressions)."""
         try:
             cubin, log, symbols = nvrtc.compile_cubin(
                 self.source,
@@ -593,11 +604,11 @@ class Kernel:
                 target,
                 {},
                 self.options,
-                tuple(self.expressions.values()),
+                (*self.expressions.values(), *self.variables.expressions),
             )
         except CompileError as error:
             raise self._explained(error) from None
-        return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name)
+        return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name), symbols
 
     def _explained(self, error: CompileError) -> CompileError:
         """The error, with a first line on names that the host code or a missing header has."""
@@ -631,7 +642,7 @@ class Kernel:
         if backend().name == "cuda" or find_compiler()[0] is None:
             self.resources()
         else:
-            self.load("checked" if simt.is_checked(self.learner) else "fast")
+            self.loaded_on_cpu()
 
     def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch
@@ -645,7 +656,8 @@ class Kernel:
         if arch is None and backend().name == "cuda":
             arch = backend().arch
         target = self._target(arch or "sm_90")
-        return nvrtc.resources(*self._compile(target), target)
+        cubin, log, symbol, _ = self._compile(target)
+        return nvrtc.resources(cubin, log, symbol, target)
 
     def __getitem__(self, shape) -> "Launch":
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
@@ -679,6 +691,10 @@ class Kernel:
         if len(self._launches) < 1000 and all(isinstance(part, (int, tuple)) for part in shape):
             self._launches[shape] = launch
         return launch
+
+    def loaded_on_cpu(self) -> "_OnCpu":
+        """The kernel as a launch on the CPU runs it: with the checks, or fast."""
+        return self.load("checked" if simt.is_checked(self.learner) else "fast")
 
     @overload
     def load(self, where: int) -> "_Loaded": ...
@@ -719,6 +735,8 @@ class Module:
         names: its kernels, in order. templates: its kernel templates; module["scale<float>"] is an
             instance of `scale`.
         left_out: what of the text is not compiled; str() of it is one line.
+        variables: name -> tensor, of its variables in device memory; see Kernel.variables. Those of
+            a template's instance are its own. None before a kernel is compiled.
     """
 
     def __init__(self, text: str, filename: str, options: "tuple[str, ...]", defines):
@@ -728,6 +746,7 @@ class Module:
         self.templates = tuple(template_names(text, macros))
         self._kernels: "dict[str, Kernel]" = {}
         self.left_out = LeftOut()
+        self.variables: "Variables | None" = None
 
     def __getitem__(self, name: str) -> Kernel:
         """The kernel of this name, compiled when it is first asked for.
@@ -746,6 +765,9 @@ class Module:
             text, filename, defines, options = self._facts
             kernel = Kernel.from_source(text, name, filename, defines, options)
             self.left_out = kernel.left_out
+            if name.isidentifier():
+                # An instance of a template is compiled by itself.
+                self.variables = kernel.variables = self.variables or kernel.variables
             _compile_now(kernel)
             self._kernels[name] = kernel
         return self._kernels[name]
@@ -878,7 +900,7 @@ def _compile_now(kernel: Kernel):
         # Without the headers of CUDA the compiler of the CPU decides, which needs none.
         if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
             raise
-        kernel.load("checked" if simt.is_checked(kernel.learner) else "fast")
+        kernel.loaded_on_cpu()
 
 
 def _dims(kernel, what, value, limits):
@@ -994,8 +1016,12 @@ class _Loaded(_Packed):
             # torch makes the context.
             torch.cuda.current_stream()
             _enter(index)
-            cubin, _, symbol = kernel._compile(kernel._target(f"sm_{major}{minor}"))
-            self.module = ObjectCode.from_cubin(cubin, name=kernel.name)
+            cubin, _, symbol, self.symbols = kernel._compile(kernel._target(f"sm_{major}{minor}"))
+            # Kernels of a text share its variables.
+            modules = kernel.variables.modules
+            if index not in modules:
+                modules[index] = ObjectCode.from_cubin(cubin, name=kernel.name)
+            self.module = modules[index]
             handle = self.module.get_kernel(symbol).handle
             if re.search(r"\bextern\b[^;{}()]*__shared__", kernel.source):
                 _allow_shared(kernel, handle, index)
@@ -1153,6 +1179,8 @@ class Launch:
                 changed.
         """
         kernel = self.kernel
+        if kernel.constants:
+            kernel.warn_unset()
         if backend().name != "cuda":
             return self.on_cpu(args, tensors)
         try:
@@ -1217,7 +1245,10 @@ class Launch:
 
         for recorder in recorders:
             recorder(self, args, tensors)
-        with loaded.lock:
+        variables = contextlib.nullcontext()
+        if kernel.variables:
+            variables = kernel.variables.within(loaded.program, keep=not trace)
+        with loaded.lock, variables:
             if not checked:
                 simt.driver.run_fast(loaded.program, kernel.name, self.shape, pack(values))
                 return None

@@ -22,6 +22,7 @@ import gc
 import hashlib
 import itertools
 import json
+import operator
 import os
 import pathlib
 import platform
@@ -38,6 +39,7 @@ from dataclasses import dataclass
 from ..backends import Compiler, cache_dir, find_compiler, may_be_loaded
 from ..errors import BackendError, CompileError
 from ..files import from_cache
+from ..host_code import device_variables
 from ..notebook import notice
 from ..source import (
     LINE,
@@ -147,9 +149,24 @@ class Program:
             # The loaded library stays.
             os.unlink(path)
         self.library = ctypes.CDLL(path, handle=handle)
+        # Name -> address, and the bytes there, of each variable in device memory. A launch sets
+        # them first, and kernels of several modules share a program: one at a time (`lock`).
+        self.variables = {v.name: self._variable(v.name) for v in device_variables(text)}
+        self.lock = threading.Lock()
         # ctypes itself never unloads a library.
         unload = weakref.finalize(self, _ctypes.dlclose, handle)
         unload.atexit = False
+
+    def _variable(self, name: str) -> "tuple[int, bytes]":
+        try:
+            variable = getattr(self.library, f"simt_variable_{name}")
+        except AttributeError:
+            # An #if leaves it out.
+            return 0, b""
+        variable.restype = ctypes.c_void_p
+        size = ctypes.c_size_t()
+        address = variable(ctypes.byref(size))
+        return address, ctypes.string_at(address, size.value)
 
     def parameters(self, name: str) -> "list[tuple[str, int]]":
         """(letter, bytes) of each parameter of a kernel: p pointer, s struct, n number."""
@@ -486,10 +503,6 @@ COLLECT_AFTER = 32
 _loads = itertools.count(1)
 
 
-# A variable that keeps its value between launches.
-_STATE = re.compile(r"\b__(?:device|constant|managed)__\b[^;(){}]*[;=\[]")
-
-
 def program(
     source: str, filename: str, names: "list[str]", checked: bool, local: str = FILLED
 ) -> Program:
@@ -503,8 +516,7 @@ def program(
         local: FILLED or ZEROED, what local variables of a checked build hold before they are set
 
     Returns:
-        A program that is shared by all who ask for it, unless it has variables of its own, which
-        each kernel has for itself, as on a GPU.
+        A program that is shared by all who ask for it.
 
     Raises:
         CompileError: with the compiler's messages. A feature that only a GPU has is named first.
@@ -525,8 +537,7 @@ def program(
             hashlib.sha256(executor.image).hexdigest(),
             (COMMON, RETURNS, flags, FAST),
         )
-        shared = not _STATE.search(without_comments(source))
-        result = _programs.get(key) if shared else None
+        result = _programs.get(key)
         if result is None:
             if next(_loads) % COLLECT_AFTER == 0:
                 gc.collect()
@@ -538,8 +549,7 @@ def program(
                     lambda: _compile(text, source, filename, flags, host, executor),
                     lambda image: Program(source, filename, names, executor.library, image),
                 )
-                if shared:
-                    _programs[key] = result
+                _programs[key] = result
             except OSError as error:
                 raise BackendError(
                     f"{filename}: the compiled kernel cannot be loaded: {error}"
@@ -674,28 +684,24 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
     return "".join([*pieces, source[position:]]), list(dict.fromkeys(macros))
 
 
-def _with_marks(source: str, names: "list[str]") -> str:
-    """The source with a `#define SIMT_HAS_<name> <its namespace>` above each kernel.
+def _with_marks(source: str, positions: "list[tuple[str, int]]") -> str:
+    """The source with a `#define <mark> <its namespace>` above each position.
 
-    A kernel that an #if leaves out thereby leaves out its mark, too.
+    What an #if leaves out thereby leaves out its mark, too.
     """
     blank = without_comments(source)
     pieces = []
     position = 0
-    marked = {base_name(name) for name in names}
-    for name, start in kernel_positions(source):
-        if name not in marked:
-            continue
-        kernel, start = start, source.rfind("\n", 0, start) + 1
-        line = line_number(source, start)
+    for mark, place in positions:
+        start = source.rfind("\n", 0, place) + 1
+        line = line_number(source, place)
         before = ""
-        end, begin = (source.find(mark, start, kernel) for mark in ("*/", "/*"))
+        end, begin = (source.find(sign, start, place) for sign in ("*/", "/*"))
         if end >= 0 and not 0 <= begin < end:
             # The line begins inside of a comment.
             start, before = end + len("*/"), "\n"
-        scope = "::".join(namespaces(blank, start))
-        mark = f"{before}#define SIMT_HAS_{name} {scope}\n#line {line}\n"
-        pieces += [source[position:start], mark]
+        scope = "::".join(namespaces(blank, place))
+        pieces += [source[position:start], f"{before}#define {mark} {scope}\n#line {line}\n"]
         position = start
     return "".join([*pieces, source[position:]])
 
@@ -710,11 +716,20 @@ def translated(source: str, names: "list[str]") -> str:
     for match in re.finditer(r"\bstatic(?=\s+__shared__)", without_comments(source)):
         source = source[: match.start()] + " " * len("static") + source[match.end() :]
     source, macros = _with_dynamic_arrays(source)
-    source = _with_marks(source, names)
+    own_names = {base_name(name) for name in names}
+    marks = [(f"SIMT_HAS_{name}", at) for name, at in kernel_positions(source) if name in own_names]
+    variables = device_variables(source)
+    marks += [(f"SIMT_HAS_{variable.name}", variable.position) for variable in variables]
+    source = _with_marks(source, sorted(marks, key=operator.itemgetter(1)))
     exports = [
         f"#ifdef SIMT_HAS_{base_name(name)}\n"
         f"SIMT_EXPORT({symbol(name)}, SIMT_HAS_{base_name(name)}, {name})\n#endif\n"
         for name in names
+    ]
+    exports += [
+        f"#ifdef SIMT_HAS_{variable.name}\n"
+        f"SIMT_EXPORT_VARIABLE({variable.name}, SIMT_HAS_{variable.name})\n#endif\n"
+        for variable in variables
     ]
     return "".join(
         [

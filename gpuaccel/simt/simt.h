@@ -701,6 +701,14 @@ SIMT_DELETE(void* block, size_t, std::align_val_t)
 inline void* operator new(size_t, void* place) noexcept { return place; }
 inline void* operator new[](size_t, void* place) noexcept { return place; }
 
+// Where a variable in device memory is, for who sets it. scope: its namespace, or nothing
+#define SIMT_EXPORT_VARIABLE(name, scope)                                                          \
+    extern "C" __attribute__((visibility("default"))) void* simt_variable_##name(                  \
+        size_t* simt_bytes) {                                                                      \
+        *simt_bytes = sizeof(scope::name);                                                         \
+        return (void*)&scope::name;                                                                \
+    }
+
 // At the end, so that the compiler's message names what cannot run here. A kernel has a plain
 // branch for it: #ifdef __CUDA_ARCH__ ... #else.
 #define asm simt_inline_PTX_runs_only_on_a_GPU
