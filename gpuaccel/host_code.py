@@ -212,7 +212,7 @@ def _enumerators(text, body, words) -> "list[str]":
 @functools.lru_cache(maxsize=8)
 def declared_names(source: str) -> "frozenset[str]":
     """The names of what CUDA C text declares, outside of functions and classes, and its macros."""
-    text = active_text(source, GPU_MACROS)
+    text = active_text(source, GPU_MACROS, one_branch=True)
     macros = _Macros(without_comments(source))
     names = {n for d in _declarations(text, 0, len(text), macros.functions) for n in d.names}
     return frozenset(names | macros.bodies.keys())
@@ -261,7 +261,7 @@ class _Text:
         self.ours = ours
         self.macros = _Macros(without_comments(source))
         # As a GPU sees it, so that brackets match; and with what a CPU compiles.
-        self.view = active_text(source, GPU_MACROS)
+        self.view = active_text(source, GPU_MACROS, one_branch=True)
         self.both = active_text(source)
         self.declarations = list(self._declarations(self.view))
         # What stands beside these, as behind the #else of an `#ifdef __CUDA_ARCH__`.

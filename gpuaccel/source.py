@@ -290,21 +290,32 @@ def _number(digits: str) -> int:
     return int(digits, 8 if is_octal else 10)
 
 
-def active_text(source: str, defines: "dict[str, str] | None" = None) -> str:
+def active_text(
+    source: str, defines: "dict[str, str] | None" = None, *, one_branch: bool = False
+) -> str:
     """The text without comments, directives and what `#if 0` and the like leave out.
 
     All positions and line numbers stay: blanks are in the place of what is left out. A condition
     that depends on the compiler, such as that of `#ifdef __CUDA_ARCH__`, leaves nothing out.
+
+    Args:
+        source: CUDA C.
+        defines: macros.
+        one_branch: such a condition is taken to hold, so that brackets match.
     """
-    return _active(source, defines or {})[0]
+    return _active_of(source, tuple((defines or {}).items()), None, one_branch)[0]
 
 
 @functools.lru_cache(maxsize=32)
 def _active_of(
-    source: str, defines: "tuple[tuple[str, str], ...]", end: "int | None"
+    source: str,
+    defines: "tuple[tuple[str, str], ...]",
+    end: "int | None",
+    one_branch: bool = False,
 ) -> "tuple[str, dict[str, str]]":
     blank = without_comments(source)[:end]
-    macros = dict(defines)
+    # Both compilers are asked for C++17.
+    macros = {"__cplusplus": "201703L", **dict(defines)}
     pieces = []
     position = 0
     # Per open #if: whether its present part is compiled, and whether one of its parts surely was.
@@ -332,10 +343,14 @@ def _active_of(
             result = _condition(rest, macros)
             if word == "ifndef" and result is not None:
                 result = not result
+            if one_branch and result is None:
+                result = True
             open_parts.append((result is not False, result is True))
         elif word == "elif" and open_parts:
             _, done = open_parts.pop()
             result = not done and _condition(rest, macros)
+            if one_branch and result is None:
+                result = True
             open_parts.append((result is not False, done or result is True))
         elif word == "else" and open_parts:
             _, done = open_parts.pop()

@@ -123,7 +123,7 @@ def is_device_header(name: str) -> bool:
 _IF_USED = {
     r"cub/": r"\bcub\b",
     r"mma\.h": r"\bnvcuda\b|\bwmma\b",
-    r"curand_": r"\bcurand(?!_kernel)\w*",
+    r"curand": r"\bcurand(?!_kernel)\w*",
     r"cuda_fp8": r"\b__nv_fp8|\bfp8",
     r"cuda_fp16": r"half|\b__h|\b__low2|\b__high2",
     r"cuda_bf16": r"bfloat",
@@ -758,9 +758,7 @@ class Module:
             CompileError: with the compiler's messages, and where there is no such kernel.
         """
         if not isinstance(name, str):
-            raise CompileError(
-                f"say which kernel: {self._facts[1]} has {', '.join(self.names) or self._instances}"
-            )
+            raise self.unnamed()
         if name not in self._kernels:
             text, filename, defines, options = self._facts
             kernel = Kernel.from_source(text, name, filename, defines, options)
@@ -772,11 +770,11 @@ class Module:
             self._kernels[name] = kernel
         return self._kernels[name]
 
-    @property
-    def _instances(self) -> str:
-        """How instances of its templates are asked for, or that there is no kernel."""
-        instances = ", ".join(f'"{name}<...>"' for name in self.templates)
-        return instances or "none (no __global__ function)"
+    def unnamed(self) -> CompileError:
+        """The error for a kernel that is not named: it lists what there is."""
+        there = [*self.names, *(f'"{name}<...>"' for name in self.templates)]
+        words = ", ".join(there) or "none (no __global__ function)"
+        return CompileError(f"say which kernel: {self._facts[1]} has {words}")
 
     def __iter__(self):
         return iter(self.names)
@@ -806,6 +804,7 @@ def compile(
     source: "str | None",
     name: str,
     *,
+    path: "str | os.PathLike | None" = None,
     filename: "str | None" = None,
     options: "tuple[str, ...]" = (),
     **defines: object,
@@ -880,7 +879,7 @@ def compile(
     if name is None and len(module.names) == 1:
         name = module.names[0]
     if name is None and not module.names and not module.templates:
-        module[()]
+        raise module.unnamed()
     for kernel in [name] if name else module.names:
         module[kernel]
     if str(module.left_out):

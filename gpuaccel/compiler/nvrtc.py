@@ -21,15 +21,13 @@ import hashlib
 import json
 import os
 import re
-import site
-import sys
-import sysconfig
 import threading
 import warnings
 from dataclasses import dataclass
 
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
+from ..headers import CURAND_STUBS, curand_folder, wheel_roots
 
 # The second makes ptxas report registers and spills. With the third a constexpr function runs on
 # the device; of other functions without an annotation none is left (host_code.py).
@@ -78,7 +76,7 @@ def candidates() -> "list[str]":
     """Paths where an NVRTC may be, best first. The order does not depend on what is loaded."""
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
-    wheels = _wheel_roots()
+    wheels = wheel_roots()
     libraries = (
         ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
         ("cu13", "lib", "libnvrtc.so.13"),
@@ -90,20 +88,6 @@ def candidates() -> "list[str]":
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
     paths = [path for path in paths if not path.endswith(".alt.dll")]
     return [*paths, "libnvrtc.so.12", "libnvrtc.so.13"]
-
-
-def _wheel_roots() -> "list[str]":
-    """The folders of installed packages that have wheels of NVIDIA's."""
-    roots = dict.fromkeys(
-        [
-            sysconfig.get_paths()["purelib"],
-            sysconfig.get_paths()["platlib"],
-            *sys.path,
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-        ]
-    )
-    return [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
 
 
 @functools.cache
@@ -124,7 +108,7 @@ def include_folders() -> "tuple[str, ...]":
 
     names = ("cuda_runtime", "cuda_cccl") if major == 12 else (f"cu{major}",)
     folders = [
-        os.path.join(root, "nvidia", name, "include") for root in _wheel_roots() for name in names
+        os.path.join(root, "nvidia", name, "include") for root in wheel_roots() for name in names
     ]
     folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
     for folder in folders:
@@ -237,7 +221,10 @@ def compile_cubin(
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
     if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
-        flags += [f"-I{folder}" for folder in include_folders()]
+        folders = include_folders()
+        if "curand" in source and (curand := curand_folder()):
+            folders = (*folders, curand)
+        flags += [f"-I{folder}" for folder in folders]
     headers = _headers(source, options)
     facts = json.dumps([source, filename, flags, library().version, headers, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
@@ -327,9 +314,17 @@ def _compile(source, filename, flags, expressions):
         lib.nvrtcGetProgramLog(program, text)
         return text.value.decode(errors="replace").strip()
 
+    # A header of NVIDIA's is preferred.
+    stubs = {
+        name: text
+        for name, text in CURAND_STUBS.items()
+        if "curand" in source and not any(os.path.isfile(f"{flag[2:]}/{name}") for flag in flags)
+    }
+    texts = (ctypes.c_char_p * len(stubs))(*(text.encode() for text in stubs.values()))
+    names = (ctypes.c_char_p * len(stubs))(*(name.encode() for name in stubs))
     with _lock:
         status = lib.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), filename.encode(), 0, None, None
+            *(ctypes.byref(program), source.encode(), filename.encode(), len(stubs), texts, names)
         )
         if status:
             reason = lib.nvrtcGetErrorString(status).decode()

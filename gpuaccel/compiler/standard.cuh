@@ -90,10 +90,12 @@ typedef unsigned long long CUtexObject;
 typedef unsigned long long CUsurfObject;
 #endif
 
-// ---- types of <cuda_runtime.h> that a struct may hold ----
+// ---- types of <cuda_runtime.h> that a struct may hold; NVRTC has them ----
+#ifdef __SIMT_CPU__
 typedef struct CUstream_st* cudaStream_t;
 typedef struct CUevent_st* cudaEvent_t;
 typedef int cudaError_t;
+#endif
 
 // ---- <cmath>, <algorithm>, <utility>, <limits>, <type_traits> ----
 namespace std {

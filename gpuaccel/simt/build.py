@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from ..backends import Compiler, cache_dir, find_compiler, may_be_loaded
 from ..errors import BackendError, CompileError
 from ..files import from_cache
+from ..headers import HOST_STUBS, curand_folder
 from ..host_code import device_variables
 from ..notebook import notice
 from ..source import (
@@ -536,6 +537,7 @@ def program(
             headers,
             hashlib.sha256(executor.image).hexdigest(),
             (COMMON, RETURNS, flags, FAST),
+            curand.read_text("latin-1") if (curand := _curand(source)) else None,
         )
         result = _programs.get(key)
         if result is None:
@@ -555,6 +557,13 @@ def program(
                     f"{filename}: the compiled kernel cannot be loaded: {error}"
                 ) from None
         return result
+
+
+def _curand(source: str) -> "pathlib.Path | None":
+    """NVIDIA's curand_kernel.h, where a source includes it and it is installed."""
+    if "curand_kernel.h" not in source or (folder := curand_folder()) is None:
+        return None
+    return pathlib.Path(folder, "curand_kernel.h")
 
 
 def _compile(text, written, filename, flags, host, executor) -> bytes:
@@ -577,6 +586,14 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
         headers = [*executor.tls]
         for name in ("simt.h", *ours):
             headers += ["-include", str(HERE / name)]
+        if curand := _curand(text):
+            # As a GPU reads it.
+            wrapped = f'#define __CUDA_ARCH__ 900\n#include "{curand}"\n#undef __CUDA_ARCH__\n'
+            for name, content in {**HOST_STUBS, "curand_kernel.h": wrapped}.items():
+                stub = pathlib.Path(folder, "headers", name)
+                stub.parent.mkdir(parents=True, exist_ok=True)
+                stub.write_text(content)
+            headers.append(f"-I{folder}/headers")
         compiling, linking = _commands(host, flags, source, output, headers)
         _run(compiling, filename, explain_log)
         _run((*linking, executor.path), filename, explain_log)
@@ -771,6 +788,11 @@ def explain(text: str, log: str, filename: str) -> str:
     lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)
     line = next((line for file, line in lines if os.path.basename(file) not in SIMT_HEADERS), None)
     place = f"{filename}, line {line}:" if line else f"{filename}:"
+    if re.search(r"\bcurand_kernel\.h'?:? (?:No such file|file not found)", log):
+        return (
+            f"{place} curand_kernel.h is in NVIDIA's wheel: pip install nvidia-curand-cu12, or set "
+            "CUDA_HOME to a toolkit.\n"
+        )
     if features:
         return (
             f"{place} this uses {' and '.join(features)}, which only a GPU can run. Put it between "
