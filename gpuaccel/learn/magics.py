@@ -3,14 +3,15 @@
     %load_ext gpuaccel
 
     %%cuda
-    extern "C" __global__ void twice(float* x, int n) {
+    __global__ void twice(float* x, int n) {
         int i = blockIdx.x * blockDim.x + threadIdx.x;
         if (i < n) x[i] *= 2;
     }
 
     twice[4, 256](x, 1000)                   # in the next cell
 
-`%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
+A cell may be a whole .cu file: its host code is left out (see ga.compile). `%%cuda scale<float>`
+makes `scale` an instance of a kernel template. `%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
 does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 
@@ -27,9 +28,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..backends import backend
-from ..compiler import Kernel, compile, kernel_names
+from ..compiler import Kernel, Module, kernel_names
 from ..errors import CompileError, GpuaccelError, suggestion
-from ..source import without_comments
+from ..source import base_name, without_comments
 from .replacement import Verdict, install, kernel_in_steps, restore
 
 if TYPE_CHECKING:
@@ -49,14 +50,15 @@ def is_outdated(kernel: Kernel) -> bool:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a %%cuda cell displays: one line per kernel.
+    """What a %%cuda cell displays: one line per kernel, and one on what was left out.
 
     Attributes:
-        kernels: name -> Kernel. milliseconds: name -> time until it was ready.
+        kernels: name -> Kernel. milliseconds: name -> time until it was ready. left_out: in words.
     """
 
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
+    left_out: str = ""
 
     def _rows(self):
         """(signature, what it costs) of each kernel."""
@@ -70,7 +72,9 @@ class Compiled:
             on_gpu = backend().name == "cuda"
             facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
             facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
-            yield f"{name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
+            yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
+        if self.left_out:
+            yield "left out:", self.left_out
 
     def __str__(self):
         return "\n".join(f"{signature}    {cost}" for signature, cost in self._rows())
@@ -115,7 +119,7 @@ def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
             if not match:
                 raise CompileError(f"%%cuda -D {macro!r}: expected MACRO or MACRO=VALUE; {USAGE}")
             macros[match[1]] = "1" if match[2] is None else match[2]
-        elif name is None and word.isidentifier():
+        elif name is None and re.fullmatch(r"[A-Za-z_]\w*(<.*>)?", word):
             name = word
         else:
             raise CompileError(f"%%cuda does not know {word!r}; {USAGE}")
@@ -129,23 +133,28 @@ def compile_cell(line: str, cell: str) -> Compiled:
         line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does.
     """
     only, macros = parse_line(line)
-    names = kernel_names(cell)
-    if not names:
+    module = Module("\n" + cell, "cell", (), macros)
+    if not module.names and not module.templates:
         raise CompileError(
             "there is no kernel in this cell; expected at least one\n"
-            '    extern "C" __global__ void name(...) { ... }'
+            "    __global__ void name(...) { ... }"
         )
-    if only is not None and only not in names:
+    if only is None and not module.names:
         raise CompileError(
-            f"there is no kernel {only!r} in this cell; kernels found: {', '.join(names)}"
-            f"{suggestion(only, names)}"
+            f"{module.templates[0]} is a template; expected its arguments, as in "
+            f"%%cuda {module.templates[0]}<float>"
+        )
+    if only is not None and base_name(only) not in (*module.names, *module.templates):
+        raise CompileError(
+            f"there is no kernel {only!r} in this cell; kernels found: {', '.join(module.names)}"
+            f"{suggestion(only, module.names)}"
         )
     kernels, milliseconds = {}, {}
-    for name in [only] if only else names:
+    for name in [only] if only else module.names:
         start = time.perf_counter()
-        kernels[name] = compile("\n" + cell, name, filename="cell", options=(), **macros)
-        milliseconds[name] = (time.perf_counter() - start) * 1e3
-    return Compiled(kernels, milliseconds)
+        kernels[base_name(name)] = module[name]
+        milliseconds[base_name(name)] = (time.perf_counter() - start) * 1e3
+    return Compiled(kernels, milliseconds, str(module.left_out))
 
 
 def replace_kernel(name: str, cell: str) -> Verdict:

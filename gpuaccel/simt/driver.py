@@ -16,6 +16,7 @@ from typing import Literal
 
 from ..backends import ProcessSwitch
 from ..errors import ArgumentError, BackendError, check_choice
+from .build import symbol
 from .reports import Report, Symbols, coordinates, error, thread_words
 
 Mode = Literal["auto", "checked", "fast"]
@@ -210,7 +211,8 @@ def launch(
         cores = os.cpu_count() or 1
     with _lock:
         job = _job = _job or Job()
-        job.run = ctypes.cast(getattr(program.library, f"simt_run_{name}"), ctypes.c_void_p).value
+        run = getattr(program.library, f"simt_run_{symbol(name)}")
+        job.run = ctypes.cast(run, ctypes.c_void_p).value
         job.arguments = arguments
         job.grid[:] = shape[:3]
         job.block[:] = shape[3:6]

@@ -159,9 +159,33 @@ inline double simt_sine_of_turn(double x, int quarter) {
 SIMT_CUDA_MATH(sinpi, simt_sine_of_turn(x, 0))
 SIMT_CUDA_MATH(cospi, simt_sine_of_turn(x, 1))
 SIMT_CUDA_MATH(normcdf, 0.5 * erfc(-0.70710678118654752440 * x))
+// The inverse of erf: an approximation, then two steps of Newton's method.
+inline double simt_inverse_erf(double y, double rest) {
+    if (!(rest > 0) || y <= -1) return fabs(y) == 1 ? y * __builtin_inf() : __builtin_nan("");
+    if (y < 0) return -simt_inverse_erf(-y, 2 - rest);
+    double t = log(rest) + log1p(y), u = 4.3307467508 + t / 2;
+    double x = copysign(sqrt(sqrt(u * u - t / 0.147) - u), y);
+    for (int i = 0; i < 3; i++) {
+        double error = x < 1 ? erf(x) - y : rest - erfc(x);
+        double step = error * 0.88622692545275801365 * exp(x * x);
+        x -= step / (1 + x * step);
+    }
+    return x;
+}
+SIMT_CUDA_MATH(erfinv, simt_inverse_erf(x, 1 - double(x)))
+SIMT_CUDA_MATH(erfcinv, simt_inverse_erf(1 - double(x), x))
+SIMT_CUDA_MATH(normcdfinv, -1.41421356237309504880 * erfcinv(2 * double(x)))
 inline void sincosf(float x, float* sine, float* cosine) { *sine = sinf(x); *cosine = cosf(x); }
 inline void sincos(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
 inline void sincos(double x, double* sine, double* cosine) { *sine = sin(x); *cosine = cos(x); }
+inline void sincospif(float x, float* sine, float* cosine) {
+    *sine = sinpif(x);
+    *cosine = cospif(x);
+}
+inline void sincospi(double x, double* sine, double* cosine) {
+    *sine = sinpi(x);
+    *cosine = cospi(x);
+}
 
 #define SIMT_TEST(name, builtin)                                                                   \
     inline int name(float x) { return builtin(x) != 0; }                                           \
@@ -768,6 +792,14 @@ SIMT_DELETE(void* block, size_t, std::align_val_t)
 // An object at an address.
 inline void* operator new(size_t, void* place) noexcept { return place; }
 inline void* operator new[](size_t, void* place) noexcept { return place; }
+
+// Where a variable in device memory is, for who sets it. scope: its namespace, or nothing
+#define SIMT_EXPORT_VARIABLE(name, scope)                                                          \
+    extern "C" __attribute__((visibility("default"))) void* simt_variable_##name(                  \
+        size_t* simt_bytes) {                                                                      \
+        *simt_bytes = sizeof(scope::name);                                                         \
+        return (void*)&scope::name;                                                                \
+    }
 
 // At the end, so that the compiler's message names what cannot run here. A kernel has a plain
 // branch for it: #ifdef __CUDA_ARCH__ ... #else.

@@ -118,9 +118,7 @@ ADD = """extern "C" __global__ void accumulate(float* acc, const bf16* grad, lon
 """
 
 
-@pytest.mark.parametrize(
-    "broken", [ADD.replace("x;", "x"), ADD.replace('extern "C" ', ""), ADD.replace("as_float", "")]
-)
+@pytest.mark.parametrize("broken", [ADD.replace("x;", "x"), ADD.replace("acc[i]", "sum[i]")])
 def test_a_check_after_a_failed_cell_says_that_it_did_not_compile(shell, broken):
     def check():
         with ga.use_backend("simt"):
@@ -137,11 +135,24 @@ def test_a_check_after_a_failed_cell_says_that_it_did_not_compile(shell, broken)
     assert check()
 
 
-def test_a_cell_without_a_kernel_or_without_extern_c_says_what_is_missing():
+def test_a_cell_without_a_kernel_says_what_is_missing():
     with pytest.raises(ga.errors.CompileError, match="no kernel in this cell"):
         compile_cell("", "int x;\n")
-    with pytest.raises(ga.errors.CompileError, match='needs extern "C"'):
-        compile_cell("", TWICE.replace('extern "C" ', ""))
+    with pytest.raises(ga.errors.CompileError, match="expected its arguments, as in %%cuda of<flo"):
+        compile_cell("", "template <class T> __global__ void of(T* x) {}\n")
+
+
+def test_a_cell_may_be_a_whole_file(shell, capsys):
+    file = """#include <cstdio>
+    template <class T> __global__ void of(T* x, T by) { x[threadIdx.x] *= by; }
+    int main() { float* x; cudaMalloc(&x, 128); of<float><<<1, 32>>>(x, 2); }
+    """
+    assert shell.run_cell(f"%%cuda of<float>\n{file}").success
+    assert "left out:    main" in capsys.readouterr().out
+    x = torch.ones(32)
+    with ga.use_backend("simt"):
+        shell.user_ns["of"][1, 32](x, 3.0)
+    assert (x == 3).all()
 
 
 @pytest.mark.gpu
