@@ -215,25 +215,29 @@ def kernel_mutants(launched: "set[str]") -> "tuple[list[Mutant], int]":
     from gpuaccel.source import kernel_names, without_comments
 
     python = "".join(_read(path) for room in ROOMS for path in python_files(room))
-    # function -> kernels that run it
-    callers: "dict[str, set[str]]" = {}
     files = {path: _read(path) for path in sorted((ROOT / "kernels_cu").iterdir())}
+    # kernel -> its program, and the functions that it runs
+    programs = {}
     for path, text in files.items():
-        named = f'"{path.stem}"' in python
-        for kernel in launched.intersection(kernel_names(text)) if named else ():
-            for function in reached(kernel, whole_program(text, path.name)):
-                callers.setdefault(function, set()).add(kernel)
+        for kernel in launched.intersection(kernel_names(text)):
+            if f'"{path.stem}"' in python:
+                whole = whole_program(text, path.name)
+                programs[kernel] = whole, reached(kernel, whole)
     found, left_out = [], 0
     for path, text in files.items():
         code = re.sub(r"(?m)^ *#.*", lambda m: " " * len(m[0]), without_comments(text))
-        bodies = functions(text).items() if callers.keys() & functions(text).keys() else ()
-        for function, (start, end) in [(name, body) for name, all in bodies for body in all]:
-            kernels = tuple(sorted(callers.get(function, ())))
+        for name, (start, end) in [(n, body) for n, all in functions(text).items() for body in all]:
+            # Functions of two files may have one name.
+            kernels = tuple(
+                kernel
+                for kernel, (whole, names) in sorted(programs.items())
+                if name in names and text[start:end] in whole
+            )
             for kind, a, b, new in edits(code, KERNEL_EDITS, code.index("{", start), end):
                 line = code.count("\n", 0, a) + 1
                 if kernels and not _only_gpu(text, a):
                     found.append(Mutant(_name(path), a, b, new, kind, (line, line), kernels))
-                else:
+                elif f'"{path.stem}"' in python:
                     left_out += 1
     return list(dict.fromkeys(found)), left_out
 
