@@ -46,7 +46,7 @@ def test_notebooks_are_numbered_from_zero():
 
 
 def test_cells_are_short(notebook):
-    long = [cell.source for cell in code(notebook) if len(cell.source.split("\n")) > 15]
+    long = [cell.source for cell in code(notebook) if len(cell.source.split("\n")) > 20]
     assert not long, long[0]
     wide = [line for cell in code(notebook) for line in cell.source.split("\n") if len(line) > 105]
     assert not wide, f"wider than a page of JupyterLab: {wide[0]}"
@@ -94,6 +94,9 @@ def test_every_exercise_stands_in_a_notebook_with_its_check_hint_and_solution():
         cell.source for path in PATHS for cell in code(nbformat.read(path, as_version=4))
     )
     for name in EXERCISES:
+        # Its output has hint and solution.
+        if f"%%cuda --check {name}\n" in text:
+            continue
         for ask in ("check", "hint", "solution"):
             assert f'ga.{ask}("{name}"' in text, f"ga.{ask}({name!r})"
 
