@@ -11,6 +11,7 @@ from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
+from .words import words
 
 __all__ = [
     "BLOCK",
@@ -36,4 +37,5 @@ __all__ = [
     "show",
     "solution",
     "token_figures",
+    "words",
 ]
