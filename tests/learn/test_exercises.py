@@ -211,15 +211,11 @@ def test_a_check_of_a_capture_leaves_the_backend_alone():
 
 @on_cpu_and_gpu
 def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu):
-    task = EXERCISES["rescale"]
-    words = str(
-        ga.check(task.name, ga.compile(task.wrong_answers["NaN returns, 1 does not"], task.name))
-    )
-    assert (
-        words.count("have changed, and none should") == 2
-        and "4,096, scale 1" in words
-        and "1,000, scale NaN" in words
-    )
+    task = EXERCISES["clipped_step"]
+    answer = task.wrong_answers["NaN reaches the weights"]
+    words = str(ga.check(task.name, ga.compile(answer, task.name)))
+    assert words.count("have changed, and none should") == 2
+    assert "4,096, scale 0" in words and "1,000, scale NaN" in words
 
 
 @on_cpu_and_gpu
@@ -316,7 +312,9 @@ def test_names_const_and_wider_numbers_of_parameters_are_free():
 
 
 def test_an_unknown_exercise_or_an_answer_of_another_kind_is_an_error_in_words():
-    with pytest.raises(ga.errors.ArgumentError, match="no exercise 'skale'; exercises: saxpy, scale"):
+    with pytest.raises(
+        ga.errors.ArgumentError, match="no exercise 'skale'; exercises: saxpy, scale"
+    ):
         ga.check("skale", None)
     with pytest.raises(ga.errors.ArgumentError, match="takes a kernel .* got function"):
         ga.check("scale", lambda: None)
@@ -653,16 +651,6 @@ def test_a_gpu_that_does_not_end_is_not_waited_for():
         (
             "squares",
             SQUARES,
-            "__shared__ float part[256];\n"
-            + I
-            + "part[threadIdx.x] = i < n ? x[i] * x[i] : 0.0f;\n__syncthreads();\n"
-            "if (threadIdx.x > 0) return;\nfloat sum = 0.0f;\n"
-            "for (int k = 0; k < 256; k++) sum += part[k];\nsums[blockIdx.x] = sum;",
-            "it was to add by shuffles, and calls no __shfl_..._sync",
-        ),
-        (
-            "squares",
-            SQUARES,
             "__shared__ float part[256];\nint t = threadIdx.x;\n"
             + I
             + "part[t] = i < n ? x[i] * x[i] : 0.0f;\n"
@@ -673,11 +661,11 @@ def test_a_gpu_that_does_not_end_is_not_waited_for():
             "CUDA asks that all threads of a block reach it",
         ),
         (
-            "rescale",
-            "float* x, const float* scale, long long n",
-            "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
-            "if (i < n) x[i] = *scale < 1.0f ? x[i] * *scale : x[i];",
-            "it writes 256 elements where none should be (scale 1), each with what it held",
+            "clipped_step",
+            ", ".join(EXERCISES["clipped_step"].params),
+            "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\nfloat s = scale[0];\n"
+            "if (i < n) w[i] = s > 0.0f ? w[i] - lr * s * grad[i] : w[i];",
+            "it writes 1,000 elements where none should be (scale NaN), each with what it held",
         ),
         (
             "accumulate4",

@@ -77,6 +77,8 @@ COST_SIZE = 600
 PICTURE_SIZE = 100
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d949e")}
+# of a right answer about which something is to be said
+_AMBER = "#e6a700"
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,9 @@ class Result:
 
     def _repr_html_(self):
         rows = [*self._shown_lines(), *self._cost_lines()]
+        colour = _AMBER if self.passed and self.remarks else _MARKS[self.passed][1]
         box = (
-            f"border-left:4px solid {_MARKS[self.passed][1]};padding:4px 14px;font-size:13px;"
+            f"border-left:4px solid {colour};padding:4px 14px;font-size:13px;"
             "font-variant-numeric:tabular-nums"
         )
         remarks = "".join(
@@ -358,6 +361,7 @@ _OUTDATED = (
     "not judged: the last cell that defines `{0}` did not compile, and `{0}` is still the kernel "
     "of the last cell that did. Mend that cell, run it, then check again."
 )
+
 
 def _conclude(task, lines, seed, trial) -> Result:
     """The result of all trials. trial: what one is called."""
@@ -630,8 +634,6 @@ def _with_cost(result, task, kernel, seed) -> Result:
         return result
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
     sentences = costs.remarks(my_cost, their_cost)
-    if task.with_shuffles and "__shfl" not in without_comments(kernel.text):
-        sentences.append("it was to add by shuffles, and calls no __shfl_..._sync")
     written_back = _writes_back(task, kernel, seed)
     if written_back:
         same = [

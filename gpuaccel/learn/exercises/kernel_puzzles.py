@@ -162,8 +162,7 @@ EXERCISES = {
                     INDEX + "if (i < n) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
                 ),
                 "no zeros at the ends": (
-                    INDEX
-                    + "if (i > 0 && i < n - 1) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
+                    INDEX + "if (i > 0 && i < n - 1) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
                 ),
                 "repeats the ends": (
                     INDEX + "if (i < n) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + "
@@ -219,9 +218,9 @@ EXERCISES = {
             },
             data=_block_sum_case,
             cheats={
-                "barrier inside the if": _TREE.replace("@", "").replace(
-                    "if (t < half) part", f"if (t < half) {{ {_BARRIER} part"
-                ).replace("part[t + half];", "part[t + half]; }"),
+                "barrier inside the if": _TREE.replace("@", "")
+                .replace("if (t < half) part", f"if (t < half) {{ {_BARRIER} part")
+                .replace("part[t + half];", "part[t + half]; }"),
                 "one thread adds": (
                     "if (threadIdx.x > 0) return;\n"
                     "float sum = 0.0f;\n"
