@@ -6,11 +6,12 @@ used. ipywidgets and IPython are imported where a view is displayed, and only th
 from . import figures, recorded
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
-from .figures import clip_figures, graph_figures, layer_figures, rank_figures, token_figures
+from .figures import layer_figures, rank_figures, token_figures
 from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
+from .words import words
 
 __all__ = [
     "BLOCK",
@@ -19,10 +20,8 @@ __all__ = [
     "LiveThroughput",
     "Verdict",
     "check",
-    "clip_figures",
     "exercise",
     "figures",
-    "graph_figures",
     "hint",
     "launched",
     "launches",
@@ -35,4 +34,5 @@ __all__ = [
     "show",
     "solution",
     "token_figures",
+    "words",
 ]

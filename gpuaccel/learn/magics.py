@@ -15,28 +15,36 @@ makes `scale` an instance of a kernel template. `%%cuda accumulate -D GRAD_T=bf1
 does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 
+`%%cuda --check saxpy` also tries the cell's kernel as the answer to an exercise, and shows how it
+did. Until it is right, the name is the solution's kernel, so that later cells run.
+
 `%%cuda --replace accumulate_v3` puts the cell's kernel in the place of the package's, for all that
 launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.
 """
 
+import dataclasses
 import re
 import shlex
 import time
 import weakref
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..backends import backend
-from ..compiler import Kernel, Module, kernel_names
-from ..errors import CompileError, GpuaccelError, suggestion
+from ..compiler import Kernel, Module, compile, kernel_names
+from ..errors import ArgumentError, CompileError, GpuaccelError, suggestion
 from ..source import base_name, without_comments
 from .replacement import Verdict, install, kernel_in_steps, restore
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...], or %%cuda --replace kernel"
+    from .exercises import Result
+
+USAGE = (
+    "usage: %%cuda [kernel] [-D MACRO=VALUE ...], %%cuda --check exercise, or "
+    "%%cuda --replace kernel"
+)
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
 
 # Kernels of cells before the last one of their name, which did not compile.
@@ -48,7 +56,7 @@ def is_outdated(kernel: Kernel) -> bool:
     return kernel in _outdated
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """What a %%cuda cell displays: one line per kernel, and one on what was left out.
 
@@ -157,6 +165,32 @@ def compile_cell(line: str, cell: str) -> Compiled:
     return Compiled(kernels, milliseconds, str(module.left_out))
 
 
+def check_cell(name: str, cell: str, namespace: dict) -> "Result":
+    """Try the kernel of a cell as the answer to the exercise `name`, and show how it did.
+
+    The namespace gets the kernel; while it is wrong, or does not compile, the solution's.
+    """
+    from .exercises import check, exercise
+
+    task = exercise(name)
+    if not task.params:
+        raise ArgumentError(f"{name} is a Python function: expected ga.check({name!r}, function)")
+    namespace[name] = compile(task.solution, name)
+    try:
+        kernel = compile_cell(name, cell).kernels[name]
+    except CompileError as error:
+        error.__notes__ = [UNTIL_RIGHT.format(name)]  # type: ignore[attr-defined]
+        raise
+    result = check(name, kernel)
+    if result.passed is False:
+        return dataclasses.replace(result, summary=f"{result.summary} {UNTIL_RIGHT.format(name)}")
+    namespace[name] = kernel
+    return result
+
+
+UNTIL_RIGHT = "Until yours is right, {0} is our kernel, so that the notebook goes on."
+
+
 def replace_kernel(name: str, cell: str) -> Verdict:
     """Check the kernel of a cell, and put it in the place of the package's `name`.
 
@@ -211,6 +245,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
 
+        %%cuda --check exercise: try it as the answer to an exercise.
         %%cuda --replace kernel: use it in the place of the package's.
         %cuda --restore: use the package's again."""
         try:
@@ -218,14 +253,17 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
                 print(restore_kernels(line))
                 return None
             words = line.split()
-            if words[:1] == ["--replace"]:
+            if words[:1] in (["--check"], ["--replace"]):
                 if len(words) != 2:
                     raise CompileError(f"%%cuda {line}: {USAGE}")
-                return replace_kernel(words[1], cell)
+                if words[0] == "--replace":
+                    return replace_kernel(words[1], cell)
+                return check_cell(words[1], cell, shell.user_ns)
             compiled = compile_cell(line, cell)
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
+            message += getattr(error, "__notes__", [])
             if cell is not None and not line.strip().startswith("--"):
                 kept = _before(cell, shell.user_ns)
                 _outdated.update(kept.values())
