@@ -240,6 +240,7 @@ def main():
     for path, text in changed.items():
         path.write_text(text)
     write_charts(DOCS / "charts", PAGE_GPUS)
+    BUILD.mkdir(parents=True, exist_ok=True)
     for folder in folders():
         drawn = write_charts(BUILD / folder, [folder])
         links = {title: f"{folder}/{name}" for title, name in drawn.items()}

@@ -169,6 +169,23 @@ def test_a_page_without_its_result_says_which_is_missing(scripts, tmp_path):
         scripts("report").filled(page)
 
 
+def test_report_mends_a_page_and_writes_one_for_each_gpu(scripts, monkeypatch, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- cpu/cpu cpu: made by benchmarks/report.py -->\nold\n<!-- /cpu/cpu -->\n")
+    common = scripts("common", ROOT=tmp_path)
+    report = scripts("report", PAGES=(page,), BUILD=tmp_path / "build")
+    # As where matplotlib is missing.
+    monkeypatch.setitem(sys.modules, "charts", None)
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    with pytest.raises(SystemExit, match="page.md show other results: run python"):
+        report.main()
+    monkeypatch.setattr(sys, "argv", ["report.py"])
+    report.main()
+    assert "| step, 1 thread |" in page.read_text() and "old" not in page.read_text()
+    assert {p.stem for p in report.BUILD.iterdir()} == {p.name for p in common.RESULTS.glob("*/")}
+    assert "no charts: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("folder", ["h100_80gb_hbm3", "h200", "cpu"])
 def test_every_stored_result_has_tables_and_says_when_it_was_measured(scripts, folder):
     page = scripts("report").everything(folder, {"a chart": "a.svg"})
