@@ -1326,21 +1326,22 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
-def test_bad_arguments_are_named_and_nothing_has_changed(device, case):
-    changes, message = REFUSED[case]
-    how = {**good(), **changes}
-    before = {
-        name: t.clone() for name, t in how.items() if isinstance(t, torch.Tensor) and not t.is_meta
-    }
-    with (
-        ga.checked(),
-        pytest.raises(ArgumentError, match=message),
-    ):  # (the checks: what is not refused must not write anywhere either)
-        encoder_backward(**how)
-    for name, t in before.items():
-        assert torch.equal(how[name].to_dense(), t.to_dense()), f"{name} was changed"
+def test_bad_arguments_are_named_and_nothing_has_changed(device):
+    # One test: of many the fast set would take eight.
+    for case, (changes, message) in REFUSED.items():
+        print(case)
+        how = {**good(), **changes}
+        before = {
+            name: t.clone()
+            for name, t in how.items()
+            if isinstance(t, torch.Tensor) and not t.is_meta
+        }
+        # Checked: what is not refused must not write anywhere either.
+        with ga.checked(), pytest.raises(ArgumentError, match=message):
+            encoder_backward(**how)
+        for name, t in before.items():
+            assert torch.equal(how[name].to_dense(), t.to_dense()), f"{case}: {name} was changed"
 
 
 @pytest.mark.parametrize(

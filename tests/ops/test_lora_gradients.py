@@ -150,6 +150,15 @@ def test_products_with_one_acc_are_added_one_after_the_other(device, launches):
     close(some[1], other, "the other one")
 
 
+@on_simt
+@pytest.mark.parametrize("ranks, registers", [([3, 8], 8), ([8, 9], 16)])
+def test_ranks_up_to_8_take_the_kernel_with_fewer_registers(device, ranks, registers, monkeypatch):
+    kernels, launch = [], module._launch
+    monkeypatch.setattr(module, "_launch", lambda k, some: (kernels.append(k), launch(k, some)))
+    add_lora_gradients_(gradients(5, [16, 32], ranks, torch.float32, device))
+    assert [kernel.defines["RANKS"] for kernel in kernels] == [str(registers)]
+
+
 # ---- where the kernel does not fit ---------------------------------------------------------------
 
 

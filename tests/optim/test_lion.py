@@ -70,7 +70,8 @@ def test_lion_v1_is_the_formula(device):
         random = generator(n)
         w, g, m = (torch.randn(n, generator=random).to(device) for _ in range(3))
         want_w, want_m, sure = formula(w, g, m, **NUMBERS)
-        Kernel("lion", "lion_v1")[-(-n // 256), 256](w, g, m, n, *NUMBERS.values())
+        with ga.checked():
+            Kernel("lion", "lion_v1")[-(-n // 256), 256](w, g, m, n, *NUMBERS.values())
         close(w, want_w, sure, f"n = {n}, weight")
         close(m, want_m, sure, f"n = {n}, m")
 
