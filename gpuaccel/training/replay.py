@@ -136,6 +136,9 @@ class StepGraphs:
         step = self.step
         with step.accumulation_window():
             totals = step.accumulate(step.split(batch), step.reducer)
+            # A forward may write into weights (max_norm of nn.Embedding): a replay shows the
+            # launched optimizers no version by which they would know.
+            step.arena.adopt()
             return _captured_update(step, totals, self.captured)
 
     def with_launched(self, output: dict, received: int) -> StepOutput:
