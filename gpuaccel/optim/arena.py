@@ -646,29 +646,41 @@ def _not_trained(name: str) -> ArgumentError:
 def _follow_optimizers(arena):
     """Adopt before, and publish after, every step of an optimizer over arena.parameters().
 
-    An optimizer with the attribute `publishes` writes the bf16 parameters itself.
+    Hooks of the optimizer's own may edit weights: the last one before a step is followed by
+    adopt(), and the first one behind it follows publish().
+
+    An optimizer with the attribute `publishes` does both itself, in its step.
 
     Returns:
         The hooks' handles. The hooks hold the arena weakly.
     """
     weak = weakref.ref(arena)
 
-    def adopt(optimizer, args, kwargs):
+    def updated_arena(optimizer):
         arena = weak()
-        if arena is None or not arena.is_updated_by(optimizer):
+        alive = arena is not None and not arena.released
+        return arena if alive and arena.is_updated_by(optimizer) else None
+
+    def before_all(optimizer, args, kwargs):
+        if getattr(optimizer, "publishes", False) or updated_arena(optimizer) is None:
             return None
-        publishes = getattr(optimizer, "publishes", False)
-        # The others update masters, also where the parameters lie elsewhere.
-        if arena.bf16_weights is not None and not publishes:
-            arena.check()
-        arena.adopt()
-        if publishes:
-            return None
+        before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if adopt not in before.values():
+            optimizer.register_step_pre_hook(adopt)
+            handle = optimizer.register_step_post_hook(publish)
+            behind.move_to_end(handle.id, last=False)
+        before.move_to_end(next(key for key, hook in before.items() if hook is adopt))
         # LBFGS calls its closure after each of its updates.
         own, *rest = args
         return (own, *map(with_current_weights, rest)), {
             name: with_current_weights(value) for name, value in kwargs.items()
         }
+
+    def adopt(optimizer, args, kwargs):
+        arena = updated_arena(optimizer)
+        if arena is not None:
+            arena.check()
+            arena.adopt()
 
     def with_current_weights(closure):
         def called():
@@ -681,12 +693,23 @@ def _follow_optimizers(arena):
         return called if callable(closure) else closure
 
     def publish(optimizer, args, kwargs):
-        arena = weak()
-        if arena is not None and not getattr(optimizer, "publishes", False):
-            if arena.is_updated_by(optimizer):
-                arena.publish(optimizer)
+        arena = updated_arena(optimizer)
+        if arena is not None:
+            arena.publish(optimizer)
 
-    return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
+    def behind_all(optimizer, args, kwargs):
+        arena = updated_arena(optimizer)
+        if arena is None or not {*optimizer._optimizer_step_post_hooks.values()} - {publish}:
+            return
+        # Other hooks may have edited parameters or masters.
+        arena.adopt()
+        if not getattr(optimizer, "publishes", False):
+            arena.publish(optimizer)
+
+    return [
+        register_optimizer_step_pre_hook(before_all),
+        register_optimizer_step_post_hook(behind_all),
+    ]
 
 
 def _adopt(p: nn.Parameter, master: nn.Parameter):

@@ -277,6 +277,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.arena is not None:
+            self.arena.adopt()
             self.arena.gradients.collect()
         parts = self._parts()
         self._took_norm = bool(parts) and self._takes_norm()

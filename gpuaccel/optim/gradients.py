@@ -86,6 +86,8 @@ class Gradients:
         self._squares: "tuple[Tensor, list[int], list[bool]] | None" = None
         # Told about gradients while a backward runs.
         self._listeners: "list[GradientListener]" = []
+        # Of each tensor its sum while aside() hides it; empty: they are not hidden.
+        self._aside: "list[Tensor | None]" = []
         # The backward, by autograd's number, whose fresh gradients are collected at its end.
         self._collecting = -1
         self._fresh_bytes = 0
@@ -299,6 +301,41 @@ class Gradients:
         """
         for p, view, has_one in zip(self.params, self.views, received):
             p.grad = view if has_one else None
+
+    @contextlib.contextmanager
+    def aside(self):
+        """Context manager: every `.grad` is None in the block, and then the sum again.
+
+        A backward in the block adds to the sum. collect() may not be called.
+
+        Returns:
+            A context manager.
+        """
+        self._aside = sums = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        try:
+            yield
+        finally:
+            self._aside = []
+            for i, (p, total) in enumerate(zip(self.params, sums)):
+                made = p.grad
+                if total is None:
+                    continue
+                p.grad = total
+                # A product has added to the slice.
+                if made is not None and not self._is_slice(i, made):
+                    total.add_(made.detach())
+
+    def is_stale(self, i: int) -> bool:
+        """Whether tensor i's slice has no sum, so that what is added overwrites it.
+
+        Args:
+            i: index of the tensor in `segments`.
+        """
+        if self._aside and self._aside[i] is not None:
+            return False
+        return self[i] is None
 
     def place(self, views: "dict[int, Tensor]") -> "dict[int, Tensor]":
         """Let the sums of some tensors lie elsewhere; their values are the caller's business.

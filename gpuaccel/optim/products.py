@@ -104,7 +104,7 @@ class _ProductSlice(GradientSlice):
         overwrite = {}
         for i, use in zip(self.tensors, uses):
             if use is ADDED:
-                overwrite[i] = arena.gradients[i] is None
+                overwrite[i] = arena.gradients.is_stale(i)
                 arena.params[i].grad = arena.gradients.views[i]
                 self.products.added[i] += 1
         if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:

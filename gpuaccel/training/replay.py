@@ -143,6 +143,9 @@ class StepGraphs:
         step = self.step
         with step._accumulation_window():
             totals = step._accumulate(step._split(batch), step.reducer)
+            # A forward may write into weights (max_norm of nn.Embedding): a replay shows the
+            # launched optimizers no version by which they would know.
+            step.arena.adopt()
             return _captured_update(step, totals, self.captured)
 
     def with_launched(self, output: dict, received: int) -> StepOutput:

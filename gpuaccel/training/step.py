@@ -486,7 +486,12 @@ class TrainStep:
         """What loss_fn returns, checked: a loss, and its tokens as a tensor or None."""
         device = self.arena.device
         autocast = torch.autocast(device.type, self.autocast) if self.autocast else None
-        with autocast or contextlib.nullcontext(), self._gradients_aside():
+        aside: "contextlib.AbstractContextManager[None]" = contextlib.nullcontext()
+        if self.arena.bf16_weights is not None:
+            # Dynamo may trace: an fp32 `.grad` of a bf16 weight would break its graph at every
+            # layer. The model may also be compiled by its owner, and a new shape comes any time.
+            aside = self.arena.gradients.aside()
+        with autocast or contextlib.nullcontext(), aside:
             result = self.loss_fn(self.model, micro)
         loss, tokens = result if isinstance(result, tuple) else (result, None)
         if tokens is None and self.divide in ("tokens", "sequences"):
@@ -509,22 +514,6 @@ class TrainStep:
         elif tokens is not None:
             tokens = torch.full((), tokens, device=loss.device)
         return loss.reshape(()) if loss.dim() else loss, tokens
-
-    @contextlib.contextmanager
-    def _gradients_aside(self):
-        """While Dynamo may trace, no bf16 weight has an fp32 `.grad`: it would break the graph at
-        every layer. The model may also be compiled by its owner, and a new shape comes any time."""
-        if self.arena.bf16_weights is None:
-            yield
-            return
-        gradients = [p.grad for p in self.arena.params]
-        for p in self.arena.params:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, grad in zip(self.arena.params, gradients):
-                p.grad = grad
 
     def _update(
         self,

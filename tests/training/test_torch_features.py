@@ -439,3 +439,111 @@ def played(adds, how):
 @pytest.mark.parametrize("adds", ["one arena", "two arenas"])
 def test_optimization_by_hand_is_torchs(adds, how):
     torch.testing.assert_close(played(adds, how), played(None, how), rtol=1e-5, atol=1e-6)
+
+
+# ---- what reaches the masters of bf16 weights ----------------------------------------------------
+
+
+def sgd_step(model, arena, **options):
+    opt = torch.optim.SGD(arena.parameters(), lr=0.5)
+    return ga.TrainStep(model, opt, micro_batches=2, **options)
+
+
+def changes(weights, start):
+    return torch.cat([(p.detach().float() - q).flatten() for p, q in zip(weights, start)])
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["autograd", "products"])
+def test_a_backward_inside_of_the_loss_adds_to_the_sum(options):
+    def trained(inside):
+        torch.manual_seed(0)
+        model = layers().bfloat16()
+        start = [p.detach().float() for p in model.parameters()]
+        arena = ga.Arena(model)
+
+        def loss(model, x):
+            auxiliary = square(model, x + 1)
+            if not inside:
+                # Of two micro-batches the mean is taken.
+                return square(model, x) + 2 * auxiliary
+            auxiliary.backward()
+            return square(model, x)
+
+        with sgd_step(model, arena, loss_fn=loss, **options) as step:
+            for k in range(6):
+                step(rows(k).bfloat16())
+        return changes(model.parameters(), start)
+
+    inside, outside = trained(True), trained(False)
+    assert float((inside - outside).norm() / outside.norm()) < 0.03
+
+
+def on_gradients(opt, args, kwargs):
+    for group in opt.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+@pytest.mark.parametrize("whose", ["parameters", "masters"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_hooks_of_an_optimizer_edit_bf16_weights_before_and_behind_its_step(
+    optimizer, whose, replay
+):
+    """As those of the same model in fp32. Clamped behind the step, as in a WGAN."""
+
+    def trained(dtype):
+        torch.manual_seed(0)
+        model = layers().to(dtype)
+        start = [p.detach().float() for p in model.parameters()]
+        arena = ga.Arena(model, decay=lambda name, p: True)
+        if optimizer == "AdamW":
+            opt = ga.AdamW(arena, lr=0.02, weight_decay=0.1)
+        else:
+            opt = torch.optim.SGD(arena.parameters(), lr=0.5)
+        weights = [*(model.parameters() if whose == "parameters" else arena.parameters())]
+
+        @torch.no_grad()
+        def shrink(opt, args, kwargs):
+            for p in weights:
+                p.mul_(0.9)
+
+        @torch.no_grad()
+        def clamp(opt, args, kwargs):
+            for p in weights:
+                p.clamp_(-0.15, 0.15)
+
+        opt.register_step_pre_hook(on_gradients)
+        opt.register_step_pre_hook(shrink)
+        opt.register_step_post_hook(clamp)
+        step = ga.TrainStep(model, opt, square, replay=replay)
+        with ga.use_backend("simt" if replay == "graph" else "torch"), step:
+            for k in range(10):
+                step(rows(k).to(dtype))
+        assert all(p.abs().max() <= 0.1501 for p in model.parameters())
+        return changes(model.parameters(), start)
+
+    low, full = trained(torch.bfloat16), trained(torch.float32)
+    assert float((low - full).norm() / full.norm()) < 0.1
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+def test_weights_that_a_replayed_forward_writes_reach_their_masters():
+    """nn.Embedding(max_norm=) does; SGD is launched behind the replay. The loss lets norms grow."""
+
+    def loss(model, tokens):
+        return -square(model, tokens)
+
+    def trained(replay):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8, max_norm=1.0), nn.Linear(8, 8)).bfloat16()
+        model[1].requires_grad_(False)
+        arena = ga.Arena(model)
+        with ga.use_backend("simt"), sgd_step(model, arena, loss_fn=loss, replay=replay) as step:
+            for k in range(12):
+                step(torch.randint(0, 9, (8,), generator=generator(k)))
+        assert step.replays == replay
+        return arena.weights.clone()
+
+    eager, graph = trained("eager"), trained("graph")
+    assert float((graph - eager).norm() / eager.norm()) < 0.03
