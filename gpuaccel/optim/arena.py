@@ -100,7 +100,8 @@ class Arena:
 
     bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict,
     `copy_`, nn.init) is noticed by the tensor's version, and its master takes the new value before
-    the next step. An edit through `.data` or NumPy is not: call adopt(everything=True) after it.
+    the next step. So is other memory (`p.data = ...`). An edit in the memory of `.data` or by NumPy
+    is not: call adopt(everything=True) after it. Call publish() after an edit of a master.
 
     Args:
         module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.
@@ -225,7 +226,7 @@ class Arena:
         self.tensor_to_block = tensor_to_block
         self.gradients = Gradients(self.params, self.segments, grads, chunk_to_tensor, self.check)
         self.masters = [self._move_into_slices(i, masters) for i in range(len(self.params))]
-        self._addresses = [p.data_ptr() for p in self.params]
+        self._note_addresses()
         # (parameters of a submodule, name in it, index): where the module registers each parameter.
         self._registrations = [
             (part._parameters, key, self._index[id(p)])
@@ -410,48 +411,71 @@ class Arena:
         for i, view in enumerate(self.masters if name == "weights" else self.params):
             if view.dtype == memory.dtype:
                 view.data = own_storage(self.slice(memory, i))
-        self._addresses = [p.data_ptr() for p in self.params]
+        self._note_addresses()
 
     def check(self):
-        """Find parameters that no longer are views of the arena.
-
-        One that has got other memory (`p.data = ...`) is copied into its slice, which becomes its
-        memory again.
+        """Copy parameters and masters that got other memory (`p.data = ...`) into their slices.
 
         Raises:
-            ArgumentError: for the first one that is another parameter or has another dtype, device,
-                shape or order in memory, with its name and the way out.
+            ArgumentError: with nothing changed, for the first parameter that was replaced, or whose
+                memory has another dtype, device or shape, or is that of another parameter; with the
+                way out.
         """
-        moved = []
-        for i, (p, address, s) in enumerate(zip(self.params, self._addresses, self.segments)):
-            if p.data_ptr() != address and s.numel and not self._takes_back(i):
-                moved.append(s)
-        moved += [
-            self.segments[i]
-            for parameters, key, i in self._registrations
-            if parameters.get(key) is not self.params[i]
+        moved = self._moved(self.params, self._addresses)
+        moved_masters = []
+        if self.bf16_weights is not None:
+            moved_masters = self._moved(self.masters, self._master_addresses)
+        lost = [
+            i
+            for tensors, indices in ((self.params, moved), (self.masters, moved_masters))
+            for i in indices
+            if self.released or not self._fits(tensors[i], i)
         ]
-        if moved:
+        lost += [
+            i
+            for parameters, key, i in self._registrations
+            if key not in parameters or parameters[key] is not self.params[i]
+        ]
+        if lost:
             raise ArgumentError(
-                f"parameter {moved[0].name} is no longer a view of the arena (module.to(...), "
-                "load_state_dict(assign=True) or .data = ... moved it): call arena.release() "
-                "before, and make a new Arena after"
+                f"parameter {self.segments[lost[0]].name} is no longer a view of the arena "
+                "(module.to(...), load_state_dict(assign=True) or .data = ... moved it): call "
+                "arena.release() before, and make a new Arena after"
             )
+        for i in moved_masters:
+            _put_back(self.masters[i], self.slice(self.weights, i))
+        for i in moved:
+            p = self.params[i]
+            buffer = self.weights if p.dtype == torch.float32 else self.bf16_weights
+            assert buffer is not None
+            _put_back(p, self.slice(buffer, i))
+        if moved:
+            self.adopt(everything=True)
 
-    @torch.no_grad()
-    def _takes_back(self, i: int) -> bool:
-        """Copy parameter i, which has other memory, into its slice; False: it does not fit."""
-        p = self.params[i]
-        buffer = self.weights if self.masters[i] is p else self.bf16_weights
-        assert buffer is not None  # a parameter is not its own master
-        view = own_storage(self.slice(buffer, i))
-        facts = [(t.dtype, t.device, t.shape, t.stride()) for t in (p, view)]
-        if self.released or facts[0] != facts[1]:
+    def _note_addresses(self):
+        self._addresses = [p.data_ptr() for p in self.params]
+        self._master_addresses = [p.data_ptr() for p in self.masters]
+
+    def _moved(self, tensors: "list[nn.Parameter]", addresses: "list[int]") -> "list[int]":
+        """The indices of those that lie elsewhere."""
+        return [
+            i
+            for i, (p, address) in enumerate(zip(tensors, addresses))
+            if p.data_ptr() != address and self.segments[i].numel
+        ]
+
+    def _fits(self, p: Tensor, i: int) -> bool:
+        """Whether the memory that a parameter or master got may be copied into its slice."""
+        dtype = torch.float32 if p is self.masters[i] else torch.bfloat16
+        if (p.dtype, p.device, p.layout) != (dtype, self.device, torch.strided):
             return False
-        p.data = view.copy_(p)
-        if self.masters[i] is not p:
-            _adopt(p, self.masters[i])
-        return True
+        # Of another parameter: the two are tied, and as slices they would not be.
+        shared = any(
+            0 <= p.data_ptr() - buffer.data_ptr() < buffer.nbytes
+            for buffer in (self.weights, self.bf16_weights)
+            if buffer is not None
+        )
+        return tuple(p.shape) == tuple(self.segments[i].shape) and not shared
 
     def check_trainable(self):
         """Find trainable parameters of the module that are not in the arena.
@@ -493,6 +517,9 @@ class Arena:
         """
         if self.bf16_weights is None:
             return
+        # An optimizer may write `p.data = ...`.
+        if self._moved(self.masters, self._master_addresses):
+            self.check()
         pairs = self._bf16_pairs
         if optimizer is not None:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -522,7 +549,7 @@ class Arena:
             if everything or pair[0]._version != version
         ]
         for p, master in edited:
-            _adopt(p, master)
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
         if edited:
             self.weights_current()
 
@@ -595,6 +622,12 @@ class Arena:
         self.gradients.set(state["received"])
 
 
+@torch.no_grad()
+def _put_back(p: nn.Parameter, its_slice: Tensor):
+    """Make a parameter a view of its slice again, with the values that it has."""
+    p.data = own_storage(its_slice).copy_(p)
+
+
 def _nobody() -> None:
     pass
 
@@ -624,9 +657,12 @@ def _follow_optimizers(arena):
         arena = weak()
         if arena is None or not arena.is_updated_by(optimizer):
             return None
-        arena.check()
+        publishes = getattr(optimizer, "publishes", False)
+        # The others update masters, also where the parameters lie elsewhere.
+        if arena.bf16_weights is not None and not publishes:
+            arena.check()
         arena.adopt()
-        if getattr(optimizer, "publishes", False):
+        if publishes:
             return None
         # LBFGS calls its closure after each of its updates.
         own, *rest = args
@@ -651,11 +687,6 @@ def _follow_optimizers(arena):
                 arena.publish(optimizer)
 
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
-
-
-def _adopt(p: nn.Parameter, master: nn.Parameter):
-    """A master keeps its extra bits where it rounds to the value that its parameter has."""
-    master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
 
 def _abandon(handles: list):

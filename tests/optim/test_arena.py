@@ -325,72 +325,51 @@ def test_safetensors_keep_the_views(tmp_path):
         lambda m: m.to(torch.float64),
         lambda m: m.bfloat16(),
         lambda m: setattr(m[0].weight, "data", torch.zeros(5, 3)),
-        lambda m: setattr(m[0].weight, "data", torch.zeros(5, 3).t()),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(3, 5, dtype=torch.float64)),
+        lambda m: setattr(m[0].weight, "data", m[1].weight.data),
         lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(3, 5))),
         lambda m: m[0].__delattr__("weight"),
     ],
-    ids=["to(dtype)", "bfloat16", "another shape", "another order", "setattr", "del"],
+    ids=["to(dtype)", "bfloat16", "shape", "dtype", "tied", "setattr", "del"],
 )
 def test_a_parameter_that_left_the_arena_is_named(move):
-    model = nn.Sequential(nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(5, 3))
     arena = Arena(model)
     arena.check()
     move(model)
     with pytest.raises(
-        ArgumentError, match=r"parameter 0\.(weight|bias) is no longer a view of the arena.*release"
+        ArgumentError,
+        match=r"parameter [01]\.(weight|bias) is no longer a view of the arena.*release",
     ):
         arena.check()
 
 
-MOVES = {
-    # The index is another device's to torch, which copies.
-    "to(cpu:0)": lambda model: model.to("cpu:0"),
-    ".data": lambda model: setattr(model[0].weight, "data", torch.ones(3, 5).to(model[0].weight)),
-    "a copy": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
-}
-
-
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("optimizer", ["ga", "torch"])
-@pytest.mark.parametrize("loop", ["launched", "eager", "graph"])
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("whose", ["parameter", "master"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_were_put_elsewhere_count_and_lie_in_the_arena_again(
-    dtype, loop, optimizer, move
-):
-    """As `accelerator.prepare` does on a CPU with several processes: it calls to("cpu:0")."""
-
-    def loss_fn(model, x):
-        return model(x).float().square().mean()
-
-    def trained(move):
+def test_data_that_is_assigned_is_an_edit_in_place(dtype, whose, optimizer):
+    def trained(edit):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(dtype)
         arena = Arena(model)
-        opt = AdamW(arena, lr=0.1)
-        if optimizer == "torch":
-            opt = torch.optim.AdamW(arena.parameter_groups(0.01), lr=0.1)
-        step = None if loop == "launched" else TrainStep(model, opt, loss_fn, replay=loop)
+        opt = optimizer(arena if optimizer is AdamW else arena.parameters(), lr=0.1)
         for k in range(4):
-            if k in (0, 2):
-                move(model)
-            x = torch.ones(2, 5, dtype=dtype) * k
-            if step is None:
-                loss_fn(model, x).backward()
-                opt.step(), opt.zero_grad()
-            else:
-                step(x)
+            if k == 2:
+                edit(model[0].weight if whose == "parameter" else arena.parameters()[0])
+            model(torch.ones(4, 5, dtype=dtype)).float().square().sum().backward()
+            opt.step(), opt.zero_grad()
         arena.check()
         check_views(arena)
-        return [p.detach().clone() for p in (*model.parameters(), *arena.parameters())]
+        return [p.clone() for p in model.parameters()]
 
-    in_place = {
-        "to(cpu:0)": lambda model: None,
-        ".data": lambda model: model[0].weight.data.fill_(1),
-        "a copy": lambda model: None,
-    }
-    with use_backend("simt" if loop == "graph" else "torch"):
-        for p, q in zip(trained(MOVES[move]), trained(in_place[move]), strict=True):
-            assert torch.equal(p, q)
+    @torch.no_grad()
+    def in_place(p):
+        p.mul_(0.5)
+
+    def assigned(p):
+        p.data = p.data * 0.5
+
+    assert all(map(torch.equal, trained(assigned), trained(in_place)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -413,7 +392,7 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         assert p.grad is view and torch.equal(view, 2 * before)
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
-        moved.module.double()
+        moved.module.to(torch.float64)
         moved.move("grads", torch.empty_like(moved.grads))
     Products(arena)
     with pytest.raises(ArgumentError, match="while a TrainStep uses it"):
@@ -715,3 +694,54 @@ def test_a_slice_that_was_placed_elsewhere_gets_its_memory_again():
     assert model.bias.grad.data_ptr() == other.data_ptr() and other.eq(5).all()
     arena.gradients.place(before)
     assert model.bias.grad.data_ptr() == arena.gradients.views[0].data_ptr()
+
+
+MOVES = {
+    # The index is another device's to torch, which copies.
+    "to(cpu:0)": lambda model: model.to("cpu:0"),
+    ".data": lambda model: setattr(model[0].weight, "data", torch.ones(3, 5).to(model[0].weight)),
+    "a copy": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("optimizer", ["ga", "torch"])
+@pytest.mark.parametrize("loop", ["launched", "eager", "graph"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_were_put_elsewhere_count_and_lie_in_the_arena_again(
+    dtype, loop, optimizer, move
+):
+    """As `accelerator.prepare` does on a CPU with several processes: it calls to("cpu:0")."""
+
+    def loss_fn(model, x):
+        return model(x).float().square().mean()
+
+    def trained(move):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(dtype)
+        arena = Arena(model)
+        opt = AdamW(arena, lr=0.1)
+        if optimizer == "torch":
+            opt = torch.optim.AdamW(arena.parameter_groups(0.01), lr=0.1)
+        step = None if loop == "launched" else TrainStep(model, opt, loss_fn, replay=loop)
+        for k in range(4):
+            if k in (0, 2):
+                move(model)
+            x = torch.ones(2, 5, dtype=dtype) * k
+            if step is None:
+                loss_fn(model, x).backward()
+                opt.step(), opt.zero_grad()
+            else:
+                step(x)
+        arena.check()
+        check_views(arena)
+        return [p.detach().clone() for p in (*model.parameters(), *arena.parameters())]
+
+    in_place = {
+        "to(cpu:0)": lambda model: None,
+        ".data": lambda model: model[0].weight.data.fill_(1),
+        "a copy": lambda model: None,
+    }
+    with use_backend("simt" if loop == "graph" else "torch"):
+        for p, q in zip(trained(MOVES[move]), trained(in_place[move]), strict=True):
+            assert torch.equal(p, q)
