@@ -354,7 +354,9 @@ class Ours:
                 micro_batches=max(bench.micro_batches),
                 compile=variant.compiled and bench.compile,
                 replay=Replay(policy="require") if graph else "eager",
-                distributed=Distributed(**variant.options) if reduces else None,
+                distributed=(
+                    Distributed(broadcast_buffers=False, **variant.options) if reduces else None
+                ),
             )
         assert not reduces or self.step.reducer is not None or dist.get_world_size() == 1
 

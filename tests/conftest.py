@@ -2,17 +2,15 @@
 
 import itertools
 import os
+import pathlib
 import signal
-import tempfile
 
 import pytest
 
-_cache = None
-if "GPUACCEL_CACHE" not in os.environ:
-    # A clean cache, also for processes that tests start and for tests with their own cache.
-    _cache = tempfile.mkdtemp(prefix="gpuaccel-test-cache-")
-    os.environ["GPUACCEL_CACHE"] = _cache
-    os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig"))
+# One cache for all processes of a run, kept for the next run; `make clean` removes it.
+CACHE = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "gpuaccel"
+os.environ.setdefault("GPUACCEL_CACHE", str(CACHE))
+os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(CACHE / "zig"))
 # torch reads it once per process, at the first matrix product on a GPU: that may be any test's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -107,13 +105,6 @@ def parameter_pairs(indices: dict) -> set:
     """{name and index of a value} of each, and of each two parameters."""
     values = list(indices.items())
     return {frozenset(two) for two in itertools.product(values, repeat=2)}
-
-
-def pytest_sessionfinish():
-    if _cache and os.environ.get("PYTEST_XDIST_WORKER") is None:
-        import shutil
-
-        shutil.rmtree(_cache, ignore_errors=True)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ take part, and, compared every so many steps, the bits of the weights.
 
     compare(config, arena, optimizers, settings)   # ArgumentError where a rank differs from rank 0
     broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
+    broadcast(config, buffers)              # rank 0's tensors, by one collective
     weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
 """
 
@@ -26,6 +27,7 @@ COMPARED = (
     "ordered",
     "sharded",
     "bucket_mb",
+    "broadcast_buffers",
     "find_unused",
     "check_every",
     "find_nonfinite_rank",
@@ -92,15 +94,34 @@ def broadcast_weights(config: Distributed, arena: Arena):
     if config.world == 1:
         return
     arena.adopt()
-    for t in [arena.weights, arena.bf16_weights, *(t.data for _, t in _not_trained(arena))]:
+    for t in [arena.weights, arena.bf16_weights, *(t for _, t in _not_trained(arena))]:
         if t is not None and t.numel():
-            contiguous = t if t.is_contiguous() else t.contiguous()
-            # As bytes: gloo and NCCL do not know all dtypes.
-            as_bytes = contiguous.view(-1).view(torch.uint8)
-            collectives.broadcast(as_bytes, group_src=0, group=config.group)
-            if contiguous is not t:
-                t.copy_(contiguous)
+            # One by one: several make a message as large as all of them.
+            broadcast(config, [t])
     arena.weights_written()
+
+
+@torch.no_grad()
+def broadcast(config: Distributed, tensors: "list[Tensor]"):
+    """Every rank gets rank 0's values, by one collective.
+
+    Args:
+        config: of the group.
+        tensors: 1 or more, of any dtypes; of several a copy is sent.
+    """
+    tensors = [t.data for t in tensors]
+    contiguous = [t.contiguous() for t in tensors]
+    # gloo and NCCL do not know all dtypes.
+    as_bytes = [t.view(-1).view(torch.uint8) for t in contiguous]
+    message = torch.cat(as_bytes) if len(as_bytes) > 1 else as_bytes[0]
+    collectives.broadcast(message, group_src=0, group=config.group)
+    if config.rank == 0:
+        return
+    if len(as_bytes) > 1:
+        torch._foreach_copy_(as_bytes, message.split([len(part) for part in as_bytes]))
+    for t, received in zip(tensors, contiguous):
+        if received is not t:
+            t.copy_(received)
 
 
 def _dtype(t: Tensor) -> str:

@@ -48,8 +48,7 @@ class Distributed:
     gloo listens on the interface through which MASTER_ADDR is reached: on loopback where that is
     this machine. GLOO_SOCKET_IFNAME overrides it.
 
-    Frozen parameters and buffers are rank 0's at the start. What forward does to buffers later
-    stays on its rank.
+    Weights, frozen parameters and buffers are rank 0's at the start.
 
     Args:
         group: a process group. Default: torch.distributed's default group. If there is none yet, it
@@ -60,6 +59,10 @@ class Distributed:
         ordered: add the micro-batches in global order (see this module's first lines).
         sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
             (distributed/zero1.py). Needs ga.AdamW over the arena.
+        broadcast_buffers: buffers, such as running means of BatchNorm, are rank 0's at the start of
+            each step, before the first micro-batch, as in torch's DistributedDataParallel. One
+            collective; none for a model without buffers. False: what forward does to buffers stays
+            on its rank.
         bucket_mb: smallest size of a bucket, in megabytes of fp32.
         find_unused: find the tensors that got a gradient on any rank in every step; on a GPU the
             host waits for that. False: the first step decides. After it, one of these tensors
@@ -108,6 +111,7 @@ class Distributed:
         dtype: torch.dtype = torch.float32,
         ordered: bool = False,
         sharded: bool = False,
+        broadcast_buffers: bool = True,
         bucket_mb: float = 32.0,
         find_unused: "bool | None" = None,
         check_every: int = 0,
@@ -137,6 +141,7 @@ class Distributed:
         self.dtype = dtype
         self.ordered = ordered
         self.sharded = sharded
+        self.broadcast_buffers = broadcast_buffers
         self.bucket_mb = bucket_mb
         self.find_unused = find_unused
         self.check_every = check_every

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends import takes
 from ..errors import ArgumentError, NonFiniteError, RankError
 from ..ops import MAX_TENSORS, accumulate_kernel, clip_kernel, tensors_of_launch
 from ..optim import Arena, DeviceOptimizer, GradientListener
 from . import collectives, heartbeat
-from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
+from .agreement import UsedTensors, WeightCheck, broadcast, broadcast_weights, compare
 from .buckets import buckets_of
 from .config import Distributed
 from .machines import Machines
@@ -105,6 +105,11 @@ class ReducerBase:
         self.buckets = buckets_of(arena, config.bucket_mb * 1e6)
         self.steps = 0  # optimizer steps taken
         self.broken = False  # a step was left after part of it had been sent
+        # All modules would take the host as long as many launches.
+        self.modules_with_buffers: "list[nn.Module]" = []
+        if config.broadcast_buffers and self.world > 1:
+            self.modules_with_buffers = [m for m in arena.module.modules() if m._buffers]
+        self.buffers_sent = False  # of the step that is under way
         self.exchange_began = time.monotonic()  # of this step's first collective
         self.heartbeat(0)
         try:
@@ -191,14 +196,31 @@ class ReducerBase:
 
     # ---- what TrainStep calls ----
 
-    def check_usable(self):
-        """RankError when this rank left an earlier step after it had sent part of it."""
+    def begin_step(self):
+        """Every rank gets rank 0's buffers, before the first forward of a step.
+
+        Raises:
+            RankError: where this rank left an earlier step after it had sent part of it.
+        """
         if self.broken:
             raise RankError(
                 f"rank {self.rank} left an earlier step with an error after it had sent part of "
                 "its gradient, and the other ranks wait for the rest. Expected a new start of all "
                 "ranks, from a checkpoint"
             )
+        # A rank whose forward raised takes the step again, and the others are in its middle.
+        if self.buffers_sent:
+            return
+        # Looked up in each step: forward may replace a buffer.
+        buffers = [b for m in self.modules_with_buffers for b in m._buffers.values()]
+        buffers = [b for b in dict.fromkeys(buffers) if b is not None and b.numel()]
+        if not buffers:
+            return
+        if not self._capturing():
+            self.buffers_sent = True
+            self.exchange_began = time.monotonic()
+            self.heartbeat(0)
+        broadcast(self.config, buffers)
 
     def listener(self) -> "GradientListener | None":
         """Sends buckets while the last backward runs; None: they are sent after it."""
@@ -262,7 +284,7 @@ class ReducerBase:
     def after_step(self):
         """The update is over; weights are compared every `check_every` steps: RankError."""
         self.steps += 1
-        self.summed = self.left = False
+        self.summed = self.left = self.buffers_sent = False
         with torch.no_grad():
             self.weight_check.after_step(self.steps)
 
@@ -274,7 +296,9 @@ class ReducerBase:
             RankError: where the error is a collective's, because another rank is lost.
         """
         # The norm is that of all ranks, and so is this error.
-        if not (self.summed and isinstance(error, NonFiniteError)):
+        if self.summed and isinstance(error, NonFiniteError):
+            self.buffers_sent = False
+        else:
             self.broken = self.broken or self._sent_something()
             self.left = True
         self.summed = False
@@ -325,7 +349,7 @@ class ReducerBase:
 
     def heartbeat(self, steps: int = 1):
         """This rank is about to enter a collective. steps: 1 when a step's backward is over; 0 at
-        the start and between the micro-batches of ordered mode."""
+        the start, at a broadcast of buffers and between the micro-batches of ordered mode."""
         heartbeat.heartbeat(steps, self.group)
 
     def asked_to_stop(self) -> bool:

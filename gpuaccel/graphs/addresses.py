@@ -65,7 +65,9 @@ class Addresses:
         return [_tensor_name(holder, key) for holder, key, _ in self._entries()]
 
     def _child_names_now(self) -> "list[str]":
-        return [_joined(name, key) for name, module in self._modules for key in module._modules]
+        return [
+            _joined(name, key) for name, module in self._modules for key in module._modules.keys()
+        ]
 
     def _difference(self, tensors, children) -> str:
         child_names, tensor_names = self._child_names_now(), self._names_now()

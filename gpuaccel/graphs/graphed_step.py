@@ -38,7 +38,7 @@ from .captured_graph import CapturedGraph, GraphGradient
 from .participant import OtherSums, Refreshable, participants_of
 from .results import ResultBuffer
 from .snapshot import ForwardState, MemorySpans, host_generators, preserved
-from .torch_optimizers import frozen_number, optimizer_key
+from .torch_optimizers import frozen_number, no_other_steps, optimizer_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -243,7 +243,7 @@ class GraphedStep(Generic[P, R]):
                 "expected a call under the backend that it was made under"
             )
         if self._graphs:
-            self._addresses.check()
+            self._check_addresses()
         else:
             self._list_members()
         leaves, structure = tree_flatten((args, kwargs))
@@ -273,6 +273,17 @@ class GraphedStep(Generic[P, R]):
             # The new graph may add to gradients that the oldest one has left.
             oldest.close(keep_gradients=True)
         return graph
+
+    def _check_addresses(self):
+        try:
+            self._addresses.check()
+        except CaptureError:
+            # An arena copies memory that was assigned to its parameters into its own.
+            arenas = {getattr(participant, "arena", None) for participant in self._participants}
+            with contextlib.suppress(ArgumentError):
+                for arena in arenas - {None}:
+                    arena.check()
+            self._addresses.check()
 
     def _refuse(self, key):
         captured = [other.shapes() for other in self._graphs]
@@ -348,7 +359,13 @@ class GraphedStep(Generic[P, R]):
         addresses = Addresses([member for member in self.state if isinstance(member, nn.Module)])
         saved = self.state if self._saved is None else list(self._saved())
         others = OtherSums(self._participants)
-        with preserved(saved, self.device), _no_autocast_cache():
+        mine = MemorySpans(t for p in self._participants for t in p.tensors_changed_by_step())
+        ids = set(map(id, [*self._params, *self.state]))
+
+        def is_known(p: Tensor) -> bool:
+            return id(p) in ids or p in mine
+
+        with preserved(saved, self.device), _no_autocast_cache(), no_other_steps(is_known):
             for _ in range(WARM_UPS):
                 self._recorder.run(lambda: self._warm_up_fn(*args, **kwargs))
             addresses.check(

@@ -193,7 +193,7 @@ def _snapshot_module(module: nn.Module, copies: TensorCopies) -> "Callable[[], N
 def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
     """Save which tensors are its parameters and buffers."""
     registered = [
-        (entries, dict(entries))
+        (entries, dict(entries.items()))
         for part in module.modules()
         for entries in (part._parameters, part._buffers)
     ]
@@ -201,7 +201,10 @@ def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
 
     def restore():
         for entries, before in registered:
-            entries.update(before)
+            # Those of a ScriptModule are no dict.
+            for key, tensor in before.items():
+                if key not in entries or entries[key] is not tensor:
+                    entries[key] = tensor
         for p, tensor in data:
             if p.data_ptr() != tensor.data_ptr():
                 p.data = tensor

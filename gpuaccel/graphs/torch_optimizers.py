@@ -1,8 +1,14 @@
 """What a captured step has to know about torch's own optimizers."""
 
+import contextlib
+import threading
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..errors import CaptureError
 from .participant import Refreshable
 
 
@@ -54,3 +60,33 @@ def frozen_number(opt: torch.optim.Optimizer) -> "str | None":
             "or ga.AdamW"
         )
     return None
+
+
+@contextlib.contextmanager
+def no_other_steps(is_known: "Callable[[Tensor], bool]"):
+    """In the block an optimizer of other tensors takes no step: CaptureError, before it changes
+    weights. Their gradients are dropped.
+
+    Args:
+        is_known: whether the step's state has a tensor.
+    """
+    thread = threading.get_ident()
+
+    def check(opt, args, kwargs):
+        if threading.get_ident() != thread:
+            return
+        others = [p for group in opt.param_groups for p in group["params"] if not is_known(p)]
+        if others:
+            # Those of this warm-up: a step that ends with step() begins without gradients.
+            for p in others:
+                p.grad = None
+            raise CaptureError(
+                f"the step calls step() of {type(opt).__name__} over weights of another model, "
+                "which a warm-up would leave changed. Instead: call it between the steps"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -549,7 +549,7 @@ class Arena:
             if everything or pair[0]._version != version
         ]
         for p, master in edited:
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+            _adopt(p, master)
         if edited:
             self.weights_current()
 
@@ -687,6 +687,11 @@ def _follow_optimizers(arena):
                 arena.publish(optimizer)
 
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
+
+
+def _adopt(p: nn.Parameter, master: nn.Parameter):
+    """A master keeps its extra bits where it rounds to the value that its parameter has."""
+    master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
 
 def _abandon(handles: list):

@@ -312,6 +312,8 @@ class ListGraphs:
             # All captures come before the first sum.
             for micro in micros:
                 self.micro_graphs.capture(micro, count)
+            if step.reducer is not None:
+                step.reducer.begin_step()
             # The graphs of micro-batches add.
             step.arena.grads.zero_()
             for micro in micros:

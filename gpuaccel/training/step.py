@@ -429,7 +429,7 @@ class TrainStep:
         self.arena.gradients.collect()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
-            reducer.check_usable()
+            reducer.begin_step()
         with self.arena.gradients.collected_by_hand():
             for i, micro in enumerate(micros):
                 # Starts to all-reduce while the last backward runs.

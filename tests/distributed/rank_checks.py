@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 import gpuaccel as ga
-from gpuaccel.distributed import heartbeat, machines, p2p, trace
+from gpuaccel.distributed import collectives, heartbeat, machines, p2p, trace
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import buckets_of
 from gpuaccel.distributed.zero1 import pieces_of
@@ -1191,17 +1191,152 @@ def nonfinite_raises(rank: Rank, sharded):
     return kinds
 
 
-def buffers_of_rank_0(rank: Rank):
-    """Buffers in dtypes that gloo does not send, of all ranks."""
+def buffers_of_rank_0(rank: Rank, steps, **config):
+    """Buffers in dtypes that gloo does not send, of all ranks; before each step they differ."""
     model = torch.nn.Linear(4, 2)
     for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.bool, torch.complex64):
-        buffer = torch.full((3,), 1.0 - rank.rank).to(dtype)
-        model.register_buffer(str(dtype).removeprefix("torch."), buffer)
-    model.register_buffer("scalar", torch.tensor(1 - rank.rank))
-    distributed = ga.Distributed(group=rank.group)
-    with ga.TrainStep(model, loss_fn=lambda m, x: m(x).mean(), distributed=distributed):
-        pass
+        model.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(3).to(dtype))
+    model.register_buffer("scalar", torch.tensor(0))
+    model.register_buffer("strided", torch.zeros(3, 2).t()[:1, 1:])
+    model.register_buffer("empty", torch.zeros(0))
+
+    def differ():
+        for buffer in model.buffers():
+            buffer.copy_(torch.full(buffer.shape, 1.0 - rank.rank).to(buffer.dtype))
+
+    differ()
+    distributed = ga.Distributed(group=rank.group, **config)
+    with ga.TrainStep(model, loss_fn=lambda m, x: m(x).mean(), distributed=distributed) as step:
+        for _ in range(steps):
+            differ()
+            step(torch.ones(2, 4))
     return [buffer.to(torch.complex64).tolist() for buffer in model.buffers()]
+
+
+class Normed(nn.Module):
+    """BatchNorm, whose running means are those of its rank's rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def square_of(model, x):
+    return model(x).square().mean()
+
+
+def normed_rows(step, rank, device="cpu"):
+    """Of two micro-batches of three rows."""
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return (torch.randn(6, 4, generator=generator) + 3 * rank).to(device)
+
+
+def normed_by_ddp(rank: Rank, broadcast_buffers, device="cpu"):
+    """State after four steps of two micro-batches, by torch's DistributedDataParallel."""
+    model = Normed().to(device)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, process_group=rank.group, broadcast_buffers=broadcast_buffers
+    )
+    for number in range(4):
+        first, second = normed_rows(number, rank.rank, device).split(3)
+        with wrapped.no_sync():
+            (square_of(wrapped, first) / 2).backward()
+        (square_of(wrapped, second) / 2).backward()
+        opt.step(), opt.zero_grad()
+    return state_of(model)
+
+
+def normed_by_step(rank: Rank, broadcast_buffers, device="cpu", as_list=False, **options):
+    """The same by a TrainStep."""
+    model = Normed().to(device)
+    opt = torch.optim.SGD(ga.Arena(model).parameters(), lr=0.1)
+    config = ga.Distributed(group=rank.group, broadcast_buffers=broadcast_buffers)
+    options.update(micro_batches=2, distributed=config)
+    with ga.TrainStep(model, opt, lambda m, micro: square_of(m, *micro), **options) as step:
+        for number in range(4):
+            rows = normed_rows(number, rank.rank, device)
+            step([(part,) for part in rows.split(3)] if as_list else (rows,))
+    return state_of(model)
+
+
+def state_of(model):
+    return {name: t.double().tolist() for name, t in model.state_dict().items()}
+
+
+def tries_again(rank: Rank):
+    """Rank 1 raises in a forward, and takes the step with another batch: all ranks' weights."""
+    model = Normed()
+    opt = torch.optim.SGD(ga.Arena(model).parameters(), lr=0.1)
+    raising = rank.rank == 1
+
+    def loss(model, x):
+        if raising:
+            raise ValueError("a bad row")
+        return square_of(model, x)
+
+    config = ga.Distributed(group=rank.group)
+    with ga.TrainStep(model, opt, loss_fn=loss, distributed=config) as step:
+        for number in range(3):
+            raising = rank.rank == 1 and number == 1
+            try:
+                step(normed_rows(number, rank.rank))
+            except ValueError:
+                raising = False
+                step(normed_rows(number, rank.rank))
+    return state_of(model)
+
+
+def broadcasts(rank: Rank):
+    """Broadcasts in three steps of a model with many buffers, and of one without."""
+    counts = []
+    for model in (nn.Sequential(Normed(), nn.BatchNorm1d(1)), nn.Linear(4, 1)):
+        config = ga.Distributed(group=rank.group)
+        with ga.TrainStep(model, loss_fn=square_of, distributed=config) as step:
+            broadcast = collectives.broadcast
+            with mock.patch.object(collectives, "broadcast", wraps=broadcast) as counted:
+                for number in range(3):
+                    step(normed_rows(number, rank.rank))
+            counts.append(counted.call_count)
+    return counts
+
+
+def short_batches(rank: Rank, rows, micro_batches=4, device="cpu", **options):
+    """Distance of the weights, and both runs' outputs: of ranks with so many rows in each step, and
+    of one process that has the rows of all ranks as one batch. rows: (steps, ranks)."""
+    config = options.pop("config", {})
+
+    def trained(shares, distributed):
+        model = Net().to(device)
+        outs = []
+        options.update(micro_batches=micro_batches, distributed=distributed)
+        with make_step(model, "sgd", **options) as step:
+            first = 0
+            for count, before in shares:
+                tokens = short_rows(first + before, count).to(device)
+                first += 100
+                out = step((tokens[:, :-1], tokens[:, 1:]) if count else None)
+                outs.append([float(out.loss), float(out.tokens)])
+        return weights(model), outs
+
+    mine = [(step[rank.rank], sum(step[: rank.rank])) for step in rows]
+    actual, outs = trained(mine, ga.Distributed(group=rank.group, **config))
+    expected, expected_outs = trained([(sum(step), 0) for step in rows], None)
+    moved = distance(expected, weights(Net().to(device)))[0]
+    return distance(actual, expected)[0], moved, outs, expected_outs
+
+
+def short_rows(first, count):
+    """Rows number `first` ... of all, with their own tokens each."""
+    rows = [
+        torch.randint(0, VOCAB - 1, (7,), generator=torch.Generator().manual_seed(first + i))
+        for i in range(count)
+    ]
+    return torch.stack(rows) if rows else torch.empty(0, 7, dtype=torch.int64)
 
 
 def trained_to_the_end_of_batches(rank: Rank, folder, lengths, hidden):

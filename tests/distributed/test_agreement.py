@@ -146,9 +146,51 @@ def test_settings_of_the_optimizer_and_the_step_are_compared(workers, options, o
         assert kind == "ArgumentError" and f"the ranks differ: {difference}" in message
 
 
-def test_buffers_of_any_dtype_are_rank_0s(workers):
-    (first, second) = workers(checks.buffers_of_rank_0, 2)
-    assert first == second == [[1 + 0j] * 3] * 5 + [1 + 0j]
+@pytest.mark.parametrize("steps", [0, 2], ids=["at the start", "in each step"])
+def test_buffers_of_any_dtype_are_rank_0s(workers, steps):
+    (first, second) = workers(checks.buffers_of_rank_0, 2, steps=steps)
+    assert first == second == [[1 + 0j] * 3] * 5 + [1 + 0j, [[1 + 0j] * 2], []]
+
+
+def test_buffers_stay_on_their_rank_where_broadcast_buffers_is_false(workers):
+    _, second = workers(checks.buffers_of_rank_0, 2, steps=1, broadcast_buffers=False)
+    assert second == [[0j] * 3] * 5 + [0j, [[0j] * 2], []]
+
+
+def as_ddp(run, ranks, broadcast_buffers, device="cpu", **options):
+    """BatchNorm's running means, and weights, are those of torch's DistributedDataParallel."""
+    arguments = dict(broadcast_buffers=broadcast_buffers, device=device)
+    expected = run(checks.normed_by_ddp, ranks, **arguments)
+    actual = run(checks.normed_by_step, ranks, **arguments, **options)
+    for mine, ddps in zip(actual, expected):
+        for name, value in ddps.items():
+            value, got = torch.tensor(value), torch.tensor(mine[name])
+            torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-6, msg=name)
+    assert actual[0]["layers.1.running_mean"] != actual[1]["layers.1.running_mean"]
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize("options", [{}, {"as_list": True}, {"deterministic": True}], ids=str)
+def test_running_means_are_those_of_ddp(workers, options, broadcast_buffers):
+    as_ddp(workers, 2, broadcast_buffers, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+def test_gpus_running_means_are_those_of_ddp(gpu_workers, replay, as_list, broadcast_buffers):
+    as_ddp(gpu_workers(2), 2, broadcast_buffers, "cuda", replay=replay, as_list=as_list)
+
+
+def test_a_rank_that_takes_a_step_again_broadcasts_no_buffers_twice(workers):
+    one, other = workers(checks.tries_again, 2)
+    assert one["layers.0.weight"] == other["layers.0.weight"]
+
+
+def test_without_buffers_nothing_is_broadcast(workers):
+    for with_buffers, without in workers(checks.broadcasts, 2):
+        assert (with_buffers, without) == (3, 0)
 
 
 # ---- what a step returns -------------------------------------------------------------------------

@@ -125,6 +125,42 @@ def test_every_dtype_divisor_and_clip(workers, options):
     near_one_process(results, bound, losses)
 
 
+# Rows of each rank, step by step; in the last ones some have less than 4 micro-batches need.
+SHORT = {
+    2: [[4, 8], [3, 1], [1, 0], [0, 5]],
+    3: [[4, 4, 4], [9, 1, 2], [0, 0, 3], [2, 0, 7]],
+}
+
+
+def is_one_rank_with_all_rows(results):
+    for off, moved, outs, expected_outs in results:
+        assert moved > 0.01 and off < 1e-6
+        torch.testing.assert_close(outs, expected_outs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(deterministic=True),
+        dict(divide="sequences"),
+        dict(config=dict(ordered=True)),
+    ],
+    ids=words,
+)
+@pytest.mark.parametrize("ranks", SHORT)
+def test_short_batches_are_one_rank_with_all_rows(workers, ranks, options):
+    """Ranks with different numbers of rows, fewer than micro-batches, or none."""
+    is_one_rank_with_all_rows(workers(checks.short_batches, ranks, rows=SHORT[ranks], **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+def test_gpus_short_batches_are_one_rank_with_all_rows(gpu_workers, replay):
+    options = dict(device="cuda", replay=replay)
+    is_one_rank_with_all_rows(gpu_workers(2)(checks.short_batches, 2, rows=SHORT[2], **options))
+
+
 def test_a_weight_shared_by_checkpointed_blocks_would_be_sent_too_early(workers):
     """Said, and not gone on with."""
     for first, second in workers(checks.step_that_raises, 2):

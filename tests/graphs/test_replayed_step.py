@@ -493,6 +493,23 @@ def test_the_models_load_state_dict_between_replays_takes_effect(device, counts)
     assert counts.captures == 2
 
 
+@pytest.mark.parametrize("make_data", [batches, lists])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_memory_assigned_before_a_capture_and_between_replays_is_an_edit(device, make_data):
+    """Of an arena's weights, by torch's own function."""
+
+    def between(step, k):
+        if k in (0, 3):
+            vector = nn.utils.parameters_to_vector(step.model.parameters())
+            nn.utils.vector_to_parameters(vector * 0.5, step.model.parameters())
+
+    for dtype in (torch.float32, torch.bfloat16):
+        data = make_data(device)
+        wanted = compare(device, data, between, dtype=dtype)
+        plain, *_ = trained(make(device, "eager", dtype=dtype), data, device)
+        assert wanted[-1].loss != plain[-1].loss, "the edits make no difference"
+
+
 def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=torch.float32):
     """train() with checkpoints and metrics. Returns (losses as the readings tell them, weights)."""
     step = make(device, replay, dtype=dtype, loss=token_loss, schedule=8)

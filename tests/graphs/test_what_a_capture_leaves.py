@@ -110,6 +110,30 @@ def test_another_loss_with_buffers_is_taken_into_the_state():
     assert step.replays == "eager" and second.center.abs().sum() > 0
 
 
+def adversarial(replay):
+    """A loss that trains another model: its weights, those of the model, how it ran."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 8), nn.Linear(8, 1)
+    opt = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def loss_fn(model, x):
+        out = model(x)
+        other(out.detach()).square().mean().backward()
+        opt.step(), opt.zero_grad()
+        return out.square().mean() + other(out).mean()
+
+    with ga.TrainStep(model, loss_fn=loss_fn, replay=replay) as step:
+        for _ in range(4):
+            step(torch.rand(4, 8))
+        return [*other.parameters(), *model.parameters()], step.reason
+
+
+def test_a_step_of_another_models_optimizer_is_refused_before_it_is_taken():
+    (eager, _), (graph, reason) = map(adversarial, ("eager", "graph"))
+    assert "calls step() of SGD over weights of another model" in reason
+    assert all(map(torch.equal, eager, graph))
+
+
 def test_capture_changes_no_weight_and_keeps_gradients():
     model = MomentumEncoder()
     before = {name: t.clone() for name, t in model.state_dict().items()}

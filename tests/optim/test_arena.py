@@ -372,6 +372,57 @@ def test_data_that_is_assigned_is_an_edit_in_place(dtype, whose, optimizer):
     assert all(map(torch.equal, trained(assigned), trained(in_place)))
 
 
+MOVES = {
+    # The index is another device's to torch, which copies.
+    "to(cpu:0)": lambda model: model.to("cpu:0"),
+    ".data": lambda model: setattr(model[0].weight, "data", torch.ones(3, 5).to(model[0].weight)),
+    "a copy": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("optimizer", ["ga", "torch"])
+@pytest.mark.parametrize("loop", ["launched", "eager", "graph"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_were_put_elsewhere_count_and_lie_in_the_arena_again(
+    dtype, loop, optimizer, move
+):
+    """As `accelerator.prepare` does on a CPU with several processes: it calls to("cpu:0")."""
+
+    def loss_fn(model, x):
+        return model(x).float().square().mean()
+
+    def trained(move):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(dtype)
+        arena = Arena(model)
+        opt = AdamW(arena, lr=0.1)
+        if optimizer == "torch":
+            opt = torch.optim.AdamW(arena.parameter_groups(0.01), lr=0.1)
+        step = None if loop == "launched" else TrainStep(model, opt, loss_fn, replay=loop)
+        for k in range(4):
+            if k in (0, 2):
+                move(model)
+            x = torch.ones(2, 5, dtype=dtype) * k
+            if step is None:
+                loss_fn(model, x).backward()
+                opt.step(), opt.zero_grad()
+            else:
+                step(x)
+        arena.check()
+        check_views(arena)
+        return [p.detach().clone() for p in (*model.parameters(), *arena.parameters())]
+
+    in_place = {
+        "to(cpu:0)": lambda model: None,
+        ".data": lambda model: model[0].weight.data.fill_(1),
+        "a copy": lambda model: None,
+    }
+    with use_backend("simt" if loop == "graph" else "torch"):
+        for p, q in zip(trained(MOVES[move]), trained(in_place[move]), strict=True):
+            assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buffers_that_move_keep_their_values_and_their_views(dtype):
     model = Transformer(preset("tiny", layers=1)).to(dtype)
@@ -694,54 +745,3 @@ def test_a_slice_that_was_placed_elsewhere_gets_its_memory_again():
     assert model.bias.grad.data_ptr() == other.data_ptr() and other.eq(5).all()
     arena.gradients.place(before)
     assert model.bias.grad.data_ptr() == arena.gradients.views[0].data_ptr()
-
-
-MOVES = {
-    # The index is another device's to torch, which copies.
-    "to(cpu:0)": lambda model: model.to("cpu:0"),
-    ".data": lambda model: setattr(model[0].weight, "data", torch.ones(3, 5).to(model[0].weight)),
-    "a copy": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
-}
-
-
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("optimizer", ["ga", "torch"])
-@pytest.mark.parametrize("loop", ["launched", "eager", "graph"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_were_put_elsewhere_count_and_lie_in_the_arena_again(
-    dtype, loop, optimizer, move
-):
-    """As `accelerator.prepare` does on a CPU with several processes: it calls to("cpu:0")."""
-
-    def loss_fn(model, x):
-        return model(x).float().square().mean()
-
-    def trained(move):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).to(dtype)
-        arena = Arena(model)
-        opt = AdamW(arena, lr=0.1)
-        if optimizer == "torch":
-            opt = torch.optim.AdamW(arena.parameter_groups(0.01), lr=0.1)
-        step = None if loop == "launched" else TrainStep(model, opt, loss_fn, replay=loop)
-        for k in range(4):
-            if k in (0, 2):
-                move(model)
-            x = torch.ones(2, 5, dtype=dtype) * k
-            if step is None:
-                loss_fn(model, x).backward()
-                opt.step(), opt.zero_grad()
-            else:
-                step(x)
-        arena.check()
-        check_views(arena)
-        return [p.detach().clone() for p in (*model.parameters(), *arena.parameters())]
-
-    in_place = {
-        "to(cpu:0)": lambda model: None,
-        ".data": lambda model: model[0].weight.data.fill_(1),
-        "a copy": lambda model: None,
-    }
-    with use_backend("simt" if loop == "graph" else "torch"):
-        for p, q in zip(trained(MOVES[move]), trained(in_place[move]), strict=True):
-            assert torch.equal(p, q)

@@ -247,15 +247,34 @@ def test_named_parameters_are_matched_by_name(device):
         AdamW([(name, params[name]) for name in "dcba"]).load_state_dict(mine.state_dict())
 
 
+def as_written_by_torch_1_9(state_dict):
+    """Numbers, and the options that there were."""
+    options = {"params", "lr", "betas", "eps", "weight_decay", "amsgrad"}
+    return {
+        "state": {
+            i: {**state, "step": int(state["step"])} for i, state in state_dict["state"].items()
+        },
+        "param_groups": [
+            {key: value for key, value in group.items() if key in options}
+            for group in state_dict["param_groups"]
+        ],
+    }
+
+
+@pytest.mark.parametrize("written", ["by torch 1.9", "without names", "with names"])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_torchs_one_group_and_the_two_of_an_arena(device):
+def test_torchs_one_group_and_the_two_of_an_arena(device, written):
     """The message names the arena that loads it, and that one does."""
     model = network(device)
-    theirs = Torchs(model.parameters(), lr=0.01, weight_decay=0.2)
+    named = written == "with names"
+    params = model.named_parameters() if named else model.parameters()
+    theirs = Torchs(params, lr=0.01, weight_decay=0.2)
     for k in range(3):
         gradients(dict(model.named_parameters()), k)
         theirs.step()
     saved = copy.deepcopy(theirs.state_dict())
+    if written == "by torch 1.9":
+        saved = as_written_by_torch_1_9(saved)
     twin_model = copy.deepcopy(model)
     arena = Arena(twin_model)
     mine = AdamW(arena)

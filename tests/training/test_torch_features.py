@@ -1,0 +1,441 @@
+"""Programs that use more of torch than layers and a loss train in an arena as without one."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import generator
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import swa_utils
+from torch.utils.checkpoint import checkpoint
+
+import gpuaccel as ga
+from gpuaccel.backends import find_compiler
+
+STEPS = 30
+
+
+def layers():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def rows(k, *shape):
+    return torch.randn(*shape or (4, 8), generator=generator(k))
+
+
+def square(model, x):
+    return model(x).float().square().mean()
+
+
+def torchs_or_ours(model, adds, **options):
+    """AdamW over the model's parameters; adds: None for torch's, else over an arena, which is
+    returned."""
+    if adds is None:
+        return torch.optim.AdamW(model.parameters(), **options), None
+    arena = ga.Arena(model, decay=lambda name, p: True)
+    return ga.AdamW(arena, **options), arena
+
+
+# ---- modules and losses --------------------------------------------------------------------------
+
+
+class Program:
+    """A model, its loss, its batches, and what happens before step k."""
+
+    make = staticmethod(layers)
+    loss = staticmethod(square)
+    batch = staticmethod(rows)
+
+    def before(self, k, model):
+        pass
+
+
+class WeightNorm(Program):
+    """Computed once for two forwards."""
+
+    def make(self):
+        model = layers()
+        parametrizations.weight_norm(model[0])
+        parametrizations.spectral_norm(model[2])
+        return model
+
+    def loss(self, model, x):
+        with parametrize.cached():
+            return square(model, x) + square(model, x + 1)
+
+
+class Scripted(Program):
+    def make(self):
+        return nn.Sequential(torch.jit.script(layers()), nn.Linear(8, 2))
+
+
+class Checkpointed(Program):
+    """With dropout, which is drawn again."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Sequential(layers(), nn.Dropout(0.2)), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+    make = Net
+
+
+class TiedWithPadding(Program):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(11, 8, padding_idx=3)
+            self.layers, self.head = layers(), nn.Linear(8, 11, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.layers(self.embedding(tokens)))
+
+    make = Net
+
+    def batch(self, k):
+        return torch.randint(0, 11, (4, 6), generator=generator(k))
+
+    def loss(self, model, tokens):
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if of_x else None,
+            grad.t() @ x if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
+
+
+class CustomFunction(Program):
+    """Which computes the gradients that are needed; with a hook in backward."""
+
+    def make(self):
+        model = layers()
+        model[1].register_full_backward_hook(lambda module, of_input, _: (of_input[0] * 0.5,))
+        return model
+
+    def loss(self, model, x):
+        first, between, last = model
+        x = between(Product.apply(x, first.weight, first.bias))
+        return (Product.apply(x, last.weight, last.bias.detach()) + last.bias).square().mean()
+
+
+class GradientPenalty(Program):
+    """Backward through a gradient with regard to inputs, and one with regard to weights."""
+
+    def loss(self, model, x):
+        x = x.clone().requires_grad_()
+        loss = square(model, x)
+        of_x, of_weight = torch.autograd.grad(loss, [x, model[0].weight], create_graph=True)
+        return loss + (of_x.norm(dim=1) - 1).square().mean() + of_weight.square().sum()
+
+
+class InnerLoop(Program):
+    """A step inside of the loss (MAML), by torch.func."""
+
+    def loss(self, model, x):
+        def inner(params):
+            return torch.func.functional_call(model, params, (x,)).square().mean()
+
+        params = dict(model.named_parameters())
+        grads = torch.func.grad(inner)(params)
+        return inner({name: p - 0.1 * grads[name] for name, p in params.items()})
+
+
+class ExchangedData(Program):
+    """vector_to_parameters assigns `.data`."""
+
+    def before(self, k, model):
+        if k % 10 == 5:
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def in_a_loop(program, adds):
+    torch.manual_seed(0)
+    model = program.make()
+    opt, _ = torchs_or_ours(model, adds, lr=1e-2, weight_decay=0.1)
+    torch.manual_seed(5)
+    for k in range(STEPS):
+        program.before(k, model)
+        for micro in program.batch(k).split(2):
+            (program.loss(model, micro) / 2).backward()
+        opt.step(), opt.zero_grad()
+    return model.state_dict()
+
+
+def in_a_step(program, adds, replay="eager"):
+    torch.manual_seed(0)
+    model = program.make()
+    opt, _ = torchs_or_ours(model, adds, lr=1e-2, weight_decay=0.1)
+    torch.manual_seed(5)
+    with ga.TrainStep(model, opt, program.loss, micro_batches=2, replay=replay) as step:
+        for k in range(STEPS):
+            program.before(k, model)
+            step(program.batch(k))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        WeightNorm,
+        Scripted,
+        Checkpointed,
+        TiedWithPadding,
+        CustomFunction,
+        GradientPenalty,
+        InnerLoop,
+        ExchangedData,
+    ],
+)
+def test_what_modules_and_losses_do_counts_as_in_torch(program):
+    want = in_a_loop(program(), None)
+    for train in (in_a_loop, in_a_step):
+        got = train(program(), "arena")
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+def test_a_scripted_module_is_replayed():
+    with ga.use_backend("simt"):
+        got = in_a_step(Scripted(), "arena", ga.training.Replay(policy="require"))
+    torch.testing.assert_close(got, in_a_loop(Scripted(), None), rtol=1e-4, atol=1e-5)
+
+
+# ---- averages of weights -------------------------------------------------------------------------
+
+
+def averaged(adds, ema):
+    """A model, and its average, whose BatchNorm is updated at the end and which then trains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    opt, arena = torchs_or_ours(model, adds, lr=0.05, weight_decay=0.1)
+    average = swa_utils.get_ema_multi_avg_fn(0.9) if ema else None
+    mean = swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=ema)
+    schedule = swa_utils.SWALR(opt, swa_lr=0.01, anneal_epochs=3)
+    step = None
+    if adds == "step":
+        step = ga.TrainStep(model, opt, square, scheduler=schedule)
+    rates = []
+    for k in range(12):
+        if step is not None:
+            step(rows(k))
+        else:
+            square(model, rows(k)).backward()
+            opt.step(), opt.zero_grad(), schedule.step()
+        if k >= 4:
+            mean.update_parameters(model)
+        rates.append(opt.param_groups[0]["lr"])
+    swa_utils.update_bn([rows(50 + k) for k in range(3)], mean)
+    before = [t.clone() for t in model.state_dict().values()]
+    other = torch.optim.SGD(mean.parameters(), 0.1)
+    square(mean, rows(60)).backward()
+    other.step()
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    return {**model.state_dict(prefix="model."), **mean.state_dict()}, rates
+
+
+@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("adds", ["loop", "step"])
+def test_swa_and_ema_are_torchs(adds, ema):
+    torch.testing.assert_close(averaged(adds, ema), averaged(None, ema), rtol=1e-4, atol=1e-5)
+
+
+class ScheduleFree:
+    """Schedule-free averaging around an optimizer (Defazio et al., 2024): z takes the steps, x is
+    their average, and the model trains at y between the two.
+
+    Args:
+        opt: holds y; its own state is that of z.
+        written: called after y was written, not by `opt`.
+    """
+
+    def __init__(self, opt, written, beta=0.9):
+        self.opt, self.written, self.beta, self.steps = opt, written, beta, 0
+        self.params = [p for group in opt.param_groups for p in group["params"]]
+        self.z = [p.detach().clone() for p in self.params]
+
+    @torch.no_grad()
+    def move(self, weight):
+        for p, z in zip(self.params, self.z):
+            p.data.lerp_(z, weight)
+        self.written()
+
+    def eval(self):
+        self.move(1 - 1 / self.beta)
+
+    def train(self):
+        self.move(1 - self.beta)
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        means = [p.lerp(z, 1 - 1 / self.beta) for p, z in zip(self.params, self.z)]
+        for p, z in zip(self.params, self.z):
+            p.data.copy_(z)
+        self.opt.step()
+        for p, z, x in zip(self.params, self.z, means):
+            z.copy_(p)
+            p.data.copy_(x.lerp_(z, 1 / self.steps).lerp(z, 1 - self.beta))
+        self.written()
+
+
+def schedule_free(adds, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = layers().to(dtype)
+    opt, arena = torchs_or_ours(model, adds, lr=0.02, weight_decay=0.1)
+    free = ScheduleFree(opt, arena.publish if arena else lambda: None)
+    losses = []
+    for k in range(20):
+        square(model, rows(k).to(dtype)).backward()
+        free.step(), opt.zero_grad()
+        if k % 5 == 4:
+            free.eval()
+            losses.append(square(model, rows(99).to(dtype)).detach())
+            free.train()
+    return losses, {name: p.float() for name, p in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_schedule_free_averaging_is_torchs(dtype, bound):
+    """Also around the fp32 masters of bf16 weights, which publish() rounds."""
+    torch.testing.assert_close(
+        schedule_free("loop", dtype), schedule_free(None), rtol=0, atol=bound
+    )
+
+
+# ---- optimizers and loops ------------------------------------------------------------------------
+
+
+class Descent(torch.optim.Optimizer):
+    """Writes `.data`, in place or by assignment."""
+
+    def __init__(self, params, assigns):
+        super().__init__(params, dict(assigns=assigns))
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["assigns"]:
+                    p.data = p.data - 0.5 * p.grad
+                else:
+                    p.data -= 0.5 * p.grad
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize("stepped", [False, True], ids=["loop", "step"])
+def test_an_optimizer_may_write_data(stepped, assigns, dtype, bound):
+    torch.manual_seed(0)
+    start = layers()
+    model, plain = copy.deepcopy(start).to(dtype), copy.deepcopy(start)
+    arena = ga.Arena(model)
+    opt = Descent(arena.parameters(), assigns)
+    step = ga.TrainStep(model, opt, square) if stepped else None
+    theirs = Descent(plain.parameters(), assigns)
+    for k in range(12):
+        square(plain, rows(k)).backward()
+        theirs.step(), theirs.zero_grad()
+        if step is not None:
+            step(rows(k).to(dtype))
+            continue
+        square(model, rows(k).to(dtype)).backward()
+        opt.step(), opt.zero_grad()
+    for p, want in zip(model.parameters(), plain.parameters()):
+        assert float((want - p.float()).detach().abs().max()) < bound
+    assert float((plain[0].weight - start[0].weight).detach().abs().max()) > 5 * bound
+
+
+class Wrapped:
+    """Stands for an optimizer, as in Lightning: it has its attributes, and a step of its own."""
+
+    def __init__(self, opt):
+        self.__dict__ = {**opt.__dict__, "opt": opt, "steps": 0}
+
+    def step(self, closure=None):
+        self.steps += 1
+        return self.opt.step(closure)
+
+    def zero_grad(self):
+        self.opt.zero_grad()
+
+
+@contextlib.contextmanager
+def toggled(opt, other):
+    """Only the tensors of `opt` are trained."""
+    for group in other.param_groups:
+        for p in group["params"]:
+            p.requires_grad_(False)
+    yield
+    for group in other.param_groups:
+        for p in group["params"]:
+            p.requires_grad_(True)
+
+
+def played(adds, how):
+    """A generator and a discriminator with an optimizer each, optimized by hand."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"g": nn.Linear(8, 8), "d": nn.Linear(8, 1)})
+    g, d = model["g"], model["d"]
+    names = dict(model.named_parameters())
+    if adds == "one arena":
+        names = ga.Arena(model).named_parameters()
+    options = dict(lr=0.01, weight_decay=0.1)
+    if adds == "two arenas":
+        opts = [ga.AdamW(ga.Arena(part, decay=lambda *_: True), **options) for part in (g, d)]
+    else:
+        kind = torch.optim.AdamW if adds is None else ga.AdamW
+        parts = [[p for name, p in names.items() if name.startswith(part)] for part in "gd"]
+        opts = [kind(part, **options) for part in parts]
+    of_g, of_d = map(Wrapped, opts)
+    for k in range(12):
+        x = rows(k)
+
+        def back(opt, loss):
+            opt.zero_grad()
+            loss.backward()
+            return loss.detach()
+
+        if how == "toggled":
+            with toggled(of_d, of_g):
+                back(of_d, d(g(x)).square().mean() + d(x).mean())
+                of_d.step()
+            with toggled(of_g, of_d):
+                back(of_g, -d(g(x)).mean())
+                of_g.step()
+        elif how == "closures":
+            first = of_d.step(lambda: back(of_d, d(g(x)).square().mean()))
+            second = of_g.step(lambda: back(of_g, (d(g(x)) - 1).square().mean()))
+            assert first > 0 and second > 0
+        else:
+            ((d(g(x)) - 1).square().mean() / 3).backward()
+            if k % 3 == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                for opt in (of_g, of_d):
+                    opt.step(), opt.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("how", ["toggled", "closures", "accumulated"])
+@pytest.mark.parametrize("adds", ["one arena", "two arenas"])
+def test_optimization_by_hand_is_torchs(adds, how):
+    torch.testing.assert_close(played(adds, how), played(None, how), rtol=1e-5, atol=1e-6)
