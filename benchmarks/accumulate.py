@@ -14,7 +14,8 @@ import statistics
 import struct
 
 import torch
-from common import DEVICE, record, show_table
+from common import DEVICE, record
+from tables import Column, Table, number, ratio, share
 from timing import copy_rate, host_milliseconds, milliseconds, repeat
 from training import build
 
@@ -103,19 +104,25 @@ def measure(config) -> dict:
     return {"addition": addition(full), "launch_us": launch_microseconds()}
 
 
-def show(results: dict):
-    for dtype in DTYPES:
-        rows = [
-            (name, r["ms"], r["of_copy_rate"], r["times_foreach"])
-            for name, r in results["addition"][dtype].items()
-        ]
-        head = ("", "ms", "of copy rate", "x foreach")
-        show_table(f"add {dtype} gradients into fp32", rows, head)
-    show_table("launch from Python", list(results["launch_us"].items()), ("", "us"))
+def tables(results: dict) -> "dict[str, Table]":
+    rows = [
+        {"by": f"{dtype}: {name}", **m}
+        for dtype in DTYPES
+        for name, m in results["addition"][dtype].items()
+    ]
+    addition = [
+        Column("gradients, by", "by"),
+        Column("ms", "ms", number),
+        Column("of copy rate", "of_copy_rate", share),
+        Column("against torch", "times_foreach", ratio),
+    ]
+    launches = [{"call": name, "us": us} for name, us in results["launch_us"].items()]
+    launch = [Column("launch from Python", "call"), Column("us", "us", number)]
+    return {"addition": Table(addition, rows), "launch": Table(launch, launches)}
 
 
 def main():
-    record("accumulate", measure, show, GiB=15)
+    record("accumulate", measure, tables, GiB=15)
 
 
 if __name__ == "__main__":

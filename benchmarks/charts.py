@@ -1,170 +1,150 @@
-"""The charts of docs/benchmarks.md, from benchmarks/results; report.py writes them to docs/charts.
+"""The charts of the benchmarks, by matplotlib; report.py writes them.
 
-One chart of each kind for each GPU that has results: how many times faster than the strongest peer,
-how close to the copy rate, how much of one GPU's rate is left on several, and the trainings of the
-notebooks. A chart is an SVG that is readable on a light and on a dark page.
+A chart has a panel for each GPU. It is an SVG with text as text, a transparent ground and grey ink,
+so that it is readable on a light and on a dark page. Blue is ours and orange torch's: two colours
+that colour-blind readers tell apart.
 """
 
-import common
-import report
+import pathlib
 
-from gpuaccel.learn.figures.drawing import BLUE, GREEN, GREY, ORANGE, RED, WIDTH, Ink
+import matplotlib
+from matplotlib.figure import Figure
+from report import gpu_of, load, ratio_rows
 
-FOLDER = common.ROOT / "docs" / "charts"
-# Where the bars begin and end, and the height of one.
-LEFT, RIGHT, BAR = 390, WIDTH, 16
-
-
-def bars(title: str, rows, axis: str, unit: float = 1.0, legend=()) -> str:
-    """Horizontal bars under a title.
-
-    rows: (words, [(value, words, colour)]), one group of bars each.
-    axis: what the line at `unit` is, in words.
-    legend: (colour, opacity, words)."""
-    ink = Ink()
-    ink.title(14, title)
-    y = 34
-    if legend:
-        ink.legend(y + 2, legend)
-        y += 22
-    longest = max(max(value for value, _, _ in group) for _, group in rows) * 1.02
-    scale = (RIGHT - LEFT) / max(longest, unit)
-    line, top = LEFT + unit * scale, y + 14
-    at_the_edge = line > WIDTH - 40
-    ink.text(line, y + 6, axis, 11, ink.soft, "end" if at_the_edge else "middle")
-    y = top + 8
-    for words, group in rows:
-        middle = y + len(group) * BAR / 2 + 4
-        ink.text(LEFT - 106, middle, words, 12, anchor="end")
-        for value, number, colour in group:
-            ink.rect(LEFT, y + 1, max(value * scale, 1.0), BAR - 3, colour, rx=2)
-            ink.text(LEFT - 10, y + BAR - 4.5, number, 11.5, anchor="end", weight=600)
-            y += BAR
-        y += 9
-    ink.segment(line, top, line, y, ink.soft, 1.2, "3 3")
-    spoken = "; ".join(f"{words}: {', '.join(n for _, n, _ in group)}" for words, group in rows)
-    return ink.svg(y + 8, f"{title}. {spoken}")
+OURS, TORCH = "#3a87d0", "#e0861a"
+INK = "#808080"
+# Inches: of a chart's width, of a bar's height, of titles and axes.
+WIDTH, BAR, REST = 9.0, 0.22, 1.0
+STYLE = {
+    "svg.fonttype": "none",
+    # The same file from the same numbers.
+    "svg.hashsalt": "gpuaccel",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.facecolor": "none",
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
-def ratios(gpu: str) -> "str | None":
-    """Each claim of the README against its strongest peer."""
-    rows = [
-        (c.what.replace("`", ""), [(c.value, f"{c.value:.2f}x", BLUE if c.value >= 1 else RED)])
-        for c in report.claims(gpu)
-        if c.against_peer
-    ]
-    return rows and bars(
-        f"How many times faster than the strongest peer, {gpu}", rows, "equally fast"
-    )
+def bars(title: str, panels: dict, line: str, names: tuple = (), form="{:.2f}x") -> Figure:
+    """Horizontal bars, a panel for each GPU.
+
+    panels: GPU -> label -> values; the first is ours. A value may be None.
+    line: what a value of 1 is, in words. names: of the values, for the legend"""
+    labels = list(dict.fromkeys(label for rows in panels.values() for label in rows))
+    count = max(len(values) for rows in panels.values() for values in rows.values())
+    height = REST + BAR * len(labels) * (count + 0.5)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.suptitle(title, fontweight="bold", fontsize=11)
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        most = max(v for rows in panels.values() for vs in rows.values() for v in vs if v)
+        # Room for the numbers, in a column of their own.
+        end = max(most, 1) * 1.25
+        for ax, (gpu, rows) in zip(axes, panels.items(), strict=True):
+            thickness = 0.8 / count
+            for i, (name, colour) in enumerate(zip(names or [""], (OURS, TORCH))):
+                values = [(rows.get(label) or ())[i : i + 1] for label in labels]
+                there = [(y, v[0]) for y, v in enumerate(values) if v and v[0] is not None]
+                places = [y + (i - (count - 1) / 2) * thickness for y, _ in there]
+                drawn = ax.barh(places, [v for _, v in there], thickness * 0.9, color=colour)
+                drawn.set_label(name)
+                for place, (_, v) in zip(places, there):
+                    ax.text(end, place, form.format(v), ha="right", va="center", fontsize=8)
+            ax.axvline(1, color=INK, linewidth=1, linestyle="--")
+            ax.set_title(gpu, fontsize=10)
+            ax.set_xlim(0, end)
+            ax.set_xlabel(f"1 = {line}")
+        axes[0].set_yticks(range(len(labels)), [label.replace("`", "") for label in labels])
+        axes[0].invert_yaxis()
+        if names:
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+            figure.legends[0].get_frame().set_alpha(0)
+    return figure
 
 
-def floor(gpu: str) -> "str | None":
-    """The least time that the bytes allow, at the copy rate of the same run, as a share."""
-    rows = []
+# ---- what is drawn ------------------------------------------------------------------------------
 
-    def add(words, ours, torch):
-        shares = [
-            (share, f"{share:.0%}", colour) for share, colour in ((ours, BLUE), (torch, ORANGE))
-        ]
-        rows.append((words, shares))
 
-    if result := report.load("accumulate", gpu):
-        for dtype, m in dtypes_of(result["results"]["addition"]):
-            ours, torch = m["accumulate_v3, one launch"], m["torch._foreach_add_"]
-            add(f"adding gradients, {dtype}", ours["of_copy_rate"], torch["of_copy_rate"])
-    if result := report.load("clip", gpu):
-        for dtype, m in dtypes_of(result["results"]):
-            ours, torch = (
-                m["over"][name]["replayed"] for name in ("ga.clip_grad_norm_", "torch foreach")
+def ratios(folder: str) -> dict:
+    """The README's table."""
+    return {row["what"]: (row["ratio"],) for row in ratio_rows(folder)}
+
+
+def copy_rate(folder: str) -> dict:
+    """Shares of the rate of a plain copy, for the bytes that must move: ours, and torch's."""
+    rows = {}
+    for dtype in ("float32", "bfloat16"):
+        if result := load("accumulate", folder):
+            m = result["results"]["addition"][dtype]
+            rows[f"adding gradients, {dtype}"] = (
+                m["accumulate_v3, one launch"]["of_copy_rate"],
+                m["torch._foreach_add_"]["of_copy_rate"],
             )
-            add(
-                f"clipping, norm over the limit, {dtype}",
-                ours["of_copy_rate"],
-                torch["of_copy_rate"],
+        if result := load("clip", folder):
+            m = result["results"][dtype]["over"]
+            rows[f"clipping, {dtype}"] = tuple(
+                m[name]["replayed"]["of_copy_rate"]
+                for name in ("ga.clip_grad_norm_", "torch foreach")
             )
-    if result := report.load("tail", gpu):
-        for dtype, m in dtypes_of(result["results"]):
-            measured = report.tail_rows(m["replayed"])
-            ours, torch = measured["ours"], measured[report.fastest_torch(measured)]
-            add(f"clip and AdamW, {dtype}", ours["of_copy_rate"], torch["of_copy_rate"])
-    if result := report.load("encoder", gpu):
+        if result := load("tail", folder):
+            m = result["results"][dtype]["replayed"]
+            rows[f"clip and AdamW, {dtype}"] = tuple(
+                m[name]["of_copy_rate"] for name in ("ours", "torch, fused AdamW")
+            )
+    if result := load("encoder", folder):
         for tokens, m in result["results"]["backward"].items():
             if isinstance(m, dict):
-                ours, torch = (
-                    m["variants"][name]["of_copy_rate"]["replayed"]
+                rows[f"embedding gradient, {tokens}"] = tuple(
+                    m["variants"][name]["of_copy_rate"].get("replayed")
                     for name in ("ours, segments known", m["best_atomics"])
                 )
-                add(f"embedding gradient, {tokens}", ours, torch)
-    legend = [(BLUE, None, "ours"), (ORANGE, None, "torch's fastest")]
-    return rows and bars(
-        f"Share of the floor: the copy rate for the bytes that must move, {gpu}",
-        rows,
-        "copy rate",
-        legend=legend,
-    )
+    return rows
 
 
-def dtypes_of(results):
-    return [(dtype, results[dtype]) for dtype in ("float32", "bfloat16")]
-
-
-def several(gpu: str) -> "str | None":
-    """The rate of each of several GPUs as a share of one GPU's, with 4 micro-batches and with 1."""
-    rows = []
+def several(folder: str) -> dict:
+    """The rate of each of several GPUs, as a share of ours on one: ours, and torch's fastest."""
+    rows = {}
     for n in ("2", "4", "8"):
-        if not (result := report.load(f"ddp_{n}gpus", gpu)):
-            continue
-        r = result["results"][n]
-        for count, words in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
-            ours, peer = report.ddp_ours(r, count), report.fastest_ddp(r, count)
-            group = []
-            if ours:
-                group.append((ours["of_one_gpu"], f"{ours['of_one_gpu']:.1%}", BLUE))
-            # Beside a step launched from Python a replayed one would be compared with the host.
-            if ours and peer and "captured" in peer[0]:
-                share = ours["of_one_gpu"] * ours["ms"] / peer[1]["ms"]
-                group.append((share, f"{share:.1%}", ORANGE))
-            if group:
-                rows.append((f"{n} GPUs, {words}", group))
-    legend = [
-        (BLUE, None, "ours, replayed"),
-        (ORANGE, None, "torch's fastest, DDP or FSDP2, in a CUDA graph"),
-    ]
-    return rows and bars(
-        f"Rate of each GPU, as a share of ours on one GPU, {gpu}", rows, "one GPU", legend=legend
-    )
+        if result := load(f"ddp_{n}gpus", folder):
+            r = result["results"][n]
+            for count, words in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
+                if m := r["groups"].get("ours, replayed", {}).get(count, {}).get("all-reduce"):
+                    torch = m["of_one_gpu"] / m["times_torch"] if "times_torch" in m else None
+                    rows[f"{n} GPUs, {words}"] = (m["of_one_gpu"], torch)
+    return rows
 
 
-def rungs(gpu: str) -> "str | None":
-    """The trainings of the notebooks, one after the other."""
-    result = report.load("rungs", gpu)
-    if not result:
-        return None
-    rows = []
-    for notebook, m in result["results"].items():
-        first = next(iter(m["rows"].values()))["tokens_per_s"]
-        for i, (name, row) in enumerate(m["rows"].items()):
-            rate = row["tokens_per_s"]
-            number = f"{rate / first:.2f}x  {rate / 1e3:,.0f}K"
-            rows.append(
-                (f"{notebook}: {name}", [(rate / first, number, GREY if i == 0 else GREEN)])
-            )
-    return bars(
-        f"The trainings of the notebooks: tokens/s against each one's first row, {gpu}",
-        rows,
-        "first row",
-    )
+PAIR = ("ours", "torch's fastest")
+# File name -> (title, rows of a GPU, what 1 is, names of the values, how they are written).
+CHARTS = {
+    "ratios": ("How many times as fast as torch", ratios, "equally fast", (), "{:.2f}x"),
+    "copy_rate": ("Share of the copy rate", copy_rate, "a plain copy", PAIR, "{:.0%}"),
+    "several": ("Rate of each GPU", several, "ours on one GPU", PAIR, "{:.0%}"),
+}
 
 
-KINDS = {"ratios": ratios, "floor": floor, "several": several, "rungs": rungs}
+def charts(folders) -> "dict[str, Figure]":
+    """File name -> chart of these GPUs; one without a value is left out."""
+    made = {}
+    for name, (title, rows, line, names, form) in CHARTS.items():
+        panels = {gpu_of(folder): some for folder in folders if (some := rows(folder))}
+        if panels:
+            made[name] = bars(title, panels, line, names, form)
+    return made
 
 
-def charts() -> "dict[str, str]":
-    """File name -> SVG, for all kinds and GPUs."""
-    gpus = [gpu for gpu in report.machines("*") if not gpu.startswith("none")]
-    drawn = {}
-    for kind, draw in KINDS.items():
-        for gpu in gpus:
-            if svg := draw(gpu):
-                drawn[f"{kind}-{gpu.lower().replace(' ', '-')}.svg"] = svg + "\n"
-    return drawn
+def write(target: pathlib.Path, folders) -> "dict[str, str]":
+    """Title -> file name of each chart, written to a folder."""
+    written = {}
+    for name, figure in charts(folders).items():
+        with matplotlib.rc_context(STYLE):
+            figure.savefig(target / f"{name}.svg", transparent=True, metadata={"Date": None})
+        written[CHARTS[name][0]] = f"{name}.svg"
+    return written

@@ -16,7 +16,8 @@ Needs a GPU and about a minute.
 import dataclasses
 
 import torch
-from common import DEVICE, record, show_table
+from common import DEVICE, record
+from tables import Column, Table, integer, number, ratio, scientific, share
 from timing import captured, copy_rate, milliseconds_after, wall
 from training import build
 
@@ -176,7 +177,6 @@ def small(count: int = 1000, size: int = 1000) -> dict:
 
     replays = {name: captured(run) for name, run in runs.items()}
     times = {
-        "launched": milliseconds_after({name: (restore, run) for name, run in runs.items()}),
         "wall": {name: wall(run) for name, run in runs.items()},
         "replayed": milliseconds_after({name: (restore, run) for name, run in replays.items()}),
     }
@@ -200,37 +200,58 @@ def measure(config) -> dict:
     return {**results, "small": small()}
 
 
-def show(results: dict):
+def tables(results: dict) -> "dict[str, Table]":
+    columns = [
+        Column("gradients, by", "by"),
+        Column("over: ms", "over_ms", number),
+        Column("over: of copy rate", "over_share", share),
+        Column("over: against torch", "over_ratio", ratio),
+        Column("under: ms", "under_ms", number),
+        Column("under: of copy rate", "under_share", share),
+        Column("under: against torch", "under_ratio", ratio),
+        Column("over, launched: ms", "launched_ms", number),
+        Column("host waits", "syncs", integer),
+        Column("error of the norm", "error", scientific),
+    ]
+    rows = []
     for dtype in DTYPES:
         r = results[dtype]
-        for case in ("over", "under"):
-            rows = [
-                (name, kind, m["ms"], f"{m['of_copy_rate']:.0%}", m["times_torch"])
-                for name, kinds in r[case].items()
-                for kind, m in kinds.items()
-            ]
-            head = ("", "", "ms", "of copy rate", "x torch")
-            show_table(f"{dtype} gradients, {case} the threshold", rows, head)
-        rows = [
-            (name, f"{error:.1e}", r["host"][name]["launches"], r["host"][name]["syncs"])
-            for name, error in r["norm_error"].items()
-        ]
-        head = ("", "error of the norm", "launches", "host waits")
-        show_table(f"{dtype} gradients", rows, head)
-    show_small(results["small"])
+        for name in r["over"]:
+            row = {"by": f"{dtype}: {name}", "syncs": r["host"][name]["syncs"]}
+            row["error"] = r["norm_error"][name]
+            row["launched_ms"] = r["over"][name]["launched"]["ms"]
+            for case in ("over", "under"):
+                # A wait for the device cannot be captured.
+                m = r[case][name].get("replayed", {})
+                row[f"{case}_ms"] = m.get("ms")
+                row[f"{case}_share"] = m.get("of_copy_rate")
+                row[f"{case}_ratio"] = m.get("times_torch")
+            rows.append(row)
+    return {"clipping": Table(columns, rows), "small": small_table(results["small"])}
 
 
-def show_small(results: dict):
-    rows = [
-        (name, kind, m["ms"], m["times_torch"])
-        for kind, variants in results.items()
-        for name, m in variants.items()
+def small_table(results: dict) -> Table:
+    """Of many small tensors. results: kind -> variant -> measurement."""
+    columns = [
+        Column("1,000 tensors of 1,000, by", "by"),
+        Column("launched: ms", "wall_ms", number),
+        Column("launched: against torch", "wall_ratio", ratio),
+        Column("replayed: ms", "replayed_ms", number),
+        Column("replayed: against torch", "replayed_ratio", ratio),
     ]
-    show_table("many small tensors", rows, ("", "", "ms", "x torch"))
+    rows = [
+        {
+            "by": name,
+            **{f"{kind}_ms": results[kind][name]["ms"] for kind in results},
+            **{f"{kind}_ratio": results[kind][name]["times_torch"] for kind in results},
+        }
+        for name in results["wall"]
+    ]
+    return Table(columns, rows)
 
 
 def main():
-    record("clip", measure, show, GiB=20)
+    record("clip", measure, tables, GiB=20)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What every benchmark needs: the device, the facts about the machine, result files and tables.
+"""What every benchmark needs: the device, the facts about the machine, and result files.
 
->>> record("clip", measure, show)                     # measure(), show its results, write them
->>> record("step", measure, show, GiB=70)             # measure(config) of a model that fits
+>>> record("clip", measure, tables)                   # measure(), print its tables, write results
+>>> record("step", measure, tables, GiB=70)           # measure(config) of a model that fits
 """
 
 import contextlib
@@ -18,8 +18,9 @@ import time
 
 import memory
 import power
-from fingerprints import ROOT, fingerprints, kernels_in_use, machine_code, nvrtc_version
-from workers import KERNELS_USED
+from tables import show
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Tests set "cpu" before they import the other modules.
 DEVICE = "cuda"
@@ -44,7 +45,7 @@ def environment() -> dict:
         }
     return {
         **gpu,
-        "nvrtc": nvrtc_version() or "none",
+        "nvrtc": nvrtc_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),
@@ -53,9 +54,27 @@ def environment() -> dict:
 
 
 def commit() -> str:
-    """The commit of this checkout, shortened."""
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(head, capture_output=True, text=True).stdout.strip() or "unknown"
+    """The commit of this checkout, shortened; with "+" where code differs from it."""
+
+    def git(*words) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    head = git("rev-parse", "--short", "HEAD")
+    code = ("gpuaccel", "kernels_cu", "benchmarks/*.py")
+    changes = "+" if git("status", "--porcelain", "--", *code) else ""
+    return head + changes if head else "unknown"
+
+
+def nvrtc_version() -> str:
+    """As 12.9; "none" without NVRTC."""
+    from gpuaccel.compiler import nvrtc
+    from gpuaccel.errors import BackendError
+
+    try:
+        return ".".join(map(str, nvrtc.library().version))
+    except BackendError:
+        return "none"
 
 
 def folder_of(gpu: str) -> str:
@@ -65,28 +84,17 @@ def folder_of(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia ")).strip("_")
 
 
-def facts(script: str) -> dict:
-    """What every result says: the benchmark, the machine, and fingerprints of what was measured."""
-    here = environment()
-    kernels = kernels_in_use() | KERNELS_USED
-    return {
-        "benchmark": script,
-        **here,
-        "fingerprints": fingerprints(script, {use.file for use in kernels}),
-        "machine_code": machine_code(kernels, architecture()) if here["gpus"] else None,
-    }
-
-
 def write(
     name: str, results: dict, script: "str | None" = None, size: "str | None" = None, gpus: int = 1
 ) -> pathlib.Path:
-    """Write benchmarks/results/<gpu>/<name>.json: facts(), power, memory and the results.
+    """Write benchmarks/results/<gpu>/<name>.json: environment(), power, memory and the results.
 
     script: the benchmark's name where it is not `name`
     size: what was measured in words, where it is smaller so that it fits into the GPU's memory
     gpus: how many have measured"""
-    result = facts(script or name)
-    result |= {
+    result = {
+        "benchmark": script or name,
+        **environment(),
         "size": size,
         "power": power.reading(gpus=gpus),
         "power_by_variant": power.readings(gpus=gpus),
@@ -115,9 +123,10 @@ def measuring_here():
         yield
 
 
-def record(name: str, measure, show, GiB: "float | None" = None):
-    """Measure, show the results, and write them.
+def record(name: str, measure, tables, GiB: "float | None" = None):
+    """Measure, print the tables, and write the results.
 
+    tables: plain results -> name -> Table (tables.py)
     GiB: what all processes of the benchmark take together with llama-350m. measure(config) then
         gets the largest model that fits, and a smaller one after it has run out of memory."""
     with measuring_here():
@@ -133,8 +142,8 @@ def record(name: str, measure, show, GiB: "float | None" = None):
             # After the error: its frames no longer hold what they have made.
             power.SPANS.clear()
             give_memory_back()
-        show(results)
         write(name, results, size=size)
+        show(tables(plain(results)))
 
 
 def give_memory_back():
@@ -145,11 +154,14 @@ def give_memory_back():
     torch.cuda.empty_cache()
 
 
-def architecture() -> str:
-    """Of the GPU, as "sm_90"."""
-    import torch
-
-    return "sm_{}{}".format(*torch.cuda.get_device_capability())
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
 
 
 def plain(results: dict) -> dict:
@@ -169,26 +181,3 @@ class Clock:
 
     def say(self, text: str):
         print(f"{self.seconds:5.1f} s: {text}", flush=True)
-
-
-def show_table(title: str, rows, head):
-    """Print a title and a plain text table; numbers are aligned to the right."""
-    rows = [
-        [f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row]
-        for row in [head, *rows]
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    print(f"\n{title}")
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        print("  ".join(cells))
-
-
-def with_goal(value: "float | None", goal: float, reached: "bool | None" = None) -> str:
-    """A value and its goal, for a table; by default the goal is reached from there upwards."""
-    if value is None:
-        return ""
-    if reached is None:
-        reached = value >= goal
-    return f"{value:.2f} ({goal:g}{'' if reached else ': missed'})"

@@ -10,38 +10,27 @@ loop that adds up the gradients of the micro-batches in `.grad`.
 
 import copy
 import os
-import platform
-import statistics
-import time
 
-# Before torch is imported: this machine has no GPU.
-os.environ["GPUACCEL_GPU"] = "off"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import common
+import torch
+from tables import Column, Table, number, ratio
+from timing import host_milliseconds, in_turns
+from training import SETTINGS, build, decay_groups, token_batch
 
-import common  # noqa: E402
-
-common.DEVICE = "cpu"
-
-import torch  # noqa: E402
-from training import SETTINGS, build, decay_groups, token_batch  # noqa: E402
-
-import gpuaccel as ga  # noqa: E402
+import gpuaccel as ga
 
 MICRO_BATCHES, ROWS, T = 4, 8, 64
 ROUNDS = 60
 THREADS = (1, 2)
 
 
-def milliseconds(functions: dict, rounds: int = ROUNDS) -> dict:
+def milliseconds(functions: dict) -> dict:
     """Median time of each function; they run in turns, after three calls that are not timed."""
-    times = {name: [] for name in functions}
-    for turn in range(3 + rounds):
-        for name, function in functions.items():
-            began = time.perf_counter()
+    for function in functions.values():
+        for _ in range(3):
             function()
-            if turn >= 3:
-                times[name].append(1e3 * (time.perf_counter() - began))
-    return {name: statistics.median(values) for name, values in times.items()}
+    timers = {name: lambda f=f: [host_milliseconds(f)] for name, f in functions.items()}
+    return in_turns(timers, ROUNDS)
 
 
 def measure_tail(config) -> dict:
@@ -99,7 +88,7 @@ def our_step(config):
 def measure() -> dict:
     config = ga.preset("tiny")
     results = {
-        "processor": processor(),
+        "processor": common.processor(),
         "cores": os.cpu_count(),
         "model": f"tiny, {MICRO_BATCHES} micro-batches of {ROWS // MICRO_BATCHES} x {T} tokens",
         "rows": {},
@@ -111,25 +100,30 @@ def measure() -> dict:
     return results
 
 
-def show(results: dict):
-    for threads, measured in results["rows"].items():
-        for what, times in measured.items():
-            rows = [(name, ms, times["torch"] / ms) for name, ms in times.items()]
-            common.show_table(f"{what}, {threads} threads", rows, ("", "ms", "x torch"))
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
+def tables(results: dict) -> "dict[str, Table]":
+    columns = [
+        Column("what", "what"),
+        Column("torch, ms", "torch", number),
+        Column("ours, ms", "ours", number),
+        Column("against torch", "ratio", ratio),
+    ]
+    rows = [
+        {
+            "what": f"{what}, {threads} thread{'s' * (threads != '1')}",
+            **ms,
+            "ratio": ms["torch"] / ms["ours"],
+        }
+        for threads, measured in results["rows"].items()
+        for what, ms in measured.items()
+    ]
+    return {"cpu": Table(columns, rows)}
 
 
 def main():
-    common.record("cpu", measure, show)
+    # Before torch looks for a GPU.
+    os.environ["GPUACCEL_GPU"] = "off"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    common.record("cpu", measure, tables)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ DDP's buckets (DDPOptimizer); and FSDP2 as torchtitan sets it up (fsdp.py), each
 reshard after forward, bf16 parameters and fp32 reduction, launched and captured in one CUDA graph.
 Ours: bf16 weights with fp32 masters, launched from Python, and compiled and replayed as one CUDA
 graph: all-reduce in fp32, by copy engines and by NCCL, in bf16, sharded (by copy engines, too),
-ordered, hierarchical (four GPUs as two machines of two, with NCCL between them), and other bucket
-sizes. Our tokens/s are also compared with those of torch's fastest row in the same run.
+ordered, hierarchical (four GPUs as two machines of two, with NCCL between them). Our tokens/s are
+also compared with those of torch's fastest row in the same run.
 
 Each group of variants has its own base, the same step without communication: on one GPU while the
 others rest (`one GPU`, the reference of the rates), and on all GPUs at once (`each for itself`:
@@ -37,10 +37,11 @@ import sys
 
 import memory
 import torch
-from common import Clock, measuring_here, plain, show_table, write
+from common import Clock, measuring_here, plain, write
 from ddp_ranks import Bench, Rank, Variant
 from power import joined, measuring, reading
-from workers import KERNELS_USED, RankWorkers, WorkerError
+from tables import Column, Table, integer, number, ratio, share, show, tenths, yes_or_no
+from workers import RankWorkers, WorkerError
 
 from gpuaccel.training.models import Transformer
 
@@ -115,7 +116,7 @@ GROUPS = {
 # too few for all of them at once.
 LATER = {REPLAYED: ("all-reduce in bf16", "sharded", "ordered")}
 PARTS = *GROUPS, "bits", "bandwidth"
-# In this order: what matters most is there if the time is not enough for all.
+# In this order: what matters most is there if something stops the run.
 ORDER = COMPILED, CAPTURED, REPLAYED, CAPTURED_FSDP, SPLIT, FSDP, EAGER, OURS_EAGER
 # Groups that are made at once, side by side. Others are made when it is their turn, to save memory.
 MADE_FIRST = (COMPILED, CAPTURED)
@@ -129,8 +130,6 @@ CALLS = 3
 ROUNDS = {True: 3, False: 2}
 # Micro-batches of a turn of replayed steps; the first quarter does not count.
 SETTLED = 32
-# MB, beside the default.
-BUCKETS = (64, 128)
 # How far first losses may be apart: fp32 weights, and bf16 copies of them.
 SAME_LOSS = 0.05
 
@@ -144,11 +143,7 @@ class Run:
     `results` always holds what has been measured so far.
 
     home: the workers that stay to the end
-    limit: seconds after which no further part begins
     """
-
-    # Of each group.
-    later: "dict[str, tuple[str, ...]]" = LATER
 
     def __init__(
         self,
@@ -156,30 +151,19 @@ class Run:
         bench: Bench,
         groups: dict,
         home,
-        limit: float = math.inf,
         clock: "Clock | None" = None,
     ):
         self.workers = workers
         self.bench = bench
         self.groups = groups
         self.home = home
-        self.limit = limit
         self.clock = clock or Clock()
         self.results = {
             "ranks": workers.ranks,
             "groups": {},
             "made": {},
             "failed": {},
-            "left_out": [],
         }
-
-    def is_late(self, part) -> bool:
-        """Whether there is no time left to begin this part."""
-        late = self.clock.seconds > self.limit
-        if late:
-            self.results["left_out"].append(part)
-            self.clock.say(f"{part} is left out: more than {self.limit:g} s are over")
-        return late
 
     def stage(self, name, function, *args):
         """One part of the measurement. A failure is recorded, and the others go on."""
@@ -223,8 +207,6 @@ class Run:
     def _made(self, group, name, workers):
         """The same model and batches everywhere: the first losses agree."""
         answers = self.workers.answers(workers, MAKING)
-        for answer in answers:
-            KERNELS_USED.update(answer.pop("kernels"))
         loss = statistics.mean(answer["first_loss"] for answer in answers)
         expected = self.results.setdefault("first_loss", loss)
         assert abs(loss - expected) < SAME_LOSS, (
@@ -324,19 +306,15 @@ class Run:
             checks[name] = {"equal": equal, "steps": answers[0][2]}
             assert equal, f"the ranks' weights are not bit-identical: {answers}"
 
-    def group(self, group, buckets=()):
-        """Measure a group, and with ours, replayed, other bucket sizes; then free its memory."""
-        if self.is_late(group):
-            return
+    def group(self, group):
+        """Measure a group, then free its memory."""
         variants = self.groups[group]
-        later = [name for name in self.later.get(group, ()) if name in variants]
+        later = [name for name in LATER.get(group, ()) if name in variants]
         first = [name for name in variants if name not in later]
         if group not in MADE_FIRST:
             self.make({group: {name: variants[name] for name in first}})
         self._race_and_end(group, first)
-        if buckets and group == REPLAYED and not self.is_late("buckets"):
-            self.stage("buckets", self.buckets, buckets)
-        if later and not self.is_late(f"{group}: {', '.join(later)}"):
+        if later:
             self._drop(group, [name for name in first if name != ONE])
             self.make({group: {name: variants[name] for name in later}})
             self._race_and_end(group, later)
@@ -361,25 +339,6 @@ class Run:
         } - self.workers.stopped.keys():
             keys = ((group, name) for name in names)
             self.stage(f"end of {group}", self.workers.ask, workers, "drop", *keys)
-
-    def buckets(self, sizes):
-        """Other bucket sizes, with the fewest micro-batches, each in turns with the default."""
-        count, default = min(self.bench.micro_batches), (REPLAYED, "all-reduce")
-        assert default[1] in self._ready(REPLAYED), "there is no default to compare with"
-        for size in sizes:
-            key = REPLAYED, f"buckets of {size:g} MB"
-            variant = replayed({"bucket_mb": size}, counts=(count,))
-            self.workers.ask(self.home, "make", key, variant, timeout=MAKING)
-            timers = {name: (self.home, name, count, False) for name in (default, key)}
-            times = self.turns(timers, True)
-            missing = [name for _, name in timers.keys() - times.keys()]
-            assert not missing, f"no times of {'; '.join(missing)}"
-            self.results.setdefault("buckets", {})[f"{size:g}"] = {
-                "ms": times[key],
-                "default_ms": times[default],
-                "times_default": times[default] / times[key],
-            }
-            self.workers.ask(self.home, "drop", key)
 
     # ---- the network, and bits ----
 
@@ -435,14 +394,14 @@ class Run:
 
     # ---- all of it ----
 
-    def all(self, buckets, parts):
+    def all(self, parts):
         self.meet(self.workers.names)
         self.make({group: self.groups[group] for group in MADE_FIRST if group in self.groups})
         for group in self.groups:
-            self.group(group, buckets)
+            self.group(group)
         self.stage("end of all variants", self.workers.ask, self.home, "clear")
         for name, part in {"bits": self.bits, "bandwidth": self.bandwidth}.items():
-            if name in parts and not self.is_late(name):
+            if name in parts:
                 self.stage(name, part)
 
     def memory(self):
@@ -492,17 +451,13 @@ def slowest(answers) -> "list[float]":
 def measure(
     bench: Bench,
     ranks: int,
-    buckets=BUCKETS,
-    limit: float = math.inf,
     parts=PARTS,
     keep=lambda results: None,
     groups=GROUPS,
-    kind=Run,
 ) -> dict:
     """Everything (or some parts) for one number of ranks.
 
-    keep(results): called at the end, also where an error or a signal ends the measurement
-    kind: of Run"""
+    keep(results): called at the end, also where an error or a signal ends the measurement"""
     clock, home = Clock(), groups[REPLAYED][ONE][0]
     groups = {
         group: {
@@ -516,9 +471,9 @@ def measure(
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
     with RankWorkers(sets, ranks, bench.device) as workers:
-        run = kind(workers, bench, groups, home, limit, clock)
+        run = Run(workers, bench, groups, home, clock)
         try:
-            run.all(buckets, parts)
+            run.all(parts)
         finally:
             run.memory()
             run.against_torch()
@@ -529,63 +484,84 @@ def measure(
     return run.results
 
 
-# ---- the tables ---------------------------------------------------------------------------------
+# ---- tables -------------------------------------------------------------------------------------
+
+STEPS = [
+    Column("step", "step"),
+    Column("4: ms", "4 ms", number),
+    Column("4: of one GPU", "4 of_one_gpu", share),
+    Column("4: exposed ms", "4 exposed_ms", tenths),
+    Column("4: against torch", "4 times_torch", ratio),
+    Column("1: ms", "1 ms", number),
+    Column("1: of one GPU", "1 of_one_gpu", share),
+    Column("1: exposed ms", "1 exposed_ms", tenths),
+    Column("1: against torch", "1 times_torch", ratio),
+    Column("peak GiB", "peak_GiB", tenths),
+    Column("optimizer GiB", "optimizer_GiB", number),
+    Column("failed", "why_not"),
+]
 
 
-def micro_batches_text(count: str) -> str:
-    return f"{count} micro-batch{'es' * (count != '1')}"
+def tables(results: dict) -> "dict[str, Table]":
+    """ "replayed" and "launched": steps with 4 micro-batches and with 1; "one GPU": the same steps
+    without communication. "bits", "collectives", "failed"."""
+    made = {}
+    for r in results.values():
+        rows = step_rows(r)
+        bits = [Column("bit-identical", "what"), Column("", "equal", yes_or_no)]
+        failed = [{"what": what, "why": why} for what, why in r["failed"].items()]
+        made |= {
+            "replayed": Table(STEPS, [row for row in rows if row["replayed"] and not row["alone"]]),
+            "launched": Table(STEPS, [row for row in rows if not row["replayed"] | row["alone"]]),
+            "one GPU": Table(STEPS, [row for row in rows if row["alone"]]),
+            "bits": Table(bits, bit_rows(r)),
+            "collectives": collectives_table(r),
+            "failed": Table([Column("what", "what"), Column("why", "why")], failed),
+        }
+    return {name: table for name, table in made.items() if table.rows}
 
 
-def show(r):
-    head = (
-        "",
-        "ms",
-        "tokens/s/GPU",
-        "of one GPU",
-        "exposed ms",
-        "torch's fastest",
-        "peak GiB",
-        "optimizer GiB",
-    )
+def step_rows(r: dict) -> "list[dict]":
+    """A row for each variant; its values are named by micro-batches: "4 ms", "1 ms"."""
+    rows = []
     for group, counts in r["groups"].items():
-        memory = r.get("memory", {}).get(group, {})
-        for count, variants in counts.items():
-            rows = []
-            for name, m in variants.items():
-                kept = memory.get(name, {})
-                rows.append(
-                    (
-                        name,
-                        m["ms"],
-                        f"{m['tokens_per_s_per_gpu'] / 1e3:,.1f}K",
-                        f"{m['of_one_gpu']:.1%}",
-                        m["exposed_ms"],
-                        f"{m['times_torch']:.2f}x" if "times_torch" in m else "",
-                        *(
-                            f"{kept.get(key, math.nan):.2f}"
-                            for key in ("peak_GiB", "optimizer_GiB")
-                        ),
-                    )
-                )
-            show_table(f"{r['ranks']} GPUs, {group}, {micro_batches_text(count)}", rows, head)
-    if "fastest_torch" in r:
-        names = (f"{group} ({count})" for count, group in r["fastest_torch"].items())
-        print(f"\ntorch's fastest: {', '.join(names)}")
-    for name, m in r.get("buckets", {}).items():
-        print(
-            f"buckets of {name} MB: {m['ms']:.2f} ms, default {m['default_ms']:.2f} ms, "
-            f"{m['times_default']:.3f}x as fast as that"
-        )
+        replayed = any(variant.replayed for _, variant in GROUPS[group].values())
+        memory, why_not = r.get("memory", {}).get(group, {}), r.get("why_not", {}).get(group, {})
+        for name in dict.fromkeys([*(n for some in counts.values() for n in some), *why_not]):
+            if name.startswith(EACH):
+                continue
+            row = {"step": f"{group}: {name}", **memory.get(name, {}), "why_not": why_not.get(name)}
+            row |= {"replayed": replayed, "alone": name.startswith(ONE)}
+            for micro_batches, measured in counts.items():
+                row |= {f"{micro_batches} {key}": m for key, m in measured.get(name, {}).items()}
+            rows.append(row)
+    return rows
+
+
+def bit_rows(r: dict) -> "list[dict]":
+    rows = []
+    if "bits" in r:
+        after = f"after {r['bits']['steps']} deterministic steps"
+        for name, checks in r["bits"]["variants"].items():
+            for what, equal in checks.items():
+                rows.append({"what": f"{name}: {what}, {after}", "equal": equal})
+    for group, some in r.get("equal_on_all_ranks", {}).items():
+        for name, m in some.items():
+            what = f"{group}, {name}: equal on all ranks, after {m['steps']} steps"
+            rows.append({"what": what, "equal": m["equal"]})
+    return rows
+
+
+def collectives_table(r: dict) -> Table:
+    """Each alone, in GB/s of bus bandwidth."""
     rows = [
-        (name, m["bytes"] / 2**20, operation, values["ms"], values["bus_GB_per_s"])
+        {"size": name, "MiB": m["bytes"] // 2**20}
+        | {op: values["bus_GB_per_s"] for op, values in m.items() if op != "bytes"}
         for name, m in r.get("bandwidth", {}).items()
-        for operation, values in m.items()
-        if operation != "bytes"
     ]
-    show_table("bandwidth", rows, ("", "MiB", "collective", "ms", "bus GB/s"))
-    bits = {"equal_on_all_ranks": r.get("equal_on_all_ranks"), **r.get("bits", {})}
-    print("\nbits:", json.dumps(bits))
-    print("failed:", json.dumps(r["failed"], indent=1), "\nleft out:", r["left_out"])
+    operations = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+    columns = [Column("GB/s", "size"), Column("MiB", "MiB", integer)]
+    return Table([*columns, *(Column(f"`{op}`", op, number) for op in operations)], rows)
 
 
 # ---- the script ---------------------------------------------------------------------------------
@@ -608,27 +584,6 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         metavar="N",
         help="numbers of ranks (default: 2, and 4 where there are so many)",
-    )
-    parser.add_argument(
-        "--without",
-        nargs="+",
-        default=[],
-        metavar="VARIANT",
-        help="variants to leave out, such as ordered",
-    )
-    parser.add_argument(
-        "--buckets",
-        type=float,
-        nargs="*",
-        default=list(BUCKETS),
-        metavar="MB",
-        help="bucket sizes to try beside the default",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="after this time no further part begins (for each number of ranks)",
     )
     args = parser.parse_args()
     unknown = [word for word in args.parts if not any(word in part for part in PARTS)]
@@ -659,10 +614,6 @@ def main():
     signal.signal(signal.SIGTERM, stop)
     nccl = {"version": ".".join(map(str, torch.cuda.nccl.version()))}
     nccl |= {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
-    groups = {
-        group: {name: variant for name, variant in variants.items() if name not in args.without}
-        for group, variants in GROUPS.items()
-    }
     results = {}
 
     def keep(result):
@@ -671,12 +622,12 @@ def main():
         if args.write:
             write(f"ddp_{key}gpus", {key: results[key]}, script="ddp", size=size, gpus=int(key))
 
-    options = args.buckets, args.seconds, args.parts
     config, size = memory.models_that_fit(GIB)[0]
     with measuring_here():
         for ranks in args.gpus:
             bench = Bench(config)
-            show(measure(bench, ranks, *options, keep, groups))
+            measure(bench, ranks, args.parts, keep)
+            show(tables({str(ranks): results[str(ranks)]}))
     failed = {n: r["failed"] for n, r in results.items() if r["failed"]}
     if failed:
         sys.exit(f"failed: {json.dumps(failed, indent=1)}")

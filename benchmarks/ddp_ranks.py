@@ -17,11 +17,9 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from fingerprints import kernels_in_use
 from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
 from timing import host_milliseconds, queued, release, repeat, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
-from traces import kernel_groups
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
 from workers import TIMEOUT, Stuck, environment
 
@@ -423,7 +421,6 @@ class Rank:
             "seconds": time.perf_counter() - began,
             "first_loss": first_loss,
             "optimizer_GiB": sum(local(t).nbytes for t in moments) / 2**30,
-            "kernels": sorted(kernels_in_use()),
         }
         if self.cuda:
             result["peak_GiB"] = (made.peak() - before) / 2**30
@@ -466,12 +463,6 @@ class Rank:
         if alone and self.rank:
             return []
         return step_times(lambda: self._step(name, count), calls, self.cuda)
-
-    def groups(self, name, count: int, alone: bool = False) -> "dict[str, float] | None":
-        """What the GPU's time goes to in a step (traces.py). alone: as for times()."""
-        if alone and self.rank:
-            return None
-        return kernel_groups(lambda: self._step(name, count))
 
     def last(self, name) -> list:
         """[hash of the weights' bits, last loss, number of steps]."""

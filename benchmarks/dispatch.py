@@ -33,14 +33,14 @@ import contextlib
 import copy
 import functools
 import importlib
-import math
 import os
 
 import memory
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Clock, measuring_here, plain, show_table, with_goal, write
-from dispatch_layers import BATCHES, CPU, Layers, on_the_cpu
+from common import DEVICE, Clock, measuring_here, plain, write
+from dispatch_layers import BATCHES, CPU, REPLAYED, Layers, on_the_cpu
+from tables import Column, Table, integer, number, ratio, scientific, share, show
 from timing import (
     OURS,
     clock_MHz,
@@ -81,7 +81,7 @@ from gpuaccel.nn.richards_glu import (
 
 poly = importlib.import_module("gpuaccel.nn.poly_attention")
 
-# ---- cases and goals ----------------------------------------------------------------------------
+# ---- cases --------------------------------------------------------------------------------------
 
 # Of the attention's cases.
 HEADS, HEAD, T, LONG = 16, 64, 2048, 4096
@@ -112,14 +112,6 @@ SPECIAL_PER_CLOCK = 16
 ELEMENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SUM_ERROR = 1e-3
 LAYER_ERROR = 3e-2
-GOALS = {
-    "floor": 0.85,
-    "compile": 1.2,
-    "attention": {EAGER: 4, COMPILED: 2},
-    "memory": 2.2,
-    "cpu": 8,
-    "cpu batch": "batch 32",
-}
 PLAIN = "ours, v1"
 GATHERED = "reference_poly_attention, fp32"
 FLASH = "flash attention (another function)"
@@ -483,106 +475,105 @@ class Attention:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def show_curves(r):
-    head = (
-        "",
-        "forward ms",
-        "backward ms",
-        "of floor",
-        "of floor",
-        "times ours",
-        "times ours",
-        "error",
-    )
+def curves_tables(r: dict) -> "dict[str, Table]":
+    """ "pointwise": ours. Against the faster of torch's two formulations, eager and compiled."""
+    columns = [Column("elements", "case")]
+    for d in DIRECTIONS:
+        columns += [
+            Column(f"{d}: ms", f"{d} ms", number),
+            Column(f"{d}: of the limit", f"{d} of_floor", share),
+            Column(f"{d}: against compiled", f"{d} compiled", ratio),
+            Column(f"{d}: against eager", f"{d} eager", ratio),
+        ]
+    columns.append(Column("error", "error", scientific))
+    rows = []
     for case, kinds in r.items():
         for kind, m in kinds.items():
-            rows = []
-            for name, ms in m["ms"].items():
-                floors = ratios = ["", ""]
-                if name == OURS:
-                    floors = [with_goal(m["of_floor"][d], GOALS["floor"]) for d in DIRECTIONS]
-                elif name == m["best_compiled"]:
-                    ratios = [with_goal(m["times"][name][d], GOALS["compile"]) for d in DIRECTIONS]
-                else:
-                    ratios = [f"{m['times'][name][d]:.2f}" for d in DIRECTIONS]
-                error = max(m["errors"][name].values())
-                times = [f"{ms[d]:.4f}" for d in DIRECTIONS]
-                rows.append((name, *times, *floors, *ratios, f"{error:.1e}"))
-            floors = ", ".join(
-                f"{d} {f['bytes']:.4f} bytes {f['special']:.4f} special"
-                for d, f in m["floors_ms"].items()
-            )
-            show_table(
-                f"{kind}, {case}: {m['copy_GB_per_s']:,.0f} GB/s, {m['clock_MHz']:,.0f} MHz; "
-                f"floors in ms: {floors}",
-                rows,
-                head,
-            )
-            for name, why in m["cannot_be_captured"].items():
-                print(f"{name}: {why}")
+            row = {"case": f"{case}: {'gated unit' if kind == 'glu' else 'one curve'}"}
+            for d in DIRECTIONS:
+                row |= {
+                    f"{d} ms": m["ms"][OURS][d],
+                    f"{d} of_floor": m["of_floor"][d],
+                    f"{d} compiled": m["times"][m["best_compiled"]][d],
+                    f"{d} eager": min(m["times"][name][d] for name in (EAGER, FOLDED)),
+                }
+            rows.append({**row, "error": max(m["errors"][OURS].values())})
+    return {"pointwise": Table(columns, rows)}
 
 
-def show_attention(r):
+def attention_tables(r: dict) -> "dict[str, Table]":
+    """ "core" and "layer", and "memory": the peak of the core with longer sequences."""
+    columns = [
+        Column("batch", "case"),
+        Column("ms", "ms", number),
+        Column("against compiled", COMPILED, ratio),
+        Column("against eager", EAGER, ratio),
+        Column("against v1", PLAIN, ratio),
+        Column("MiB", "MiB", number),
+        Column("compiled, MiB", "compiled_MiB", number),
+        Column("error", "error", scientific),
+    ]
+    made = {}
     for part, errors in (("core", "errors"), ("layer", "layer_errors")):
         rows = []
         for case, m in r.items():
-            for name, mib in m[part]["peak_MiB"].items():
-                ratio = m[part]["times"].get(name, 1.0)
-                goal = GOALS["attention"].get(name)
-                error = max(m[errors].get(name, {"": math.nan}).values())
-                rows.append(
-                    (
-                        f"{case}: {name}",
-                        f"{m[part]['ms'][name]:.3f}",
-                        with_goal(ratio, goal) if goal else f"{ratio:.2f}",
-                        f"{mib:,.1f}",
-                        f"{error:.1e}",
-                    )
-                )
-        show_table(part, rows, ("", "ms", "times ours", "peak MiB", "error"))
-        for case, m in r.items():
-            for name, why in m[part]["cannot_be_captured"].items():
-                print(f"{case}, {name}: {why}")
-    for m in r.values():
-        if "long" in m:
-            show_growth(m["long"])
+            peaks = m[part]["peak_MiB"]
+            row = {"case": case, "ms": m[part]["ms"][OURS], **m[part]["times"]}
+            row |= {"MiB": peaks[OURS], "compiled_MiB": peaks[COMPILED]}
+            rows.append({**row, "error": max(m[errors][OURS].values())})
+        made[part] = Table(columns, rows)
+    long = [Column("core", "name"), Column("MiB", "MiB", number), Column("grows", "grows", ratio)]
+    grown = [
+        {
+            "name": f"T = {m['long']['T'][1]:,}: {name}",
+            "MiB": MiB,
+            "grows": m["long"]["grows"][name],
+        }
+        for m in r.values()
+        if "long" in m
+        for name, MiB in m["long"]["peak_MiB"].items()
+    ]
+    return {**made, "memory": Table(long, grown)}
 
 
-def show_growth(long):
-    rows = []
-    for name, mib in long["peak_MiB"].items():
-        growth = f"{long['grows'][name]:.2f}"
-        if name == OURS:
-            reached = long["grows"][name] <= GOALS["memory"]
-            growth = with_goal(long["grows"][name], GOALS["memory"], reached)
-        rows.append((name, f"{mib:,.1f}", growth))
-    short, longer = long["T"]
-    show_table(f"memory from T = {short} to {longer}", rows, ("core", "MiB", "times"))
-
-
-def show_layers(r):
-    rows = []
+def layers_tables(r: dict) -> "dict[str, Table]":
+    columns = [
+        Column("batch, part", "case"),
+        Column("ms", "ms", number),
+        Column("against compiled", COMPILED, ratio),
+        Column("against compiled, replayed", REPLAYED, ratio),
+        Column("against eager", EAGER, ratio),
+        Column("against the CPU", CPU, number),
+        Column("cores", "cores", integer),
+    ]
+    rows: "dict[str, list]" = {"layers": [], "steps": []}
     for case, parts in r.items():
-        if not isinstance(parts, dict):
-            continue
-        for part, m in parts.items():
-            for name, ms in m["ms"].items():
-                ratio = "" if name == OURS else f"{m['times'][name]:.2f}"
-                if (name, case, part) == (CPU, GOALS["cpu batch"], "step"):
-                    ratio = with_goal(m["times"][name], GOALS["cpu"])
-                launched = m.get("launched_ms", {}).get(name, math.nan)
-                rows.append((f"{case}, {part}: {name}", f"{ms:,.3f}", f"{launched:.3f}", ratio))
-    title = f"CPU: {r['cpu']}, {r['cores']} cores"
-    show_table(title, rows, ("", "ms", "launched", "times ours"))
+        for part, m in parts.items() if isinstance(parts, dict) else ():
+            row = {
+                "case": f"{case}: {part}",
+                "ms": m["ms"][OURS],
+                **m["times"],
+                "cores": r["cores"],
+            }
+            rows["steps" if part == "step" else "layers"].append(row)
+    return {name: Table(columns, some) for name, some in rows.items()}
 
 
 # ---- the script ---------------------------------------------------------------------------------
 
 PARTS = {
-    "curves": (Pointwise, show_curves),
-    "attention": (Attention, show_attention),
-    "layers": (Layers, show_layers),
+    "curves": (Pointwise, curves_tables),
+    "attention": (Attention, attention_tables),
+    "layers": (Layers, layers_tables),
 }
+
+
+def tables(results: dict) -> "dict[str, Table]":
+    return {
+        name: table
+        for part, result in results.items()
+        for name, table in PARTS[part][1](result).items()
+    }
 
 
 def cases_that_fit() -> "tuple[dict, str | None]":
@@ -657,7 +648,7 @@ def main():
     cases, size = cases_that_fit()
     with measuring_here():
         results = measure(
-            parts, cases, at_once=not size, done=lambda part, result: PARTS[part][1](result)
+            parts, cases, at_once=not size, done=lambda part, result: show(tables({part: result}))
         )
         if not chosen:
             write("dispatch", results, size=size)

@@ -1,13 +1,12 @@
 """Part 3 of dispatch.py: layers and whole steps of poly-7m, ours, torch's and the CPU's."""
 
-import contextlib
 import copy
 import functools
 import math
 import os
 
 import torch
-from common import DEVICE, Clock
+from common import DEVICE, Clock, processor
 from timing import (
     OURS,
     gradients,
@@ -181,11 +180,3 @@ def by_rows(layer, x):
     for rows in x.split(CPU_ROWS):
         rows = rows.detach().requires_grad_()
         gradients(lambda: layer(rows), (rows, *layer.parameters()), torch.ones_like(rows))
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
-    return "unknown"

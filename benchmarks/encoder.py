@@ -1,7 +1,7 @@
 """The encoder's backward against torch: python benchmarks/encoder.py [part ...]
 
-Needs a GPU and about two minutes. Parts: backward, grid, positions, segments, step. Without any,
-all of them are measured and the result is written.
+Needs a GPU and about two minutes. Parts: backward, grid, step. Without any, all of them are
+measured and the result is written.
 
 1. backward: 64 x 1024 tokens, 768 channels, bf16 gradients. Tokens by Zipf's law (exponent 1,
    50,257 of them, in a random order), uniform, real text (Python's standard library through our
@@ -21,23 +21,20 @@ all of them are measured and the result is written.
    (fp32) and embedding_dense_backward. The sums are added to ones and compared with float64 (64
    channels of large tables; the error is divided by the sum of the absolute values). 3 runs of ours
    are compared bit by bit. Rows without a token must stay as they were.
-3. positions: the gradient of wpe against torch's sum over the batch.
-4. segments: finding them, against torch.sort(stable=True).
-5. step: a whole step of GPT-2 124M, 16 x 1024 tokens by Zipf's law, bf16 autocast, replayed, in
+3. step: a whole step of GPT-2 124M, 16 x 1024 tokens by Zipf's law, bf16 autocast, replayed, in
    turns: with torch's embeddings in the encoder's place, with ours, and with ours and
-   deterministic=True. Then 200 deterministic steps are taken twice, side by side, and weights and
-   losses are compared. Each variant has a process of its own.
+   deterministic=True. Each variant has a process of its own.
 """
 
 import argparse
 import functools
-import hashlib
 import math
 import statistics
 
 import memory
 import torch
-from common import DEVICE, Clock, measuring_here, plain, show_table, with_goal, write
+from common import DEVICE, Clock, measuring_here, plain, write
+from tables import Column, Table, integer, number, ratio, scientific, share, show, thousands
 from timing import copy_rate, host_milliseconds, in_turns, queued, release, timed
 from torch import nn
 from training import inputs_and_targets
@@ -55,7 +52,7 @@ from gpuaccel.training.data import Batches, make_dataset
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
 
-# ---- sizes and goals ----------------------------------------------------------------------------
+# ---- sizes --------------------------------------------------------------------------------------
 
 VOCAB, T, TEXT_BYTES = 50257, 1024, 8 << 20
 WIDTHS = (768, 1600, 4096, 770)
@@ -70,14 +67,10 @@ CHANNELS = 64
 ROUNDING = 1e-6
 # GiB of memory for the largest grid and the whole GPT-2.
 GIB = 60
-# Steps of each of the two runs; steps of a turn.
-STEPS, CALLS = 200, 5
+# Steps of a turn.
+CALLS = 5
 
 ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"
-# With segments known: ratio against DENSE, ratio against the better atomics.
-GOALS = {ZIPF: (7, 4.5), TEXT: (7, 4.5), UNIFORM: (7, 4), SAME: (9, 12)}
-# In line: ratio against DENSE.
-IN_LINE_GOAL = 4
 
 # ---- variants -----------------------------------------------------------------------------------
 
@@ -92,10 +85,6 @@ EXACT = "index_add_ deterministic, fp32"
 EXACT_BF16 = "index_add_ deterministic, bf16"
 V1 = "encoder_backward_v1"
 V2 = "encoder_backward_v2"
-OURS = "ours"
-SUM = "add_(dout.sum(0))"
-SUM_FP32 = "add_(dout.sum(0, dtype=fp32))"
-SORT = "torch.sort(stable=True)"
 TORCH_STEP = "torch's embeddings"
 OURS_STEP = "ours"
 EXACT_STEP = "ours, deterministic"
@@ -140,7 +129,7 @@ def random_dout(count: int, C: int) -> torch.Tensor:
     return torch.randn(count, C, device=DEVICE, dtype=torch.bfloat16, generator=generator)
 
 
-def ratio(times: dict, peer: str, variant: str) -> "float | None":
+def times_of(times: dict, peer: str, variant: str) -> "float | None":
     """The peer's time as a multiple of the variant's.
 
     Both replayed, or both launched where one of them cannot be captured."""
@@ -256,7 +245,7 @@ def backward(count: int = 64 * T, C: int = 768, copied: int = 2**27) -> dict:
         runs = {name: run for name, (run, *_) in variants.items()}
         times, refused = timed(runs, launched=True, budget=BUDGET)
         bits, rows = compare_bits(variants), {}
-        atomics = ATOMICS if ratio(times, ATOMICS, ATOMICS_BF16) < 1 else ATOMICS_BF16
+        atomics = ATOMICS if times_of(times, ATOMICS, ATOMICS_BF16) < 1 else ATOMICS_BF16
         for name, (_, _, moved) in variants.items():
             ms = {kind: values[name] for kind, values in times.items() if name in values}
             launched = times["launched"]
@@ -264,20 +253,18 @@ def backward(count: int = 64 * T, C: int = 768, copied: int = 2**27) -> dict:
                 "ms": ms,
                 "of_copy_rate": {kind: moved / t / 1e6 / rate for kind, t in ms.items()},
                 "cannot_be_captured": refused.get(name),
-                "times_dense": ratio(times, DENSE, name),
-                "times_atomics": ratio(times, atomics, name),
+                "times_dense": times_of(times, DENSE, name),
+                "times_atomics": times_of(times, atomics, name),
                 "times_launched": {
                     peer: launched[peer] / launched[name] for peer in (DENSE, atomics)
                 },
                 **bits[name],
             }
-        dense_goal, atomics_goal = GOALS[distribution]
         results[distribution] = {
             "distinct": int((counts > 0).sum()),
             "most": int(counts.max()),
             "best_atomics": atomics,
             "variants": rows,
-            "goals": {"dense": dense_goal, "atomics": atomics_goal, "in_line": IN_LINE_GOAL},
             "buckets_ms": buckets_ms(tokens, C),
         }
         del variants, runs
@@ -330,8 +317,8 @@ def case(tokens, dout, dout_fp32, vocab) -> dict:
         "differ": differ,
         "stray": stray,
         "ms": times,
-        "times_atomics": ratio(times, ATOMICS, IN_LINE),
-        "times_dense": ratio(times, DENSE, IN_LINE),
+        "times_atomics": times_of(times, ATOMICS, IN_LINE),
+        "times_dense": times_of(times, DENSE, IN_LINE),
     }
     if refused:
         result["cannot_be_captured"] = refused
@@ -363,57 +350,7 @@ def grid(widths=WIDTHS, counts=COUNTS, vocabs=VOCABS) -> list:
     return cases
 
 
-# ---- 3, 4: positions, segments ------------------------------------------------------------------
-
-
-def positions(B: int = 64, length: int = T, widths=(768, 1600), copied: int = 2**27) -> dict:
-    results, rate = {"B": B, "T": length}, copy_rate(copied)
-    for C in widths:
-        tokens = tokens_of(ZIPF, B * length, VOCAB).view(B, length)
-        dout = random_dout(B * length, C).view(B, length, C)
-        dwpe = torch.zeros(length, C, device=DEVICE)
-        runs = {
-            OURS: lambda: encoder_backward(None, dwpe, dout, tokens),
-            SUM: lambda: dwpe.add_(dout.sum(0)),
-            SUM_FP32: lambda: dwpe.add_(dout.sum(0, dtype=torch.float32)),
-        }
-        times, refused = timed(runs, launched=True, budget=BUDGET)
-        moved = length * C * (2 * B + 8)
-        results[str(C)] = {}
-        for name in runs:
-            replayed = times["replayed"].get(name)
-            results[str(C)][name] = {
-                "ms": {kind: values[name] for kind, values in times.items() if name in values},
-                "cannot_be_captured": refused.get(name),
-                "of_copy_rate": moved / replayed / 1e6 / rate if replayed else None,
-                "times_torch": ratio(times, SUM, name),
-            }
-    return results
-
-
-def segments(counts=COUNTS, vocabs=VOCABS) -> list:
-    rows = []
-    for vocab in vocabs:
-        for count in counts:
-            tokens = tokens_of(ZIPF, count, vocab)
-            runs = {
-                OURS: lambda: find_segments(tokens, vocab),
-                SORT: lambda: tokens.view(-1).sort(stable=True),
-            }
-            times, refused = timed(runs, launched=True, budget=BUDGET)
-            rows.append(
-                {
-                    "tokens": count,
-                    "vocab": vocab,
-                    "ms": times,
-                    "times_torch": ratio(times, SORT, OURS),
-                    "cannot_be_captured": refused,
-                }
-            )
-    return rows
-
-
-# ---- 5: whole steps -----------------------------------------------------------------------------
+# ---- 3: whole steps -----------------------------------------------------------------------------
 
 
 class TorchEmbedding(nn.Embedding):
@@ -482,34 +419,13 @@ class Step:
         return {"last_loss": float(self.out.loss), "skipped": int(self.step.optimizers[0].skipped)}
 
 
-class Trained:
-    """Deterministic steps, each with a batch of its own."""
-
-    def __init__(self, config, rows: int, steps: int):
-        step = train_step(config, EXACT_STEP)
-        losses = torch.stack([step(zipf_batch(config, rows, i)).loss for i in range(steps)])
-        weights = step.arena.weights
-        self.trained = {
-            "weights": weights.numel(),
-            "sha256": hashlib.sha256(weights.cpu().numpy()).hexdigest(),
-            "losses": losses.tolist(),
-            "skipped": int(step.optimizers[0].skipped),
-        }
-
-    def result(self) -> dict:
-        return self.trained
-
-
-def step(config=None, rows: int = 16, steps: int = STEPS, here: bool = False) -> dict:
+def step(config=None, rows: int = 16, here: bool = False) -> dict:
     config = config or preset("gpt2-124m")
-    names, pair = (TORCH_STEP, OURS_STEP, EXACT_STEP), ("first run", "second run")
+    names = TORCH_STEP, OURS_STEP, EXACT_STEP
     variants = {name: (Step, config, rows, name) for name in names}
-    variants |= {name: (Trained, config, rows, steps) for name in pair}
     release()
     with Workers(variants, here) as workers:
         workers.ready()
-        first, second = (workers.ask(name, "result") for name in pair)
-        workers.close(*pair)
         results = {name: workers.ask(name, "alone") for name in names}
         times = in_turns(workers.timers(names, CALLS))
         for name, ms in times.items():
@@ -526,172 +442,104 @@ def step(config=None, rows: int = 16, steps: int = STEPS, here: bool = False) ->
         f"first losses {first_losses}, last losses {last_losses}; "
         "expected first ones within 0.01 and finite last ones"
     )
-    skipped = [row["skipped"] for row in (first, second, *results.values())]
+    skipped = [row["skipped"] for row in results.values()]
     assert not any(skipped), f"skipped steps: {skipped}, expected none"
-    return {
-        "rows": rows,
-        "T": config.T,
-        "variants": results,
-        "twice": {
-            "steps": steps,
-            "weights": first["weights"],
-            "weights_equal": first["sha256"] == second["sha256"],
-            "losses_equal": first["losses"] == second["losses"],
-            "sha256": [first["sha256"], second["sha256"]],
-            "first_and_last_loss": [first["losses"][0], first["losses"][-1]],
-        },
-    }
+    return {"rows": rows, "T": config.T, "variants": results}
 
 
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def number(value: "float | None", form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def show_refused(cannot_be_captured: dict, where: str = ""):
-    for name, reason in cannot_be_captured.items():
-        if reason:
-            print(f"{name}{where}: {reason}")
-
-
-def show_backward(r):
-    head = (
-        "",
-        "replayed ms",
-        "launched ms",
-        "of copy rate",
-        "x dense (goal)",
-        "x atomics (goal)",
-        "both, launched",
-        "differ / runs",
-    )
+def backward_tables(r: dict) -> "dict[str, Table]":
+    """ "gradient": a row for each kind of tokens. "variants": one for each variant, too."""
+    columns = [
+        Column("tokens", "tokens"),
+        Column("ms", "ms", number),
+        Column("against dense", "dense", ratio),
+        Column("against atomics", "atomics", ratio),
+        Column("segments known: ms", "known_ms", number),
+        Column("segments known: of copy rate", "known_share", share),
+        Column("segments known: against atomics", "known_atomics", ratio),
+    ]
+    each = [
+        Column("tokens, variant", "variant"),
+        Column("replayed ms", "replayed", number),
+        Column("launched ms", "launched", number),
+        Column("of copy rate", "of_copy_rate", share),
+        Column("against dense", "times_dense", ratio),
+        Column("against atomics", "times_atomics", ratio),
+        Column("sums that differ between runs", "differ", integer),
+        Column("cannot be captured", "cannot_be_captured"),
+    ]
+    rows, all_rows = [], []
     for distribution in DISTRIBUTIONS:
-        d, rows = r[distribution], []
-        goals = d["goals"]
-        for name, m in d["variants"].items():
-            dense, atomics = number(m["times_dense"], ".2f"), number(m["times_atomics"], ".2f")
-            if name in (KNOWN, KNOWN_BF16):
-                dense = with_goal(m["times_dense"], goals["dense"])
-                atomics = with_goal(m["times_atomics"], goals["atomics"])
-            elif name in (IN_LINE, IN_LINE_BF16):
-                dense = with_goal(m["times_dense"], goals["in_line"])
-            rows.append(
-                (
-                    name,
-                    *(number(m["ms"].get(kind), ".4f") for kind in ("replayed", "launched")),
-                    number(m["of_copy_rate"].get("replayed"), ".0%"),
-                    dense,
-                    atomics,
-                    " ".join(f"{x:.2f}" for x in m["times_launched"].values()),
-                    f"{m['differ']:,} / {m['runs']}",
-                )
-            )
-        show_table(
-            f"{distribution}: {d['distinct']:,} of {r['tokens']:,} tokens are different, the most "
-            f"frequent has {d['most']:,}; atomics: {d['best_atomics']}; "
-            f"buckets {d['buckets_ms']:.2f} ms by the host's clock",
-            rows,
-            head,
-        )
-        refused = {name: m["cannot_be_captured"] for name, m in d["variants"].items()}
-        show_refused(refused)
-    print(f"copy rate {r['copy_GB_per_s']:,.0f} GB/s, BPE of {r['bpe']:,} tokens")
-
-
-def show_grid(cases):
-    by_size = {}
-    for c in cases:
-        by_size.setdefault((c["tokens"], c["C"], c["vocab"]), []).append(c)
-    rows = []
-    for (count, C, vocab), some in sorted(by_size.items()):
-        ms = [c["ms"].get("replayed", {}).get(IN_LINE) for c in some]
+        variants = r[distribution]["variants"]
+        for name, m in variants.items():
+            row = {**m, **m["ms"], "variant": f"{distribution}: {name}"}
+            all_rows.append({**row, "of_copy_rate": m["of_copy_rate"].get("replayed")})
+        in_line, known = variants[IN_LINE], variants[KNOWN]
         rows.append(
-            (
-                f"{count:,} x {C}, V = {vocab:,}",
-                *(f"{c['times_atomics']:.2f} {c['times_dense']:.2f}" for c in some),
-                " ".join(number(value, ".4f") for value in ms),
-                f"{max(c['error'][IN_LINE] for c in some):.1e}",
-                f"{max(c['error'][ATOMICS] for c in some):.1e}",
-            )
+            {
+                "tokens": distribution,
+                "ms": in_line["ms"].get("replayed"),
+                "dense": in_line["times_dense"],
+                "atomics": in_line["times_atomics"],
+                "known_ms": known["ms"].get("replayed"),
+                "known_share": known["of_copy_rate"].get("replayed"),
+                "known_atomics": known["times_atomics"],
+            }
         )
-    head = ("", *DISTRIBUTIONS, "ms", "error", "of atomics")
-    show_table("in line: x atomics, x dense", rows, head)
-    fewest = min(c["tokens"] for c in cases)
-    more = [c for c in cases if c["tokens"] > fewest]
-    for key in ("times_atomics", "times_dense"):
-        c = min(more, key=lambda c: c[key])
-        print(
-            f"least {key} but for the fewest tokens: {with_goal(c[key], 1)}: "
-            f"{c['distribution']}, {c['tokens']:,} x {c['C']}, V = {c['vocab']:,}"
-        )
+    return {"gradient": Table(columns, rows), "variants": Table(each, all_rows)}
 
 
-def show_positions(r):
-    rows = [
-        (
-            f"C = {C}: {name}",
-            *(number(m["ms"].get(kind), ".3f") for kind in ("replayed", "launched")),
-            number(m["of_copy_rate"], ".0%"),
-            m["times_torch"],
-        )
-        for C, variants in r.items()
-        if isinstance(variants, dict)
-        for name, m in variants.items()
+def grid_tables(cases: list) -> "dict[str, Table]":
+    """ "grid": the least ratio against atomics of each size, segments in line. "grid, dense":
+    against the dense table. "error": the largest, ours and that of atomics."""
+    widths = list(dict.fromkeys(c["C"] for c in cases))
+
+    def table(value, form) -> Table:
+        rows = []
+        for tokens in dict.fromkeys(c["tokens"] for c in cases):
+            row = {"tokens": f"{tokens:,}"}
+            for C in widths:
+                row[str(C)] = value([c for c in cases if (c["tokens"], c["C"]) == (tokens, C)])
+            rows.append(row)
+        columns = [Column("tokens", "tokens"), *(Column(f"C={C:,}", str(C), form) for C in widths)]
+        return Table(columns, rows)
+
+    return {
+        "grid": table(lambda some: min(c["times_atomics"] for c in some), ratio),
+        "grid, dense": table(lambda some: min(c["times_dense"] for c in some), ratio),
+        "error": table(lambda some: max(c["error"][IN_LINE] for c in some), scientific),
+        "error of atomics": table(lambda some: max(c["error"][ATOMICS] for c in some), scientific),
+    }
+
+
+def training_tables(r: dict) -> "dict[str, Table]":
+    columns = [
+        Column("embeddings", "name"),
+        Column("ms", "ms", number),
+        Column("tokens/s", "tokens_per_s", thousands),
+        Column("against torch", "times_torch", ratio),
     ]
-    show_table("positions", rows, ("", "replayed ms", "launched ms", "of copy rate", "x torch"))
-
-
-def show_segments(r):
-    rows = [
-        (
-            f"{m['tokens']:,} tokens, V = {m['vocab']:,}",
-            *(
-                number(m["ms"].get(kind, {}).get(name), ".4f")
-                for kind in ("replayed", "launched")
-                for name in (OURS, SORT)
-            ),
-            m["times_torch"],
-        )
-        for m in r
-    ]
-    head = ("", "ours ms", "torch.sort ms", "launched", "launched", "x torch.sort")
-    show_table("segments", rows, head)
-    for m in r:
-        show_refused(m["cannot_be_captured"], f", {m['tokens']:,}, {m['vocab']:,}")
-
-
-def show_step(r):
-    rows = [
-        (
-            name,
-            m["ms"],
-            f"{m['tokens_per_s'] / 1e3:,.1f}K",
-            f"{m['times_torch']:.4f}",
-            m["first_loss"],
-            m["last_loss"],
-        )
-        for name, m in r["variants"].items()
-    ]
-    head = ("encoder", "ms", "tokens/s", "x torch", "first loss", "last loss")
-    show_table(f"GPT-2 124M, {r['rows']} x {r['T']}", rows, head)
-    twice = r["twice"]
-    print(
-        f"after {twice['steps']} steps twice: weights equal {twice['weights_equal']}, "
-        f"losses equal {twice['losses_equal']}; loss {twice['first_and_last_loss']}"
-    )
+    return {"GPT-2": Table(columns, [{"name": name, **m} for name, m in r["variants"].items()])}
 
 
 # ---- the script ---------------------------------------------------------------------------------
 
 PARTS = {
-    "backward": (backward, show_backward),
-    "grid": (grid, show_grid),
-    "positions": (positions, show_positions),
-    "segments": (segments, show_segments),
-    "step": (step, show_step),
+    "backward": (backward, backward_tables),
+    "grid": (grid, grid_tables),
+    "step": (step, training_tables),
 }
+
+
+def tables(results: dict) -> "dict[str, Table]":
+    return {
+        name: table
+        for part, result in results.items()
+        for name, table in PARTS[part][1](result).items()
+    }
 
 
 def sizes_that_fit() -> "tuple[dict, str | None]":
@@ -719,10 +567,10 @@ def main():
     results, clock = {}, Clock()
     arguments, size = sizes_that_fit()
     with measuring_here():
-        for name, (measure, show) in PARTS.items():
+        for name, (measure, _) in PARTS.items():
             if not chosen or name in chosen:
                 results[name] = plain(measure(**arguments.get(name, {})))
-                show(results[name])
+                show(tables({name: results[name]}))
                 clock.say(f"{name} is done")
                 release()
         if not chosen:

@@ -1,7 +1,7 @@
-"""Faults as figures: kills of training runs, damaged checkpoints, and command lines at random.
+"""Faults at random: kills of training runs, and damaged checkpoints.
 
-    python benchmarks/faults.py                  # all of it, minutes on two CPU cores; needs no GPU
-    python benchmarks/faults.py --only calls     # one part; the other parts of the result stay
+    python benchmarks/faults.py                  # both, minutes on two CPU cores; needs no GPU
+    python benchmarks/faults.py --only kills     # one part; the other part of the result stays
 
 * Kills: two ranks train on the CPU. A rank or the process that launched them is killed at a random
   moment, also at a random point of a write of a checkpoint, or the file size is limited, as on a
@@ -9,9 +9,6 @@
   the last checkpoint, is compared bit for bit with those of a run that nothing stopped.
 * Corruptions of a checkpoint: each has to be refused with a CheckpointError that leaves the model,
   the optimizer and the data position as they were, or to load what the whole file holds.
-* Calls of `gpuaccel`, drawn by hypothesis from a grammar of options, values and files: exit status
-  0, 1 or 2, one sentence for an error, no traceback, no hang. Left out is what takes long: presets
-  other than tiny, --compile, --device simt.
 
 Processes are forked, so that torch is imported once; the script needs Linux or macOS.
 """
@@ -19,51 +16,43 @@ Processes are forked, so that torch is imported once; the script needs Linux or 
 import argparse
 import collections
 import contextlib
-import datetime
 import functools
 import json
 import multiprocessing
 import os
 import pathlib
-import platform
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 
-from fingerprints import ROOT, fingerprints
+import common
+import psutil
+import torch
+from tables import Column, Table, integer, show
 
-sys.path.insert(0, str(ROOT))
-
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-from gpuaccel.cli.main import main as command_line  # noqa: E402
-from gpuaccel.compiler import nvrtc  # noqa: E402
-from gpuaccel.distributed.config import Distributed  # noqa: E402
-from gpuaccel.distributed.spawn import launch  # noqa: E402
-from gpuaccel.errors import CheckpointError, GpuaccelError  # noqa: E402
-from gpuaccel.optim.adamw import AdamW  # noqa: E402
-from gpuaccel.optim.arena import Arena  # noqa: E402
-from gpuaccel.training.checkpoint import (  # noqa: E402
+from gpuaccel.distributed.config import Distributed
+from gpuaccel.distributed.spawn import launch
+from gpuaccel.errors import CheckpointError, GpuaccelError
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.checkpoint import (
     is_whole,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from gpuaccel.training.checkpoint_file import read_file  # noqa: E402
-from gpuaccel.training.data import Batches  # noqa: E402
-from gpuaccel.training.loop import train, warmup_cosine  # noqa: E402
-from gpuaccel.training.models import Config  # noqa: E402
-from gpuaccel.training.step import TrainStep  # noqa: E402
+from gpuaccel.training.checkpoint_file import read_file
+from gpuaccel.training.data import Batches
+from gpuaccel.training.loop import train, warmup_cosine
+from gpuaccel.training.models import Config
+from gpuaccel.training.step import TrainStep
 
-RESULT = ROOT / "benchmarks" / "results" / "cpu" / "faults.json"
 HANG = 120.0  # seconds after which a process counts as hanging
 RANKS = 2
 STEPS = 20
@@ -243,8 +232,8 @@ def draw_fault(chance, seconds, size):
     return "a full disk", functools.partial(limit_file_size, limit=limit)
 
 
-def measure_kills(count: int, seed: int, say=print) -> dict:
-    """`count` faults that stopped a run, one to three per run."""
+def measure_kills(number: int, seed: int, say=print) -> dict:
+    """`number` faults that stopped a run, one to three per run."""
     chance = random.Random(seed)
     kinds: collections.Counter = collections.Counter()
     result = {"faults": 0, "runs": 0, "hangs": 0, "damaged_checkpoints": 0}
@@ -259,7 +248,7 @@ def measure_kills(count: int, seed: int, say=print) -> dict:
         last = latest_checkpoint(whole)
         expected = losses(whole)
         digests = read_file(last).digests
-        while result["faults"] < count:
+        while result["faults"] < number:
             folder = pathlib.Path(root, f"run-{result['runs']}")
             folder.mkdir()
             for _ in range(chance.randint(1, 3)):
@@ -355,7 +344,7 @@ CORRUPTIONS = {
 }
 
 
-def measure_corruptions(count: int, seed: int, say=print) -> dict:
+def measure_corruptions(number: int, seed: int, say=print) -> dict:
     chance = random.Random(seed)
     model, opt, arena, scheduler, batches = train_here()
     parts = dict(model=model, optimizer=opt, arena=arena, scheduler=scheduler, batches=batches)
@@ -374,7 +363,7 @@ def measure_corruptions(count: int, seed: int, say=print) -> dict:
         data = path.read_bytes()
         load_checkpoint(path, **parts)
         whole = state()
-        for index in range(count):
+        for index in range(number):
             name = chance.choice(list(CORRUPTIONS))
             corrupted = CORRUPTIONS[name](chance, data)
             if path.is_dir():
@@ -405,206 +394,37 @@ def measure_corruptions(count: int, seed: int, say=print) -> dict:
     return result
 
 
-# ---- command lines -------------------------------------------------------------------------------
-
-
-def call(words, folder) -> dict:
-    """Run `gpuaccel WORDS` in a fork: its status, what it said, and whether it hung."""
-
-    def run():
-        os.chdir(folder)
-        output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        # OpenMP's threads do not survive a fork.
-        torch.set_num_threads(1)
-        sys.argv = ["gpuaccel", *words]
-        try:
-            status = command_line(words)
-        except BaseException:
-            traceback.print_exc()
-            status = 70
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    process = FORK.Process(target=run)
-    process.start()
-    process.join(HANG)
-    hung = process.is_alive()
-    if hung:
-        process.kill()
-        process.join()
-    said = (folder / "output").read_text(errors="replace")
-    return {"status": process.exitcode, "hung": hung, "said": said}
-
-
-def prepare_files(folder):
-    """What the grammar's values name."""
-    (folder / "text").write_text("The gradient of a sum is the sum of the gradients. " * 40)
-    (folder / "short").write_text("x")
-    (folder / "empty").touch()
-    (folder / "bytes").write_bytes(bytes(range(256)))
-    (folder / "folder").mkdir()
-    kernel = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
-    (folder / "own.cu").write_text(kernel)
-    (folder / "wrong.cu").write_text(kernel.replace("2;", "nothing;"))
-    words = "train --text text --seq 8 --batch 2 --steps 2 --device cpu --no-progress --out run"
-    end = call([*words.split(), "--checkpoint-every", "1"], folder)
-    assert end["status"] == 0, end["said"]
-    for name in ("damaged", "other"):
-        shutil.copytree(folder / "run", folder / name)
-    newest = latest_checkpoint(folder / "damaged")
-    newest.write_bytes(newest.read_bytes()[:-1])
-    (folder / "other" / "run.json").write_text('{"config": {"vocab": "many"}}')
-
-
-def grammar():
-    """A hypothesis strategy of argument lists."""
-    from hypothesis import strategies as st
-
-    odd = ["0", "-1", "1.5", "nan", "inf", "1e30", "", "x", "--", "-1e999", "0x10", "１", "1_0"]
-    huge = "9" * 20
-    files = ["text", "short", "empty", "bytes", "folder", "nowhere", "", ".", "/", "x" * 300]
-    runs = ["run", "damaged", "other", "new", "new/deep", "empty", "empty/x", "", "folder"]
-
-    def option(name, good, bad=()):
-        values = st.one_of(st.sampled_from(good), st.sampled_from([*good, *bad, *odd]))
-        return values.map(lambda value: [name, value])
-
-    def options(*strategies):
-        return st.lists(st.one_of(*strategies), max_size=5).map(lambda parts: sum(parts, []))
-
-    small = ["--text", "text", "--seq", "8", "--batch", "2", "--steps", "2", "--no-progress"]
-    numbers = [
-        # A run of many steps takes its time: it is no hang.
-        option("--steps", ["1", "2", "3"]),
-        option("--batch", ["1", "2", "4", "143"], [huge, "100000"]),
-        option("--seq", ["1", "8", "16"], [huge, "100000"]),
-        option("--micro-batches", ["1", "2"], [huge]),
-        option("--lr", ["0", "1e-3", "1", "1e-300"], [huge]),
-        option("--seed", ["0", "7", str(2**63 - 1)], [huge]),
-        option("--val-every", ["1", huge]),
-        option("--checkpoint-every", ["1", huge]),
-        option("--timeout", ["1", "60"], [huge]),
-    ]
-    others = [
-        option("--model", ["tiny"]),
-        option("--text", ["text"], files),
-        option("--out", runs),
-        option("--log", ["lines.jsonl", "lines.csv"], files),
-        option("--replay", ["eager", "graph"]),
-        option("--device", ["cpu", "auto", "cuda"]),
-        option("--nproc", ["1"], ["3", huge]),
-        st.sampled_from([["--resume"], ["--resume", "step-00000001.safetensors"]]),
-        st.sampled_from([["--resume", "nothing"], ["--resume", ""], ["--nproc", "2"]]),
-        st.sampled_from([["--deterministic"], ["--ordered"], ["--sharded"], ["--unknown"]]),
-    ]
-    end = ["--device", "cpu"]
-    training = options(*numbers, *others).map(lambda words: ["train", *small, *words, *end])
-    sampling = options(
-        option("--checkpoint", runs, files),
-        option("--tokens", ["1", "3"], [huge]),
-        option("--temperature", ["0", "0.8", "1e-300", "1000"], [huge]),
-        option("--seed", ["0", "7"], [huge]),
-        st.text(max_size=8).map(lambda text: ["--prompt", text.replace("\0", "")]),
-    ).map(lambda words: ["sample", "--checkpoint", "run", "--tokens", "2", *words])
-    kernels = st.tuples(
-        st.sampled_from(["accumulate", "clip", "own.cu", "wrong.cu", *files[1:]]),
-        options(
-            option("--arch", ["sm_80", "sm_90"], ["sm_1", "sm_" + huge, "90"]),
-            option("-D", ["GRAD_T=bf16", "A=1"], ["A", "=", "1=2", "A=@", "a b=c"]),
-        ),
-    ).map(lambda pair: ["kernels", pair[0], *pair[1]])
-    rest = st.lists(
-        st.sampled_from(["doctor", "--json", "--help", "--version", "train", "sample", "nothing"]),
-        max_size=3,
-    ).filter(lambda words: "train" not in words or "--help" in words)
-    return st.one_of(training, training, training, sampling, kernels, rest)
-
-
-def is_well(end) -> bool:
-    """Whether a call ended as it should: with a documented status, and with words for an error."""
-    if end["hung"] or end["status"] not in (0, 1, 2) or "Traceback" in end["said"]:
-        return False
-    lines = end["said"].strip().splitlines()
-    if end["status"] == 2:
-        return "error: " in lines[-1]
-    # doctor's status 1 stands for the problems in its table.
-    return end["status"] == 0 or any(line.startswith(("gpuaccel: ", "problem")) for line in lines)
-
-
-def measure_calls(count: int, seed: int, say=print) -> dict:
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as with_seed
-
-    result = {"calls": 0, "hangs": 0, "tracebacks": 0, "without_a_sentence": 0}
-    statuses: collections.Counter = collections.Counter()
-    commands: collections.Counter = collections.Counter()
-    with tempfile.TemporaryDirectory() as root:
-        folder = pathlib.Path(root)
-        prepare_files(folder)
-
-        @with_seed(seed)
-        @settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(words=grammar())
-        def check(words):
-            end = call(words, folder)
-            result["calls"] += 1
-            statuses[str(end["status"])] += 1
-            commands[words[0] if words and words[0].isalpha() else "none"] += 1
-            if not is_well(end):
-                result["hangs"] += end["hung"]
-                result["tracebacks"] += "Traceback" in end["said"]
-                result["without_a_sentence"] += 1
-                say(f"{words}: status {end['status']}\n{end['said'][-3000:]}")
-
-        check()
-    result["statuses"] = dict(sorted(statuses.items()))
-    result["commands"] = dict(sorted(commands.items()))
-    return result
-
-
 # ---- the result ----------------------------------------------------------------------------------
 
-PARTS = {"kills": measure_kills, "corruptions": measure_corruptions, "calls": measure_calls}
+PARTS = {"kills": measure_kills, "corruptions": measure_corruptions}
 
 
-def environment() -> dict:
-    """Versions, commit and date; no name of a machine."""
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
+def tables(results: dict) -> "dict[str, Table]":
+    """ "kills" and "corruptions": what was counted, and how often it happened."""
+    kills, damage = results.get("kills"), results.get("corruptions")
+    made = {}
+    if kills:
+        different = kills["losses_different"] + kills["tensors_different"]
+        made["kills"] = {
+            "faults": kills["faults"],
+            "runs of two ranks": kills["runs"],
+            "hangs": kills["hangs"],
+            "damaged checkpoints": kills["damaged_checkpoints"],
+            "losses compared": kills["losses_compared"],
+            "losses and tensors that differ": different,
+        }
+    if damage:
+        made["corruptions"] = {
+            "corruptions of a checkpoint": damage["corruptions"],
+            "refused, nothing changed": damage["refused"],
+            "harmless": damage["loaded_alike"],
+            "wrong": damage["wrong"],
+        }
+    columns = [Column("what", "what"), Column("count", "count", integer)]
     return {
-        "gpu": "none: CPU",
-        "driver": None,
-        "system": platform.system(),
-        "torch": torch.__version__,
-        "nvrtc": ".".join(map(str, nvrtc.library().version)),
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
-        "date": datetime.date.today().isoformat(),
+        name: Table(columns, [{"what": what, "count": value} for what, value in rows.items()])
+        for name, rows in made.items()
     }
-
-
-def show_sentences(results: dict) -> "list[str]":
-    """The figures in words, for docs/several-gpus.md."""
-    kills, damage, calls = results["kills"], results["corruptions"], results["calls"]
-    lost = kills["losses_different"] + kills["tensors_different"]
-    return [
-        f"{kills['faults']} faults in {kills['runs']} runs of two ranks: {kills['hangs']} hangs, "
-        f"{kills['damaged_checkpoints']} damaged checkpoints, and {lost} differences in "
-        f"{kills['losses_compared']:,} losses and the last checkpoints.",
-        f"{damage['corruptions']:,} corruptions of a checkpoint: {damage['refused']} refused, "
-        f"{damage['loaded_alike']} harmless, {damage['wrong']} wrong.",
-        f"{calls['calls']} calls of the command line: {calls['tracebacks']} tracebacks, "
-        f"{calls['hangs']} hangs, {calls['without_a_sentence']} errors without a sentence.",
-    ]
 
 
 def measure(counts: "dict[str, int]", seed: int = 0, say=print) -> dict:
@@ -624,17 +444,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--corruptions", type=int, default=1000)
-    parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=PARTS)
     args = parser.parse_args()
     counts = {part: getattr(args, part) for part in PARTS if args.only in (None, part)}
-    results = json.loads(RESULT.read_text())["results"] if RESULT.is_file() else {}
+    # Processes train on the CPU, wherever this runs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    path = common.RESULTS / "cpu" / "faults.json"
+    results = json.loads(path.read_text())["results"] if path.is_file() else {}
     results |= measure(counts, args.seed)
-    facts = {"benchmark": "faults", **environment(), "fingerprints": fingerprints("faults", ())}
-    RESULT.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    if results.keys() == PARTS.keys():
-        print("\n".join(show_sentences(results)))
+    common.save(path, {"benchmark": "faults", **common.environment(), "results": results})
+    show(tables(results))
 
 
 if __name__ == "__main__":

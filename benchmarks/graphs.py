@@ -9,29 +9,24 @@ and replayed.
 1. Bits: 100 steps with a cosine schedule, dropout, clipping, one NaN, alternating T = 128 and 96,
    two micro-batches. Deterministic: losses and weights that differ between eager and replay, and
    between two replays. Not deterministic: how far the losses are apart.
-2. Seconds from the first call to the end of the first step (warm-up, capture, replay; 4
-   micro-batches of 4 x T = 1024), each in a new process: model in eager mode, and its blocks
-   compiled one by one with empty caches.
-3. Speed at batch 4, T = 1024 and 256, and at batch 1, T = 128, one micro-batch, in turns; and the
+2. Speed at batch 4, T = 1024 and 256, and at batch 1, T = 128, one micro-batch, in turns; and the
    share of the time in which the GPU works (its busy time as the profiler records it, over the time
    of a step without the profiler).
-4. What the host did in one step (ledger), and for three micro-batches given as a list.
-5. Memory after many replays, which run under set_sync_debug_mode("error"), and after many captures
+3. What the host did in one step (ledger), and for three micro-batches given as a list.
+4. Memory after many replays, which run under set_sync_debug_mode("error"), and after many captures
    and closes.
-6. For the notebook: host and GPU in a step of a small model, eager and replayed, and its graph as
+5. For the notebook: host and GPU in a step of a small model, eager and replayed, and its graph as
    CUDA dumps it.
 """
 
 import functools
 import gc
 import json
-import os
-import tempfile
-import time
 
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Clock, record, show_table
+from common import DEVICE, Clock, record
+from tables import Column, Table, integer, number, ratio, share, thousands
 from timing import in_turns, queued, release
 from training import SETTINGS, build, token_batch
 from workers import Workers
@@ -53,7 +48,6 @@ PLAIN = "plain torch"
 EAGER = "ours, eager"
 REPLAY = "ours, replayed"
 COMPILED = "ours, replayed, compiled"
-WHOLE, BLOCKS = "model in eager mode", "blocks compiled one by one"
 # Of the comparison of bits: steps, the step whose loss is NaN, the probability of dropout.
 STEPS = 100
 NAN_STEP = 30
@@ -99,32 +93,6 @@ class Compiled:
 
     def times(self, calls: int) -> "list[float]":
         return queued(lambda: self.step(self.batch), calls)
-
-
-class FirstStep:
-    """The first step of a process."""
-
-    def __init__(self, config, rows: int, compiled: bool):
-        self.step = ours(config, micro_batches=4)
-        self.batch = token_batch(config.vocab, 4 * rows, config.T)
-        if compiled:
-            self.cache = tempfile.TemporaryDirectory(prefix="gpuaccel-cold-")
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = self.cache.name
-            os.environ["TRITON_CACHE_DIR"] = self.cache.name
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(32, os.cpu_count() or 1))
-            for block in self.step.model.blocks:
-                block.compile()
-        torch.cuda.synchronize()
-
-    def seconds(self) -> float:
-        began = time.perf_counter()
-        out = self.step(self.batch)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        assert torch.isfinite(out.loss) and self.step.replays == "graph", (
-            f"first loss {out.loss}, replays by {self.step.replays}; expected a finite one, 'graph'"
-        )
-        return seconds
 
 
 # ---- 1: bits ------------------------------------------------------------------------------------
@@ -204,7 +172,7 @@ def bits(config, lengths=(128, 96)) -> dict:
     return result
 
 
-# ---- 3: speed -----------------------------------------------------------------------------------
+# ---- 2: speed -----------------------------------------------------------------------------------
 
 
 def speed(steps: dict, workers: Workers, config, shapes=SHAPES) -> dict:
@@ -239,7 +207,7 @@ def busy_ms(run) -> "float | None":
     return step["gpu_busy"] and step["gpu_busy"] * step["us"] / 1e3
 
 
-# ---- 4, 5: the host, and memory -----------------------------------------------------------------
+# ---- 3, 4: the host, and memory -----------------------------------------------------------------
 
 
 def host(steps: dict, config, rows: int, T: int) -> dict:
@@ -317,7 +285,7 @@ def memory(step: TrainStep, config, small_config, replays=(100, 1000), captures=
     }
 
 
-# ---- 6: for the notebook ------------------------------------------------------------------------
+# ---- 5: for the notebook ------------------------------------------------------------------------
 
 
 def pictures(config) -> dict:
@@ -345,13 +313,10 @@ def measure(
     notebook,
     shapes=SHAPES,
     lengths=(128, 96),
-    rows=4,
     counts=((100, 1000), 50),
     here=False,
 ) -> dict:
     variants = {shape: (Compiled, config, *shape) for shape in shapes}
-    variants[WHOLE] = (FirstStep, config, rows, False)
-    variants[BLOCKS] = (FirstStep, config, rows, True)
     results, clock = {}, Clock()
 
     def keep(**parts):
@@ -363,8 +328,6 @@ def measure(
         keep(bits=bits(config, lengths))
         workers.ready()
         release()
-        keep(capture_s={name: workers.ask(name, "seconds") for name in (WHOLE, BLOCKS)})
-        workers.close(WHOLE, BLOCKS)
         steps = {PLAIN: Plain(config), EAGER: ours(config, "eager"), REPLAY: ours(config)}
         keep(speed=speed(steps, workers, config, shapes))
     last_rows, last_T = shapes[-1]
@@ -378,44 +341,53 @@ def measure(
     return results
 
 
-def show(results: dict):
-    b = results["bits"]
-    print(
-        f"{b['steps']} steps; different bits among {b['steps']} losses and {b['weights']:,} "
-        f"weights: {b['exact']}; not deterministic: {b['free']}; clipped {b['clipped']}, "
-        f"skipped {b['skipped']}, graphs {b['graphs']}"
-    )
-    seconds = ", ".join(f"{name} {s:.1f}" for name, s in results["capture_s"].items())
-    print(f"seconds to the first step: {seconds}")
-    for shape, variants in results["speed"].items():
-        rows = [
-            (
-                name,
-                m["ms"],
-                f"{m['tokens_per_s']:,.0f}",
-                m["times_plain"],
-                f"{m['gpu_busy']:.0%}" if "gpu_busy" in m else "",
-            )
-            for name, m in variants.items()
-        ]
-        show_table(shape, rows, ("", "ms", "tokens/s", "x plain", "GPU busy"))
-    rows = [
-        (name, m["launches"], m["graph_launches"], m["syncs"], str(m["copies"]))
-        for name, m in results["ledger"].items()
+def tables(results: dict) -> "dict[str, Table]":
+    columns = [
+        Column("batch x T, step", "step"),
+        Column("ms", "ms", number),
+        Column("tokens/s", "tokens_per_s", thousands),
+        Column("against eager torch", "times_plain", ratio),
+        Column("GPU busy", "gpu_busy", share),
     ]
-    show_table(results["what"], rows, ("", "launches", "graph launches", "waits", "copies"))
-    rows = [(name, *m.values()) for name, m in results["memory"].items()]
-    head = ("", "times", "allocated", "reserved", "device", "host")
-    show_table("growth in bytes", rows, head)
-    spans = {name: len(spans) for name, spans in results["timeline"].items()}
-    print(f"\n{spans} spans, {len(results['graph']['names'])} nodes")
+    rows = [
+        {"step": f"{shape}: {name}", **m}
+        for shape, variants in results["speed"].items()
+        for name, m in variants.items()
+    ]
+    host = [
+        Column("one step", "step"),
+        Column("kernel launches", "launches", integer),
+        Column("graph launches", "graph_launches", integer),
+        Column("host waits", "syncs", integer),
+    ]
+    ledger = [{"step": name, **m} for name, m in results["ledger"].items()]
+    return {"speed": Table(columns, rows), "host": Table(host, ledger), "checks": checks(results)}
+
+
+def checks(results: dict) -> Table:
+    """Equality and memory."""
+    bits = results["bits"]
+    rows = [
+        {
+            "what": f"{pair.replace(', ', ' and ')}, deterministic: values that differ",
+            "value": f"{sum(m.values()):,} of {bits['steps'] + bits['weights']:,}",
+        }
+        for pair, m in bits["exact"].items()
+    ]
+    apart = max(bits["free"]["apart"].values())
+    rows.append({"what": "eager and replay: largest difference of a loss", "value": number(apart)})
+    for name, m in results["memory"].items():
+        grown = max(0, m["allocated"], m["reserved"], m["device"])
+        what = f"bytes by which GPU memory grows: {name}, {m['count']:,}"
+        rows.append({"what": what, "value": integer(grown)})
+    return Table([Column("check", "what"), Column("measured", "value")], rows)
 
 
 def main():
     record(
         "graphs",
         lambda config: measure(config, preset("tiny"), preset("tiny", layers=1)),
-        show,
+        tables,
         GiB=70,
     )
 

@@ -81,11 +81,6 @@ def products_of(c: Config, trained: bool = True) -> "list[Products]":
     ]
 
 
-def attention_flops(c: Config, tokens: int, T: int) -> int:
-    """As gpuaccel.training.models.flops_per_token counts them: a causal mask saves nothing."""
-    return 12 * c.layers * c.heads * c.head_dim * T * tokens
-
-
 def bytes_of_micro_batch(c: Config, tokens: int, trained: bool = True) -> "dict[str, int]":
     """What kernels between the products must read and write in forward and backward.
 

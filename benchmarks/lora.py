@@ -19,7 +19,7 @@ import functools
 import torch
 from common import Clock, record
 from limits import Limit
-from step import LENGTHS, OURS, B, lengths_of, show_rows
+from step import LENGTHS, OURS, B, lengths_of, step_tables
 from step_variants import Ours, Peer, Task, measured
 from training import build
 from workers import Workers
@@ -70,13 +70,16 @@ def measure(config, lengths=LENGTHS, here=False) -> dict:
     return {**results, "limits": limits}
 
 
-def show(results: dict):
-    for T, rows in lengths_of(results).items():
-        show_rows(f"T = {T}; the limit is {results['limits'][T]['ms']:.2f} ms", rows, {})
+def tables(results: dict) -> dict:
+    steps, limits = lengths_of(results), results["limits"]
+    return step_tables(
+        {f"T={T}": rows for T, rows in steps.items()},
+        {f"T={T}": limit for T, limit in limits.items()},
+    )
 
 
 def main():
-    record("lora", measure, show, GiB=30)
+    record("lora", measure, tables, GiB=30)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ Cells that do not run here keep what an earlier run has written to the result fi
 import argparse
 import contextlib
 import copy
+import functools
 import importlib.metadata
 import json
 import os
@@ -29,11 +30,10 @@ import pathlib
 import traceback
 import warnings
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 import torch.nn.functional as F
-from common import RESULTS, Clock, facts, save, show_table
+from common import RESULTS, Clock, environment, save
+from tables import Column, Table, show
 from torch import nn
 
 import gpuaccel as ga
@@ -83,122 +83,12 @@ class Lstm(nn.Module):
         return self.head(self.lstm(self.embedding(tokens))[0])
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of_transformers(task: str, kind: str, **sizes):
+    """A model of transformers for a task ("CausalLM", ...), with random weights."""
+    import transformers
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=T,
-            n_embd=CHANNELS,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-    )
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=CHANNELS,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=T,
-        )
-    )
-
-
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCAB,
-            hidden_size=CHANNELS,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            max_position_embeddings=T,
-        )
-    )
-
-
-def bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=CHANNELS,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=T,
-            hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        )
-    )
-
-
-def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB,
-            d_model=CHANNELS,
-            d_kv=16,
-            d_ff=48,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=CHANNELS,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=4,
-            num_labels=5,
-            hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        )
-    )
-
-
-def resnet():
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(
-        ResNetConfig(
-            embedding_size=8,
-            hidden_sizes=[16, 32],
-            depths=[1, 1],
-            layer_type="basic",
-            num_labels=5,
-        )
-    )
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    return getattr(transformers, f"AutoModelFor{task}").from_config(config)
 
 
 def own_loss(model, micro):
@@ -224,15 +114,41 @@ def images(generator) -> dict:
     }
 
 
+WIDTHS = dict(hidden_size=CHANNELS, intermediate_size=48, num_hidden_layers=2)
+LLAMA = dict(
+    vocab_size=VOCAB,
+    **WIDTHS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=T,
+)
+NO_DROPOUT = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+GPT2 = dict(vocab_size=VOCAB, n_positions=T, n_embd=CHANNELS, n_layer=2, n_head=2)
+GPT2 |= dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=1)
+BERT = dict(vocab_size=VOCAB, **WIDTHS, num_attention_heads=2, max_position_embeddings=T)
+T5 = dict(vocab_size=VOCAB, d_model=CHANNELS, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+T5 |= dict(dropout_rate=0, decoder_start_token_id=0)
+VIT = dict(**WIDTHS, num_attention_heads=2, image_size=16, patch_size=4, num_labels=5)
+RESNET = dict(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+
+
+def transformer(*args, **sizes):
+    return functools.partial(of_transformers, *args, **sizes)
+
+
 # name -> (what makes the model, loss_fn, what makes a batch).
 MODELS = {
-    "gpt2": (gpt2, own_loss, texts),
-    "llama": (llama, own_loss, texts),
-    "mixtral": (mixtral, own_loss, texts),
-    "bert": (bert, own_loss, texts),
-    "t5": (t5, own_loss, texts),
-    "vit": (vit, own_loss, images),
-    "resnet": (resnet, own_loss, images),
+    "gpt2": (transformer("CausalLM", "gpt2", **GPT2), own_loss, texts),
+    "llama": (transformer("CausalLM", "llama", **LLAMA), own_loss, texts),
+    "mixtral": (transformer("CausalLM", "mixtral", **LLAMA, num_local_experts=4), own_loss, texts),
+    "bert": (transformer("MaskedLM", "bert", **BERT, **NO_DROPOUT), own_loss, texts),
+    "t5": (transformer("Seq2SeqLM", "t5", **T5), own_loss, texts),
+    "vit": (transformer("ImageClassification", "vit", **VIT, **NO_DROPOUT), own_loss, images),
+    "resnet": (
+        transformer("ImageClassification", "resnet", **RESNET, num_labels=5),
+        own_loss,
+        images,
+    ),
     "lstm": (Lstm, lstm_loss, texts),
 }
 
@@ -376,24 +292,20 @@ def exact_products():
 # ---- the result file ----------------------------------------------------------------------------
 
 
-def cells_of(row: dict) -> dict:
-    """The cells of a model. In an older file, which has several modes of accumulation: of `fused`,
-    whose products add, as they do today in replayed steps."""
-    return row.get("fused", row)
+def write(path: pathlib.Path, results: dict, steps: int) -> dict:
+    """Write the results, and return those of the file.
 
-
-def write(path: pathlib.Path, results: dict, steps: int):
-    """Write the results. Cells that could not run here are those of the file, if it has them."""
-    old = json.loads(path.read_text()) if path.is_file() else {"results": {}, "columns": {}}
-    merged, columns = old["results"], old["columns"]
-    here = facts("models")
+    Cells that could not run here are those that the file had."""
+    old = json.loads(path.read_text())["results"] if path.is_file() else {}
+    merged, columns = old.get("models", {}), old.get("columns", {})
+    here = environment()
     versions = {
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
         "date": here["date"],
     }
     for model, cells in results.items():
-        row = merged[model] = cells_of(merged.get(model, {}))
+        row = merged.setdefault(model, {})
         for column, value in cells.items():
             if unavailable(column):
                 row.setdefault(column, value)
@@ -403,42 +315,59 @@ def write(path: pathlib.Path, results: dict, steps: int):
                 on = here["gpu"] if device == "cuda" else "CPU"
                 columns[column] = {"on": on, **versions}
     result = {
+        "benchmark": "models",
         **here,
-        "columns": columns,
         "steps": steps,
         "micro_batches": MICRO_BATCHES,
         "tolerances": {"loss": LOSS_TOLERANCE, "weight": WEIGHT_TOLERANCE},
-        "results": merged,
+        "results": {"models": merged, "columns": columns},
     }
     save(path, result)
+    return result["results"]
 
 
-def show(results: dict):
+def tables(results: dict) -> "dict[str, Table]":
+    """ "models": the largest difference of a weight from plain torch, in learning rates; a number
+    in brackets is that of a reason. "reasons": what cannot be captured in a CUDA graph. "columns":
+    where each was measured."""
+    reasons: "list[str]" = []
     rows = []
-    reasons = []
-    for model, cells in results.items():
-        rows.append((model, *(show_cell(value) for value in cells.values())))
-        reasons += [
-            f"{model}, {column}: {value['reason']}"
-            for column, value in cells.items()
-            if "reason" in value and not unavailable(column)
-        ]
-    title = "weights: largest difference from plain torch, in learning rates"
-    show_table(title, rows, ["", *next(iter(results.values()))])
-    print(*reasons, sep="\n")
+    for model, cells in results["models"].items():
+        texts = {column: cell_text(value, reasons) for column, value in cells.items()}
+        rows.append({"model": f"`{model}`", **texts})
+    columns = [Column("model", "model"), *(Column(name, name) for name in COLUMNS)]
+    numbered = [{"number": f"({i})", "reason": why} for i, why in enumerate(reasons, 1)]
+    why = [Column("", "number"), Column("reason", "reason")]
+    keys = ("on", "torch", "transformers", "date")
+    machines = [{"column": name, **facts} for name, facts in results["columns"].items()]
+    return {
+        "models": Table(columns, rows),
+        "reasons": Table(why, numbered),
+        "columns": Table(
+            [Column("column", "column"), *(Column(key, key) for key in keys)], machines
+        ),
+    }
 
 
-def show_cell(value: dict) -> str:
-    if value["ran"] is None:
-        return value["reason"].split(":")[0]
-    words = [f"{value['weight']:.0e}"]
+def cell_text(value: dict, reasons: "list[str]") -> str:
+    """One cell. Its reason is added to `reasons` unless it is there already."""
+    if value["ran"] is None and value["reason"].startswith("needs "):
+        return value["reason"]
+    mark = ""
     if "reason" in value:
-        words.append("(eager)")
+        # Without what to do instead, which is for the author of the model.
+        reason = value["reason"].split(" Instead: ")[0]
+        if reason not in reasons:
+            reasons.append(reason)
+        mark = f" ({reasons.index(reason) + 1})"
+    if value["ran"] is None:
+        return f"does not run{mark}"
+    words = f"{value['weight']:.0e}"
     if not value["equal"]:
-        words.append("DIFFERS")
-    if value.get("equals_eager") is False:
-        words.append("not eager's bits")
-    return " ".join(words)
+        words = f"**differs: {words}**"
+    if value.get("equals_eager"):
+        words += " ="
+    return words + (f", eager{mark}" if mark else "")
 
 
 def arguments(words=None):
@@ -451,13 +380,14 @@ def arguments(words=None):
 
 
 def main():
+    # Before transformers is imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     options = arguments()
     backends = options.backends.split(",")
     columns = [column for column, (backend, *_) in COLUMNS.items() if backend in backends]
     with exact_products():
         results = measure(options.models.split(","), columns, options.steps)
-    show(results)
-    write(options.out, results, options.steps)
+    show(tables(write(options.out, results, options.steps)))
 
 
 if __name__ == "__main__":

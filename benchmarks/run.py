@@ -6,8 +6,8 @@ make bench AGAIN=1                # all, also those with a result of this commit
 
 Each benchmark is a process of its own; what it prints is in build/bench/<name>.log. One that fails
 does not stop the others, and the command ends with status 1. After an interruption, the same
-command goes on: a result of this commit that is not stale is not measured again. At the end
-benchmarks/report.py writes the pages.
+command goes on: what has a result of this commit is not measured again, unless code was edited
+since. At the end benchmarks/report.py writes the pages, and build/bench/<gpu>.md.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import time
 from typing import NamedTuple
 
 from common import RESULTS, ROOT, folder_of
-from fingerprints import staleness
 from tqdm import tqdm
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -58,7 +57,6 @@ ALL = {
     "models": Benchmark(90, 0, ("transformers",)),
     "cpu": Benchmark(60, 0),
     "ddp": Benchmark(300, 2),
-    "ddp_traces": Benchmark(210, 2),
     "faults": Benchmark(1200, 0),
 }
 # They measure a CPU: on a machine with a GPU they run by name only.
@@ -79,23 +77,21 @@ def result_paths(name: str, here: dict) -> "list[pathlib.Path]":
     if name == "models":
         return [RESULTS / "models.json"]
     folder = RESULTS / folder_of(here["gpu"] if ALL[name].gpus else "none")
-    if name == "ddp_traces":
-        return [folder / f"ddp_traces_{here['gpus']}gpus.json"]
     if name == "ddp":
         return [folder / f"ddp_{n}gpus.json" for n in (2, 4) if n <= here["gpus"]]
     return [folder / f"{name}.json"]
 
 
 def is_done(name: str, here: dict) -> bool:
-    """Does it have a result of this commit that is not stale?"""
+    """Does it have a result of this commit? One of edited code ("+") is measured again."""
     for path in result_paths(name, here):
         if not path.is_file():
             return False
         result = json.loads(path.read_text())
         other_gpu = name == "models" and result["gpu"] != here["gpu"]
-        if other_gpu or result["commit"] != here["commit"] or staleness(result):
+        if other_gpu or result["commit"] != here["commit"]:
             return False
-    return True
+    return not here["commit"].endswith("+")
 
 
 def lacks(name: str, here: dict) -> "str | None":
@@ -208,6 +204,8 @@ def main() -> int:
     log = LOGS / "report.log"
     if run_script("report", log):
         failed["report"] = f"{log.relative_to(ROOT)}"
+    else:
+        print(f"tables and charts: build/bench/{folder_of(here['gpu'])}.md")
     for name, how in failed.items():
         print(f"failed: {name} ({how})")
     # What was asked for by name and cannot run here is a failure, too.

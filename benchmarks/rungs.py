@@ -21,7 +21,8 @@ import statistics
 
 import memory
 import torch
-from common import DEVICE, Clock, measuring_here, show_table, write
+from common import DEVICE, Clock, measuring_here, plain, write
+from tables import Column, Table, integer, scientific, show, thousands, yes_or_no
 from timing import queued, release
 from training import build
 
@@ -271,27 +272,22 @@ def measure(large=LARGE, small=SMALL, shape=SHAPE, rows=ROWS, ranks: int = 1) ->
     return results
 
 
-def show(results: dict):
-    head = ("", "tokens/s", "launches", "graphs", "waits", "GPU to host", "host to GPU")
-    head += ("difference", "bit-identical")
-    for notebook, result in results.items():
-        rows = []
-        for name, m in result["rows"].items():
-            sizes = [m["copies"].get(kind, [0, 0])[1] for kind in ("DtoH", "HtoD")]
-            difference = m.get("max_diff")
-            rows.append(
-                (
-                    name,
-                    f"{m['tokens_per_s']:,.0f}",
-                    m["launches"],
-                    m["graph_launches"],
-                    m["syncs"],
-                    *(f"{size:,}" for size in sizes),
-                    "" if difference is None else f"{difference:.3g}",
-                    {True: "yes", False: "no"}.get(m.get("bit_equal"), ""),
-                )
-            )
-        show_table(f"{notebook}: {result['what']}", rows, head)
+def tables(results: dict) -> "dict[str, Table]":
+    columns = [
+        Column("training", "name"),
+        Column("tokens/s", "tokens_per_s", thousands),
+        Column("launches", "launches", integer),
+        Column("graph launches", "graph_launches", integer),
+        Column("host waits", "syncs", integer),
+        Column("difference", "max_diff", scientific),
+        Column("bit-identical", "bit_equal", yes_or_no),
+    ]
+    return {
+        f"{notebook}: {result['what']}": Table(
+            columns, [{"name": name, **m} for name, m in result["rows"].items()]
+        )
+        for notebook, result in results.items()
+    }
 
 
 def main():
@@ -302,8 +298,8 @@ def main():
         size = "an eighth of the sequences, at least four"
     with measuring_here():
         results = measure(rows=rows, ranks=torch.cuda.device_count())
-        show(results)
         write("rungs", results, size=size)
+        show(tables(plain(results)))
 
 
 if __name__ == "__main__":

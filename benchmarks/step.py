@@ -12,8 +12,8 @@ liger_kernel is installed. Its RMSNorm is not used: torch 2.11 cannot tell what 
 it (0.8.5) writes, so it copies all inputs of each; torch.compile fuses torch's own norms.
 
 mode="max-autotune-no-cudagraphs" of torch.compile, which tries Triton's products beside cuBLAS's,
-is not here: it compiled for 295 s, and its step was no faster (docs/benchmarks.md). Bf16Peer's
-`mode` is for those who want to try.
+is not here: on an H100 it compiled for 295 s, and its step was no faster. Bf16Peer's `mode` is for
+those who want to try.
 
 Ours: bf16 weights with fp32 masters; the same with deterministic=True. Ratios are against the
 fastest peer of the same T.
@@ -30,9 +30,21 @@ the host's clock over some steps and one synchronization.
 import functools
 
 import torch
-from common import DEVICE, Clock, record, show_table
+from common import DEVICE, Clock, record
 from limits import Limit
-from step_variants import BF16, Attempt, Bf16Peer, LigerPeer, Ours, Peer, Task, launched, measured
+from step_variants import (
+    BF16,
+    Attempt,
+    Bf16Peer,
+    LigerPeer,
+    Ours,
+    Peer,
+    Task,
+    fastest,
+    launched,
+    measured,
+)
+from tables import Column, Table, number, ratio, share, tenths, thousands
 from timing import OURS
 from training import build
 from workers import Workers
@@ -48,8 +60,6 @@ LIGER = "torch, Liger-Kernel"
 EXACT = "ours, deterministic"
 LIMIT = "limit"
 VARIANTS = (PEER, BF16, LIGER, OURS, EXACT)
-# Seconds for LIGER to compile in.
-LIGER_LIMIT = 80.0
 
 
 def task(config, T: int) -> Task:
@@ -91,7 +101,7 @@ def variants(config, T: int) -> dict:
         LIMIT: (Limit, config, what.rows, T, what.micro_batches),
     }
     if LigerPeer.available():
-        made[LIGER] = (Attempt, LIGER_LIMIT, LigerPeer, what)
+        made[LIGER] = (Attempt, LigerPeer, what)
     return {(name, T): how for name, how in made.items()}
 
 
@@ -110,48 +120,67 @@ def lengths_of(results: dict) -> dict:
     return {T: rows for T, rows in results.items() if T.isdecimal()}
 
 
-def show(results: dict):
-    for T, rows in lengths_of(results).items():
-        show_rows(f"T = {T}", rows, results["left_out"][T])
-        limit = results["limits"][T]
-        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in limit["parts"].items())
-        print(f"limit: {limit['ms']:.2f} ms ({parts})")
-    for T, rows in results["launched"].items():
-        show_rows(f"T = {T}, launched", rows, {})
+# ---- tables of whole steps ----------------------------------------------------------------------
+
+STEP = [
+    Column("step", "step"),
+    Column("ms", "ms", number),
+    Column("tokens/s", "tokens_per_s", thousands),
+    Column("against torch", "times_torch", ratio),
+    Column("of the limit", "of_limit", share),
+    Column("MFU", "mfu", share),
+    Column("peak GiB", "peak_GiB", tenths),
+    Column("left out", "left_out"),
+]
+# The parts of a limit that are other kernels have the name "bytes" (limits.py).
+WHERE = [
+    Column("ms in", "step"),
+    Column("products", "products", tenths),
+    Column("attention", "attention", tenths),
+    Column("other kernels", "rest", tenths),
+    Column("tail", "tail", tenths),
+    Column("between them", "between", tenths),
+    Column("sum", "ms", tenths),
+]
+COMPUTING = "products", "attention", "rest", "tail"
 
 
-def show_rows(title: str, rows: dict, left_out: dict):
-    head = (
-        "",
-        "ms",
-        "tokens/s",
-        "x fastest torch",
-        "of limit",
-        "MFU",
-        "peak GiB",
-        "x its",
-        "capture s",
-    )
-    cells = [
-        (
-            name,
-            f"{r['ms']:.2f}",
-            f"{r['tokens_per_s'] / 1e3:,.1f}K",
-            r["times_torch"],
-            *(f"{r[key]:.1%}" if r.get(key) else "" for key in ("of_limit", "mfu")),
-            f"{r['peak_GiB']:.2f}",
-            r["memory"],
-            f"{r['capture_s']:.1f}",
-        )
-        for name, r in rows.items()
+def step_tables(steps: dict, limits: dict, left_out=()) -> "dict[str, Table]":
+    """ "steps", and "time": the limit, ours and the fastest torch in groups of kernels (traces.py).
+
+    steps: label -> variant -> measurement. limits: label -> limit. left_out: further rows."""
+    rows, parts = [], []
+    for label, variants in steps.items():
+        rows += [{"step": f"{label}: {name}", **m} for name, m in variants.items()]
+        if label in limits:
+            limit = {"step": f"{label}: limit", **limits[label]["parts"], "ms": limits[label]["ms"]}
+            parts.append({**limit, "rest": limit["bytes"]})
+        for name in (*(n for n in variants if not n.startswith("torch")), fastest_torch(variants)):
+            if groups := variants[name].get("groups"):
+                between = variants[name]["ms"] - sum(groups[part] for part in COMPUTING)
+                row = {"step": f"{label}: {name}", "ms": variants[name]["ms"], "between": between}
+                parts.append({**groups, **row})
+    return {"steps": Table(STEP, [*rows, *left_out]), "time": Table(WHERE, parts)}
+
+
+def fastest_torch(variants: dict) -> str:
+    return fastest({name: m["ms"] for name, m in variants.items()})
+
+
+def tables(results: dict) -> "dict[str, Table]":
+    steps = {f"T={T}": rows for T, rows in lengths_of(results).items()}
+    steps |= {f"T={T}, launched": rows for T, rows in results.get("launched", {}).items()}
+    left_out = [
+        {"step": f"T={T}: {name}", "left_out": reason}
+        for T, reasons in results.get("left_out", {}).items()
+        for name, reason in reasons.items()
     ]
-    show_table(title, cells, head)
-    for name, reason in left_out.items():
-        print(f"{name}: {reason}")
+    limits = {f"T={T}": limit for T, limit in results["limits"].items()}
+    return step_tables(steps, limits, left_out)
 
 
 def main():
-    record("step", measure, show, GiB=70)
+    record("step", measure, tables, GiB=70)
 
 
 if __name__ == "__main__":

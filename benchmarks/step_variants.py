@@ -16,17 +16,14 @@ time the host may decide. The peer has bf16 weights, and gradients that are adde
 three ways (LaunchedPeer).
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
-import signal
 import time
 import unittest.mock
 from collections.abc import Callable
 
-import psutil
 import torch
 import torch.nn.functional as F
 from common import DEVICE
@@ -349,44 +346,13 @@ class LigerLoss(torch.autograd.Function):
         return *ctx.saved_tensors, None, None, None
 
 
-class OutOfTime(BaseException):
-    """Not an Exception: what tries many kernels goes on after those."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float):
-    """Raise OutOfTime in this process's main thread after so many seconds."""
-
-    def stop(*_):
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, stop)
-    # Again and again, because it is lost inside of a destructor.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 class Attempt:
-    """A variant that may not run: alone() then says why, as `left_out`, and nothing else is asked.
+    """A variant that may not run: alone() then says why, as `left_out`; nothing else is asked."""
 
-    limit: seconds to be made in, compilation included"""
-
-    def __init__(self, limit: float, make, *args):
+    def __init__(self, make, *args):
         self.variant = self.left_out = None
-        before = set(psutil.Process().children())
         try:
-            with time_limit(limit):
-                self.variant = make(*args)
-        except OutOfTime:
-            self.left_out = f"did not compile in {limit:g} s"
-            # This process would wait for torch.compile's processes at its end.
-            for process in set(psutil.Process().children(recursive=True)) - before:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            self.variant = make(*args)
         except Exception as error:
             self.left_out = in_words(error)
 

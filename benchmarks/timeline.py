@@ -9,7 +9,8 @@ the order of events, not how long they take.
 """
 
 import torch
-from common import record, show_table
+from common import record
+from tables import Column, Table, integer, number, share
 from training import SETTINGS, build, token_batch
 from workers import Workers
 
@@ -51,25 +52,19 @@ def measure(config, rows: int = 4, compile: bool = True, here: bool = False) -> 
     return {"what": "after the last backward of a Llama model", "tails": tails}
 
 
-def show(results: dict):
-    rows = [
-        (
-            name,
-            r["tensors"],
-            r["waits"],
-            r["launches"],
-            r["us"] / 1e3,
-            f"{r['gpu_busy'] or 0:.0%}",
-            len(r["spans"]),
-        )
-        for name, r in results["tails"].items()
+def tables(results: dict) -> "dict[str, Table]":
+    columns = [
+        Column("clip", "clip"),
+        Column("host waits", "waits", integer),
+        Column("launches", "launches", integer),
+        Column("us", "us", number),
+        Column("GPU busy", "gpu_busy", share),
     ]
-    head = ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")
-    show_table("after the last backward", rows, head)
+    return {"tails": Table(columns, [{"clip": name, **r} for name, r in results["tails"].items()])}
 
 
 def main():
-    record("timeline", measure, show, GiB=45)
+    record("timeline", measure, tables, GiB=45)
 
 
 if __name__ == "__main__":

@@ -82,21 +82,6 @@ def queued(run, calls: int) -> "list[float]":
     return [start.elapsed_time(stop) for start, stop in zip(events, events[1:])]
 
 
-def separately(run, calls: int) -> "list[float]":
-    """Milliseconds of each of `calls` runs, each of which begins on an idle device."""
-    times = []
-    for _ in range(calls):
-        torch.cuda.synchronize()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with measuring():
-            start.record()
-            run()
-            stop.record()
-            torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return times
-
-
 def host_milliseconds(run) -> float:
     """Milliseconds of one run by the host's clock; the device is not waited for."""
     began = time.perf_counter()

@@ -22,7 +22,7 @@ import functools
 import torch
 from common import DEVICE, Clock, record
 from limits import Limit
-from step import BF16, OURS, PEER, show_rows
+from step import BF16, OURS, PEER, step_tables
 from step_variants import Bf16Peer, Ours, Peer, Task, launched, measured
 from workers import Workers
 
@@ -131,14 +131,20 @@ def measure(sizes=SIZES, T: int = T, here=False) -> dict:
     return results
 
 
-def show(results: dict):
+def tables(results: dict) -> dict:
+    steps, limits = {}, {}
     for name, r in results.items():
-        show_rows(f"{name}, {r['batch']} x {r['T']}", r["rows"], {})
-        show_rows(f"{name}, launched", r["launched"], {})
+        label = f"{name}, {r['batch']} x {r['T']}"
+        steps[label] = r["rows"]
+        if "limit" in r:
+            limits[label] = r["limit"]
+        if "launched" in r:
+            steps[f"{label}, launched"] = r["launched"]
+    return step_tables(steps, limits)
 
 
 def main():
-    record("transformers_step", measure, show)
+    record("transformers_step", measure, tables)
 
 
 if __name__ == "__main__":

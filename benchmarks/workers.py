@@ -26,17 +26,14 @@ import traceback
 
 import memory
 import power
-from fingerprints import KernelUse, kernels_in_use
 
 # How long a rank may take for an answer, and NCCL for a collective, in seconds.
 TIMEOUT = 60.0
 # How long the other ranks may still report after one has failed, in seconds.
 GRACE = 2.0
 DIED = "has died"
-# Kernels that workers of this process have used.
-KERNELS_USED: "set[KernelUse]" = set()
-# In the place of a method's name: which kernels have you used, and when have you measured?
-REPORT = None
+# In the place of a method's name: when have you measured?
+SPANS = None
 
 
 class WorkerError(RuntimeError):
@@ -141,12 +138,10 @@ class Workers:
                 del self._objects[name]
             elif name in self._pipes:
                 with contextlib.suppress(WorkerError, OSError):
-                    kernels, spans = self.ask(name, REPORT)
-                    KERNELS_USED.update(kernels)
                     # Another worker may have variants of the same name.
                     power.SPANS += [
                         (variant and power.joined(name, variant), began, ended)
-                        for variant, began, ended in spans
+                        for variant, began, ended in self.ask(name, SPANS)
                     ]
                 # The worker's recv() raises EOFError, and the worker ends.
                 self._pipes.pop(name).close()
@@ -169,11 +164,6 @@ class Workers:
         self.close()
 
 
-def report() -> tuple:
-    """The kernels that this process has used, and its measurements."""
-    return kernels_in_use(), power.SPANS
-
-
 def _serve(pipe, make, args):
     """A worker: make the variant, report it, then answer until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
@@ -183,8 +173,8 @@ def _serve(pipe, make, args):
             pipe.send((None, None))
             while True:
                 method, args = pipe.recv()
-                answer = report if method is REPORT else getattr(variant, method)
-                pipe.send((None, answer(*args)))
+                answer = power.SPANS if method is SPANS else getattr(variant, method)(*args)
+                pipe.send((None, answer))
         except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
             raise
         except BaseException:

@@ -6,6 +6,7 @@ signature(source, "accumulate_v1", {"GRAD_T": "float"})
 # [float* acc, const float* grad, long long n]
 """
 
+import functools
 import operator
 import re
 import struct
@@ -104,7 +105,7 @@ def line_directive(line: int, filename: str) -> str:
 
 # ---- conditionals: what the preprocessor leaves out ----------------------------------------------
 
-_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
+DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
 _DEFINED = re.compile(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))")
 # A character whose code is the same everywhere.
 _CHARACTER = r"'(?:[^'\\\n]|\\(?:[abfnrtv\\'\"]|x[0-9a-fA-F]+|[0-7]{1,3}))'"
@@ -147,7 +148,13 @@ _Number = tuple[int, bool] | None
 
 
 def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
-    """The value of an #if's condition; None where it depends on the compiler (__CUDA_ARCH__)."""
+    """Whether an #if's condition holds; None where it depends on the compiler (__CUDA_ARCH__)."""
+    value = _expression(text, macros)
+    return None if value is None else value[0] != 0
+
+
+def _expression(text: str, macros: "dict[str, str]") -> _Number:
+    """The value of an expression of numbers and macros; None where it is not known."""
 
     def is_defined(match):
         name = match[1] or match[2]
@@ -176,7 +183,7 @@ def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
         value = _choice(tokens)
     except (ValueError, RecursionError):
         return None
-    return None if value is None or len(tokens) > 1 else value[0] != 0
+    return None if len(tokens) > 1 else value
 
 
 def _choice(tokens: "list[str]") -> _Number:
@@ -283,19 +290,32 @@ def _number(digits: str) -> int:
     return int(digits, 8 if is_octal else 10)
 
 
-def active_text(source: str, defines: "dict[str, str] | None" = None) -> str:
+def active_text(
+    source: str, defines: "dict[str, str] | None" = None, *, one_branch: bool = False
+) -> str:
     """The text without comments, directives and what `#if 0` and the like leave out.
 
     All positions and line numbers stay: blanks are in the place of what is left out. A condition
     that depends on the compiler, such as that of `#ifdef __CUDA_ARCH__`, leaves nothing out.
+
+    Args:
+        source: CUDA C.
+        defines: macros.
+        one_branch: such a condition is taken to hold, so that brackets match.
     """
-    return _active(source, defines or {})[0]
+    return _active_of(source, tuple((defines or {}).items()), None, one_branch)[0]
 
 
-def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[str, str]]":
-    """(the text up to `end` that is compiled, the macros there); the text has no comments."""
+@functools.lru_cache(maxsize=32)
+def _active_of(
+    source: str,
+    defines: "tuple[tuple[str, str], ...]",
+    end: "int | None",
+    one_branch: bool = False,
+) -> "tuple[str, dict[str, str]]":
     blank = without_comments(source)[:end]
-    macros = dict(defines)
+    # Both compilers are asked for C++17.
+    macros = {"__cplusplus": "201703L", **dict(defines)}
     pieces = []
     position = 0
     # Per open #if: whether its present part is compiled, and whether one of its parts surely was.
@@ -308,7 +328,7 @@ def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[
         text = blank[position:end]
         pieces.append(text if is_active() else re.sub(r"[^\n]", " ", text))
 
-    for match in _DIRECTIVE.finditer(blank):
+    for match in DIRECTIVE.finditer(blank):
         keep(match.start())
         position = match.end()
         pieces.append(re.sub(r"[^\n]", " ", match[0]))
@@ -323,10 +343,14 @@ def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[
             result = _condition(rest, macros)
             if word == "ifndef" and result is not None:
                 result = not result
+            if one_branch and result is None:
+                result = True
             open_parts.append((result is not False, result is True))
         elif word == "elif" and open_parts:
             _, done = open_parts.pop()
             result = not done and _condition(rest, macros)
+            if one_branch and result is None:
+                result = True
             open_parts.append((result is not False, done or result is True))
         elif word == "else" and open_parts:
             _, done = open_parts.pop()
@@ -343,16 +367,25 @@ def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[
     return "".join(pieces), macros
 
 
+def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[str, str]]":
+    """(the text up to `end` that is compiled, the macros there); the text has no comments."""
+    text, macros = _active_of(source, tuple(defines.items()), end)
+    return text, dict(macros)
+
+
 # ---- kernels and their parameters ----------------------------------------------------------------
+
+
+_BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def closing(text: str, start: int) -> int:
     """The position behind the bracket that closes the one at `start`, or the end of the text."""
     depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[i], 0)
+    for bracket in _BRACKET.finditer(text, start):
+        depth += 1 if bracket[0] in "([{" else -1
         if depth == 0:
-            return i + 1
+            return bracket.end()
     return len(text)
 
 
@@ -372,13 +405,20 @@ def split_list(text: str) -> "list[str]":
 
 @dataclass(frozen=True)
 class _Declaration:
-    """A `__global__` function in a text. bound: the first argument of its __launch_bounds__."""
+    """A `__global__` function in a text.
+
+    Attributes:
+        name, params: as they are written. bound: the first argument of its __launch_bounds__.
+        start: position of its `__global__`. template: its template parameters; None without.
+        has_body: it is defined here, and not only declared.
+    """
 
     name: str
     params: str
     bound: str
     start: int
-    is_template: bool
+    template: "str | None"
+    has_body: bool
 
 
 _ATTRIBUTES = r"__launch_bounds__|__cluster_dims__|__block_size__|__maxnreg__|__attribute__"
@@ -401,15 +441,22 @@ def _declarations(text: str) -> "Iterator[_Declaration]":
                 continue
             before = re.split(r"[;{}]", text[max(0, keyword.start() - 2000) : keyword.start()])[-1]
             between = text[keyword.end() : word.start()]
+            template = re.search(r"\btemplate\s*<(.*)>", before, re.S)
             if re.search(r"\bvoid\b", before + between):
                 yield _Declaration(
                     word[1],
                     text[word.end() : end - 1],
                     bound,
                     keyword.start(),
-                    re.search(r"\btemplate\b", before) is not None,
+                    template[1] if template else None,
+                    text[end : end + 200].lstrip()[:1] == "{",
                 )
             break
+
+
+def base_name(name: str) -> str:
+    """The kernel's own name in that of a template's instance: `scale` of `scale<float, 4>`."""
+    return name.partition("<")[0].strip()
 
 
 def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
@@ -422,7 +469,13 @@ def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[
         defines: macro -> value; None: none.
     """
     text = active_text(source, defines)
-    return list(dict.fromkeys(d.name for d in _declarations(text) if not d.is_template))
+    return list(dict.fromkeys(d.name for d in _declarations(text) if d.template is None))
+
+
+def template_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
+    """Names of the kernel templates in CUDA C text, in order; see `kernel_names`."""
+    text = active_text(source, defines)
+    return list(dict.fromkeys(d.name for d in _declarations(text) if d.template is not None))
 
 
 def _no_kernel(name: str, names: "list[str]") -> str:
@@ -431,9 +484,75 @@ def _no_kernel(name: str, names: "list[str]") -> str:
 
 
 def kernel_positions(source: str) -> "list[tuple[str, int]]":
-    """(name, position of its `__global__`) of each kernel that is no template."""
-    text = active_text(source)
-    return [(d.name, d.start) for d in _declarations(text) if not d.is_template]
+    """(name, position of its `__global__`) of each kernel, templates included."""
+    return [(d.name, d.start) for d in _declarations(active_text(source))]
+
+
+# What nvcc defines where it compiles for a GPU.
+GPU_MACROS = {"__CUDA_ARCH__": "900", "__CUDACC__": "1", "__NVCC__": "1"}
+
+
+def overloaded_names(source: str, defines: "dict[str, str] | None" = None) -> "set[str]":
+    """Names that several kernels have: none of these can be named alone."""
+    text = active_text(source, GPU_MACROS | (defines or {}))
+    names = [d.name for d in _declarations(text) if d.has_body]
+    return {name for name in names if names.count(name) > 1}
+
+
+def kernel_expressions(source: str, defines: "dict[str, str] | None" = None) -> "dict[str, str]":
+    """Kernel -> its qualified name in C++, of those whose symbol is not their name.
+
+    Kernels with `extern "C"`, and templates, are not among them.
+    """
+    if source.count("__global__") == source.count('extern "C" __global__'):
+        return {}
+    text = active_text(source, GPU_MACROS | (defines or {}))
+    overloaded = overloaded_names(source, defines)
+    expressions = {}
+    for declaration in _declarations(text):
+        before = text[: declaration.start]
+        is_c = re.search(r'\bextern\s+"C"[^;{}]*$', before) or 'extern "C"' in (
+            " ".join(scope.split()) for scope in scopes(text, declaration.start)
+        )
+        is_named = declaration.name not in overloaded
+        if declaration.has_body and declaration.template is None and not is_c and is_named:
+            path = [*namespaces(text, declaration.start), declaration.name]
+            expressions[declaration.name] = "::".join(path)
+    return expressions
+
+
+def template_expression(source: str, name: str, defines: "dict[str, str] | None" = None) -> str:
+    """The qualified name of a template's instance: `ours::scale<float>` of `scale<float>`."""
+    text = active_text(source, defines)
+    for declaration in _declarations(text):
+        if declaration.name == base_name(name) and declaration.template is not None:
+            return "::".join([*namespaces(text, declaration.start), name])
+    return name
+
+
+_SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
+
+
+def scopes(text: str, position: int) -> "list[str]":
+    """What stands before each open brace around a position, in a text without comments.
+
+    That is `namespace x`, `extern "C"`, or "" for braces of code.
+    """
+    result: "list[str]" = []
+    for brace in re.finditer(r"[{}]", text[:position]):
+        if brace[0] == "{":
+            before = text[max(0, brace.start() - 200) : brace.start()]
+            scope = _SCOPE.search(before)
+            result.append(scope[0].strip() if scope else "")
+        elif result:
+            result.pop()
+    return result
+
+
+def namespaces(text: str, position: int) -> "list[str]":
+    """The named namespaces around a position in a text without comments."""
+    names = (re.fullmatch(r"namespace\s+([\w:]+)", scope) for scope in scopes(text, position))
+    return [name[1] for name in names if name]
 
 
 def definition(source: str, name: str) -> "tuple[int, int]":
@@ -444,7 +563,7 @@ def definition(source: str, name: str) -> "tuple[int, int]":
     """
     text = active_text(source)
     for declaration in _declarations(text):
-        if declaration.name == name and not declaration.is_template:
+        if declaration.name == name and declaration.template is None and declaration.has_body:
             break
     else:
         raise CompileError(_no_kernel(name, kernel_names(source)))
@@ -494,15 +613,21 @@ _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 def _declaration(source, name, defines):
     """(a kernel's declaration, what each macro and typedef stands for there)."""
     text, _ = _active(source, defines)
-    declaration = next((d for d in _declarations(text) if d.name == name), None)
-    if declaration is None or declaration.is_template:
+    # The definition names its parameters.
+    found = [d for d in _declarations(text) if d.name == base_name(name)]
+    declaration = next((d for d in found if d.has_body), found[0] if found else None)
+    arguments = _template_arguments(name)
+    if declaration is None or (declaration.template is None) != (arguments is None):
         names = kernel_names(source, defines)
-        if declaration is not None:
+        if declaration is not None and arguments is None:
             raise CompileError(
-                f"kernel {name!r} is a template: a kernel that calls it with its template "
-                f"arguments can be compiled; kernels found: {', '.join(names) or 'none'}"
+                f"kernel {name!r} is a template: name it with its template arguments, as in "
+                f'"{name}<float>"; its template parameters are <{declaration.template}>; '
+                f"kernels found: {', '.join(names) or 'none'}"
             )
         raise CompileError(_no_kernel(name, names))
+    if len(found) > 1 and declaration.name in overloaded_names(source, defines):
+        raise CompileError(f"several kernels are named {declaration.name}: give each its own name")
     _, macros = _active(source, defines, declaration.start)
     # Only macros that stand for a type or a number.
     macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
@@ -510,10 +635,37 @@ def _declaration(source, name, defines):
     types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(before)}
     types |= {match[1]: match[2].strip() for match in _USING.finditer(before)}
     types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(before)}
+    if declaration.template is not None:
+        types |= _template_values(declaration, name, arguments)
     return declaration, types | macros
 
 
-_SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
+def _template_arguments(name: str) -> "list[str] | None":
+    """`float` and `4` of `scale<float, 4>`; None for a kernel that is no template."""
+    match = re.fullmatch(r"\s*\w+\s*<(.*)>\s*", name, re.S)
+    return None if match is None else [part for part in split_list(match[1]) if part]
+
+
+def _template_values(declaration, name, arguments) -> "dict[str, str]":
+    """What each template parameter of a kernel stands for."""
+    values = {}
+    parameters = [part for part in split_list(declaration.template) if part]
+    if len(arguments) > len(parameters):
+        raise CompileError(
+            f"{name}: the kernel has {len(parameters)} template parameters "
+            f"<{declaration.template}>, got {len(arguments)}"
+        )
+    for i, parameter in enumerate(parameters):
+        declared, _, default = parameter.partition("=")
+        value = arguments[i] if i < len(arguments) else default.strip()
+        names = re.findall(r"\w+", declared)
+        if not value:
+            raise CompileError(
+                f"{name}: template parameter `{parameter}` has no argument; the template "
+                f"parameters are <{declaration.template}>"
+            )
+        values[names[-1]] = value
+    return values
 
 
 def _outside_code(text: str) -> str:
@@ -572,6 +724,10 @@ SYNONYMS = {
     "intptr_t": "long long",
     "uintptr_t": "unsigned long long",
     "clock_t": "long long",
+    "cudaTextureObject_t": "unsigned long long",
+    "cudaSurfaceObject_t": "unsigned long long",
+    "CUtexObject": "unsigned long long",
+    "CUsurfObject": "unsigned long long",
     "long long int": "long long",
     "long int": "long long",
     "short int": "short",
@@ -656,6 +812,76 @@ def _param(declared, macros):
         align = 2 if base == "bf16" else 1
     value = _default(default.strip()) if code and not stars else None
     return Param(name, ctype, stars > 0, None if stars else code, dtypes, align, value)
+
+
+def element_type(source: str, ctype: str) -> "tuple[torch.dtype, int]":
+    """(dtype, how many of them) of one element of a variable; bytes of a struct: (uint8, 0).
+
+    Args:
+        source: CUDA C in which the variable is declared.
+        ctype: as its declaration says it: "float", "float3", "Sphere".
+    """
+    text, macros = _active(source, {})
+    types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
+    types |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
+    types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
+    macros = {name: body for name, body in macros.items() if re.fullmatch(r"[\w \t*]+", body)}
+    param = _param(f"{ctype} x", types | macros)
+    if param.pointer:
+        # An address.
+        return torch.int64, 1
+    if not param.dtypes:
+        return torch.uint8, 0
+    lanes = re.search(r"[a-z]([1-4])$", param.ctype)
+    return param.dtypes[0], int(lanes[1]) if param.code is None and lanes else 1
+
+
+def array_length(source: str, text: str) -> "int | None":
+    """The length of an array as a source writes it; None where it names no numbers or macros."""
+    macros = _active(source, {})[1]
+    constants = re.findall(r"\b(?:const|constexpr)\s+\w+\s+(\w+)\s*=\s*([^;,]+);", source)
+    value = _expression(text, dict(constants) | macros)
+    return value[0] if value and value[0] > 0 else None
+
+
+# What only nvcc and its linker make of device code -> in words.
+NVCC_ONLY = {
+    r"<<<": "launches a kernel inside a kernel (<<< >>>), which needs the linker of nvcc",
+    r"\b(?:texture|surface)\s*<": "has a texture reference (texture<>), which CUDA 12 has removed",
+    r"\bcuda(?:Malloc|Memcpy|Memset|Free|Launch|DeviceSynchronize|Stream|Event|GetLast)\w*\s*\(": (
+        "calls the CUDA runtime inside a kernel, which needs the linker of nvcc"
+    ),
+}
+
+
+def check_possible(source: str, filename: str):
+    """Refuse device code that no compiler without a linker can compile.
+
+    Args:
+        source: CUDA C without host code.
+        filename: what the message calls it.
+
+    Raises:
+        CompileError: with the line, and what it is.
+    """
+    text = active_text(source, GPU_MACROS)
+    for pattern, words in NVCC_ONLY.items():
+        if found := re.search(pattern, text):
+            line = line_number(source, found.start())
+            raise CompileError(f"{filename}({line}): this {words}")
+
+
+LINE = re.compile(r'^#line (\d+)(?: "((?:\\.|[^"\\\n])*)")?\n', re.M)
+
+
+def line_number(source: str, position: int) -> int:
+    """The number that messages have for the line at a position; #line says where parts begin."""
+    first = 1
+    start = 0
+    for match in LINE.finditer(source, 0, position):
+        first = int(match[1])
+        start = match.end()
+    return first + source.count("\n", start, position)
 
 
 def struct_fields(source: str, name: str) -> "list[str]":

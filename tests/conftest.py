@@ -18,8 +18,8 @@ from gpuaccel.backends import find_gpu  # noqa: E402
 
 # In the fast set, of a parametrised function.
 MOST_OF_A_FUNCTION = 8
-# They take more than 40 s each on an idle core.
-SLOW_NOTEBOOKS = {"02b_clip_inside.ipynb", "06_ddp.ipynb"}
+# It takes more than 40 s on an idle core.
+SLOW_NOTEBOOKS = {"06_ddp.ipynb"}
 GPU_ITEMS = pytest.StashKey[str]()
 # GPUACCEL_TEST_GIB=15: as on GPUs with 15 GiB of memory.
 GIB = os.environ.get("GPUACCEL_TEST_GIB")

@@ -33,15 +33,14 @@ def test_the_glossary_has_an_entry_for_every_word():
 
 
 @pytest.mark.parametrize("word", ENTRIES)
-def test_an_entry_is_short_and_links_to_a_notebook_that_has_the_word(word):
+def test_an_entry_is_short_and_a_notebook_that_it_links_to_has_the_word(word):
     entry = ENTRIES[word]
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|`[^`]*`", r"\1", entry)
     assert 2 <= len(re.findall(r"[.:?](?:\s|$)", plain)) <= 7, plain
     linked = re.findall(r"\]\((\w+\.ipynb)\)", entry)
-    assert linked, entry
-    assert all((FOLDER / name).exists() for name in linked)
-    # "capture" is also found in "captured"
-    assert word.rstrip("e") in text_of(FOLDER / linked[0]).lower(), f"{linked[0]}: no {word}"
+    for name in linked:
+        # "capture" is also found in "captured"
+        assert word.rstrip("e") in text_of(FOLDER / name).lower(), f"{name}: no {word}"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -46,7 +46,7 @@ def test_notebooks_are_numbered_from_zero():
 
 
 def test_cells_are_short(notebook):
-    long = [cell.source for cell in code(notebook) if len(cell.source.split("\n")) > 15]
+    long = [cell.source for cell in code(notebook) if len(cell.source.split("\n")) > 20]
     assert not long, long[0]
     wide = [line for cell in code(notebook) for line in cell.source.split("\n") if len(line) > 105]
     assert not wide, f"wider than a page of JupyterLab: {wide[0]}"
@@ -67,7 +67,7 @@ def test_every_code_cell_is_python_or_cuda(notebook):
 
 
 def test_cells_that_are_compared_print_facts_and_no_times(notebook):
-    assert len(marked(notebook)) >= 3
+    assert marked(notebook)
     for cell in marked(notebook):
         assert not TIMES.search(cell.source), cell.source
         for output in cell.outputs:
@@ -89,13 +89,12 @@ def test_no_widget_state_path_or_error_is_stored(notebook):
             )
 
 
-def test_every_exercise_stands_in_a_notebook_with_its_check_hint_and_solution():
+def test_every_exercise_is_checked_in_a_notebook():
     text = "\n".join(
         cell.source for path in PATHS for cell in code(nbformat.read(path, as_version=4))
     )
     for name in EXERCISES:
-        for ask in ("check", "hint", "solution"):
-            assert f'ga.{ask}("{name}"' in text, f"ga.{ask}({name!r})"
+        assert f'ga.check("{name}"' in text or f"%%cuda --check {name}\n" in text, name
 
 
 def test_first_cells_say_what_runs_and_last_ones_what_to_remember(notebook):

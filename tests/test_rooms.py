@@ -187,7 +187,7 @@ def circle_in_words(imports):
     return ""
 
 
-@pytest.mark.parametrize("room", ["optim", "training"])
+@pytest.mark.parametrize("room", ["distributed", "optim", "training"])
 def test_files_of_a_room_import_one_way(room):
     assert circle_in_words(imports_inside(ROOT / room)) == ""
 

@@ -1,4 +1,4 @@
-"""The command line: `gpuaccel train | sample | compare | plan | kernels | doctor`, a module each.
+"""The command line: `gpuaccel train | kernels | doctor`, a module each.
 
     $ gpuaccel doctor                                     # what runs here, and why
     $ gpuaccel kernels --arch sm_90                       # registers, shared memory, spills; no GPU
@@ -6,9 +6,6 @@
     $ gpuaccel train --model tiny --steps 200 --resume    # resumes a killed run bit for bit
     $ gpuaccel train --nproc 2                            # two ranks of this machine
     $ torchrun --nproc-per-node 8 -m gpuaccel train       # the ranks that torchrun starts
-    $ gpuaccel sample --prompt "def "
-    $ gpuaccel compare runs/a runs/b                      # a page: speed and loss, side by side
-    $ gpuaccel plan --gpus 64                             # a prediction: step, failures; no GPU
 
 Exit status: 0 done; 1 an error that the user can mend (one line on stderr), or a problem that
 `doctor` found; 2 wrong usage; 130 stopped with Ctrl-C, 143 with SIGTERM (`train`: after the running
@@ -22,11 +19,8 @@ import warnings
 from .. import __version__
 from ..errors import GpuaccelError
 from .arguments import Parser
-from .compare import add_parser as add_compare
 from .doctor import add_parser as add_doctor
 from .kernels import add_parser as add_kernels
-from .plan import add_parser as add_plan
-from .sample import add_parser as add_sample
 from .signals import INTERRUPTED, StopSignals
 from .train import add_parser as add_train
 
@@ -84,6 +78,6 @@ def _parser():
     )
     parser.add_argument("--version", action="version", version=f"gpuaccel {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add_command in (add_train, add_sample, add_compare, add_plan, add_kernels, add_doctor):
+    for add_command in (add_train, add_kernels, add_doctor):
         add_command(commands)
     return parser

@@ -1,7 +1,7 @@
 """The folder of a run: checkpoints, metrics, and run.json, which says what the run is.
 
-`gpuaccel train` writes it and refuses to resume another run; `gpuaccel sample` reads it. A lock
-keeps two commands from writing to one folder."""
+`gpuaccel train` writes it and refuses to resume another run. A lock keeps two commands from writing
+to one folder."""
 
 import contextlib
 import json
@@ -18,6 +18,8 @@ from ..errors import CheckpointError
 from ..files import written_aside
 from ..training import latest_checkpoint
 
+# The numbers of each step.
+METRICS_FILE = "metrics.jsonl"
 # torch's generators take more, but the number of an epoch is added.
 MAX_SEED = 2**63 - 1
 # The options that decide a run's numbers: a resumed run must have the same.

@@ -19,15 +19,14 @@ from ..errors import ArgumentError, CheckpointError, RankError
 from ..measure import Meter, peak_flops
 from ..optim import AdamW, Arena
 from ..training import (
-    METRICS_FILE,
     Batches,
     BPETokenizer,
     NamedTokenizer,
     ReplayMode,
     TrainStep,
-    check_log,
     evaluate,
     flops_per_token,
+    generate,
     is_checkpoint,
     latest_checkpoint,
     make_dataset,
@@ -38,8 +37,15 @@ from ..training import (
     warmup_cosine_factor,
 )
 from .arguments import add_command, number, path
-from .run_folder import MAX_SEED, RUN_OPTIONS, check_run, default_folder, lock_run, write_run
-from .sample import sample_text
+from .run_folder import (
+    MAX_SEED,
+    METRICS_FILE,
+    RUN_OPTIONS,
+    check_run,
+    default_folder,
+    lock_run,
+    write_run,
+)
 from .signals import INTERRUPTED, StopAfterStep
 
 VAL_BATCHES = 8
@@ -114,14 +120,6 @@ def add_parser(commands):
         help="go on from this checkpoint in --out (the newest one, if there is one)",
     )
     add(
-        "--log",
-        action="append",
-        default=[],
-        metavar="PLACE",
-        help="where else to write what metrics.jsonl in --out holds: a file that ends in "
-        ".jsonl or .csv, tensorboard:FOLDER or wandb:PROJECT (offline); may be repeated",
-    )
-    add(
         "--val-every",
         type=number(1),
         default=50,
@@ -180,7 +178,6 @@ def run(args) -> int:
             f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has "
             "started; expected one of the two"
         )
-    check_log(args.log)
     _fill_in_defaults(args)
     several = args.nproc is not None and args.nproc > 1
     _micro_batches_per_rank(args, args.nproc if several else 1)
@@ -330,8 +327,15 @@ def _report(args, step, result: "_Steps", val, tokenizer) -> int:
     if problem:
         print(f"gpuaccel: {problem}; expected a smaller --lr", file=sys.stderr)
         return 1
-    print(sample_text(step.model, tokenizer, "def ", 200, 0.8, args.seed))
+    print(_sample(step.model, tokenizer, args.seed))
     return 0
+
+
+def _sample(model, tokenizer, seed) -> str:
+    """200 tokens that the model writes after "def "."""
+    tokens = torch.from_numpy(tokenizer.encode("def ").astype("int64"))[None]
+    tokens = tokens.to(next(model.parameters()).device)
+    return tokenizer.decode(generate(model, tokens, 200, seed=seed)[0])
 
 
 def _describe_nonfinite(loss, val_loss, optimizer) -> "str | None":
@@ -446,7 +450,7 @@ def _run_steps(
         args.steps,
         val=val,
         val_every=args.val_every,
-        log=[args.out / METRICS_FILE, *args.log],
+        log=args.out / METRICS_FILE,
         checkpoint_dir=args.out,
         checkpoint_every=args.checkpoint_every,
         resume=checkpoint or False,

@@ -9,6 +9,7 @@ from .dtypes import C_TYPES, FLOAT_DTYPES, KINDS
 from .kernel import (
     Kernel,
     Launch,
+    Module,
     compile,
     is_loaded,
     kernel_files,
@@ -28,6 +29,7 @@ __all__ = [
     "KINDS",
     "Kernel",
     "Launch",
+    "Module",
     "compile",
     "is_loaded",
     "kernel_files",

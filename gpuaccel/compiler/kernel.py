@@ -17,6 +17,7 @@ takes longer than the rest of a launch. Neither is imported unless there is a dr
 Where the backend is not cuda, the same call runs the same source on CPU tensors (simt/).
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -27,25 +28,36 @@ import pathlib
 import re
 import struct
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from typing import Any, overload
 
 import torch
 
 from .. import simt
 from ..backends import backend, find_compiler, find_driver
-from ..errors import ArgumentError, BackendError, CompileError, suggestion
+from ..errors import ArgumentError, BackendError, CompileError, CompileWarning, suggestion
+from ..host_code import LeftOut, declared_names, device_code, needed_constants
 from ..source import (
     active_text,
+    base_name,
+    check_possible,
     definition,
+    kernel_expressions,
     kernel_names,
     launch_bound,
     line_directive,
+    line_number,
+    overloaded_names,
     signature,
+    template_expression,
+    template_names,
     without_comments,
 )
 from . import nvrtc
+from .variables import Variables
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -87,13 +99,85 @@ _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 
 
+_ANY_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
+# Headers that have no file of the user's, in quotes as well.
+_STANDARD_HEADERS = (
+    r"[a-z_]+|c?(?:assert|ctype|errno|float|inttypes|limits|math|signal|stdarg|stdbool|stddef|"
+    r"stdint|stdio|stdlib|string|time|unistd|sys/\w+|windows)\.h|cuda\w*\.h|device_\w+\.h|"
+    r"vector_\w+\.h|math_\w+\.h|sm_\w+\.h|cu(?:blas|rand|fft|dnn|sparse|solver)\w*\.h"
+)
+
+
+def is_device_header(name: str) -> bool:
+    """Whether a header of CUDA has what kernels use, and standard.cuh has not."""
+    return (
+        re.match(
+            r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline", name
+        )
+        is not None
+    )
+
+
+# Headers that a source may include for its host code -> what device code that needs them names.
+_IF_USED = {
+    r"cub/": r"\bcub\b",
+    r"mma\.h": r"\bnvcuda\b|\bwmma\b",
+    r"curand": r"\bcurand(?!_kernel)\w*",
+    r"cuda_fp8": r"\b__nv_fp8|\bfp8",
+    r"cuda_fp16": r"half|\b__h|\b__low2|\b__high2",
+    r"cuda_bf16": r"bfloat",
+}
+
+
+def _standard(words: "set[str]", own: "set[str]") -> str:
+    """standard.cuh, without macros of the same name as the caller's; "" if no word is of it.
+
+    Args:
+        words: those of the caller's text.
+        own: names of the caller's macros.
+    """
+    text = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
+    language, _, library = text.partition("namespace std {")
+    if "std" in words:
+        language = text
+    elif words.isdisjoint(declared_names(language)):
+        return ""
+    return _DEFINE.sub(lambda match: "" if match[1] in own else match[0], language)
+
+
+def _only_used(source: str, ours: int) -> str:
+    """A text without headers and macros that its code does not name.
+
+    Args:
+        ours: where the caller's own text begins; in front of it are the macros of standard.cuh.
+    """
+    plain = without_comments(_ANY_INCLUDE.sub("", source))
+    for header, word in _IF_USED.items():
+        if not re.search(word, plain):
+            include = re.compile(rf'^[ \t]*#[ \t]*include[ \t]*[<"]{header}.*', re.M)
+            source = include.sub("", source)
+    used = set(re.findall(r"\w+", _DEFINE.sub("", source[:ours]) + source[ours:]))
+    pieces = []
+    end = ours
+    # A macro names only those above it.
+    for macro in reversed(list(_DEFINE.finditer(source, 0, ours))):
+        if macro[1] in used:
+            used.update(re.findall(r"\w+", macro[0]))
+        else:
+            pieces.append(source[macro.end() : end])
+            end = macro.start()
+    pieces.append(source[:end])
+    return "".join([*reversed(pieces), source[ours:]])
+
+
 def whole_program(
     text: str,
     filename: str,
     defines: "dict[str, str] | None" = None,
     folders: "tuple[str, ...]" = (),
-) -> str:
-    """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
+) -> "tuple[str, LeftOut]":
+    """(the text that is compiled, what is left out): common.cuh, headers of `text`, then `text`.
 
     A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
     above all other code. Another header is looked for in the folder of the file that includes it,
@@ -104,6 +188,9 @@ def whole_program(
     Macros stand behind common.cuh, so that one named T does not change it, except those that it
     tests for (NORM).
 
+    Of a text that is not of kernels_cu only what its kernels need is left (host_code.py), with
+    standard.cuh in front of it.
+
     Args:
         filename: what messages call the text; where it is a path, headers are looked for beside it
         defines: macros
@@ -113,8 +200,10 @@ def whole_program(
         CompileError: for an #include of a macro.
     """
     root = kernel_root()
-    parts = []
-    included = set()
+    is_own = filename.startswith("kernels_cu/")
+    parts: "list[str]" = []
+    included = {"common.cuh"}
+    missing: "list[str]" = []
 
     def add_header(name):
         if name not in included:
@@ -128,7 +217,31 @@ def whole_program(
             if is_ours(header):
                 add_header(header)
         text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
+        if not name.startswith("kernels_cu/"):
+            text = without_host_headers(text)
         parts.append(f"{line_directive(1, name)}{text}")
+
+    def without_host_headers(text):
+        """The text without #includes of headers that neither compiler has or needs."""
+        plain = without_comments(text, strings=True)
+        # From the end, so that positions stay.
+        for match in reversed(list(_ANY_INCLUDE.finditer(plain))):
+            header = match[1]
+            if is_device_header(header) or any(
+                os.path.isfile(os.path.join(folder, header)) for folder in folders
+            ):
+                continue
+            if '"' in match[0] and not re.fullmatch(_STANDARD_HEADERS, header):
+                # Else an #if leaves it out.
+                if active_text(f"{text[: match.start()]}x", defines).endswith("x"):
+                    missing.append(header)
+            instead = " " * len(match[0])
+            if re.match(r"cublas|cudnn", header):
+                # These bring the half types along.
+                line = line_number(text, match.start()) + 1
+                instead = f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n#line {line}"
+            text = text[: match.start()] + instead + text[match.end() :]
+        return text
 
     def is_ours(header):
         return header == os.path.basename(header) and (root / header).is_file()
@@ -181,14 +294,30 @@ def whole_program(
         places = (pathlib.Path(place, header) for place in ("", *folders))
         return next((place.resolve() for place in places if place.is_file()), None)
 
-    common = without_comments((root / "common.cuh").read_text())
-    tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(common))))
-    macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
-    parts += [macro for name, macro in macros.items() if name in tested]
-    add_header("common.cuh")
-    parts += [macro for name, macro in macros.items() if name not in tested]
     add(filename, text)
-    return "\n".join(parts)
+    headers, theirs = parts[:-1], parts[-1]
+    parts.clear()
+    common = (root / "common.cuh").read_text()
+    tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(without_comments(common)))))
+    macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
+    words = set(re.findall(r"\w+", " ".join([theirs, *macros.values()])))
+    own = {match[1] for match in _DEFINE.finditer(theirs)} | macros.keys()
+    standard = "" if is_own else _standard(words, own)
+    if standard:
+        parts.append(f"{line_directive(1, 'standard.cuh')}{standard}")
+    if is_own or headers or not words.isdisjoint(declared_names(common)):
+        parts += [macro for name, macro in macros.items() if name in tested]
+        add("kernels_cu/common.cuh", common)
+        parts += [macro for name, macro in macros.items() if name not in tested]
+    else:
+        parts += macros.values()
+    source = "\n".join([*parts, *headers, theirs])
+    if is_own:
+        return source, LeftOut()
+    source, left_out = device_code(source, len(source) - len(theirs))
+    source = _only_used(source, len(source) - len(theirs))
+    check_possible(source, filename)
+    return source, replace_fields(left_out, headers=tuple(dict.fromkeys(reversed(missing))))
 
 
 def _with_macros(options, defines):
@@ -289,6 +418,12 @@ def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
+# In the messages of NVRTC, g++ and clang.
+_UNKNOWN_NAME = re.compile(
+    r"""(?:identifier ['"]|')(\w+)['"](?: is undefined| was not declared|$)""", re.M
+)
+
+
 class Kernel:
     """A kernel of kernels_cu, compiled at its first use.
 
@@ -344,7 +479,8 @@ class Kernel:
     def _use(self, text):
         """Compile `text` from now on."""
         self.text = text
-        self.source = whole_program(text, self.filename, self.defines)
+        folders = nvrtc.chosen_folders(self.options)
+        self.source, self.left_out = whole_program(text, self.filename, self.defines, folders)
         # Architectures whose own instructions the source tests for, as wgmma of sm_90a. For these
         # GPUs it is compiled with that `a`; the code runs on no other GPU.
         self.own = {
@@ -354,10 +490,18 @@ class Kernel:
             )
         }
         self.params = signature(self.source, self.name, self.defines)
+        # Name -> its name in C++, of those that NVRTC has to find.
+        self.expressions = kernel_expressions(self.source, self.defines)
+        if not self.name.isidentifier():
+            instance = template_expression(self.source, self.name, self.defines)
+            self.expressions[self.name] = instance
         # What check_arguments needs of each parameter, in one tuple.
         self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
         self.usual_values = usual_values(tuple(self.plan), "cuda")
         self._ready = self._texts.setdefault(text, {})
+        self.variables = Variables(self)
+        # Constants that it reads and that have no value, until its first launch.
+        self.constants = needed_constants(self.source, base_name(self.name))
 
     def candidate(self, text: str) -> "Kernel":
         """A kernel of its own with another text.
@@ -437,6 +581,11 @@ class Kernel:
             f"a kernel is launched with its grid and block: {self.name}[grid, block](...)"
         )
 
+    def warn_unset(self):
+        """Warn of constants that this kernel reads and that were never set; once."""
+        names, self.constants = self.constants, ()
+        self.variables.warn_unset(self.name, names)
+
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU is needed.
 
@@ -449,8 +598,41 @@ class Kernel:
         """
         return self._compile(self._target(arch))[0]
 
-    def _compile(self, target: str) -> "tuple[bytes, str]":
-        return nvrtc.compile_cubin(self.source, self.filename, target, {}, self.options)
+    def _compile(self, target: str) -> "tuple[bytes, str, str, dict[str, str]]":
+        """(cubin, ptxas's report, the kernel's symbol in the cubin, those of all expressions)."""
+        try:
+            cubin, log, symbols = nvrtc.compile_cubin(
+                self.source,
+                self.filename,
+                target,
+                {},
+                self.options,
+                (*self.expressions.values(), *self.variables.expressions),
+            )
+        except CompileError as error:
+            raise self._explained(error) from None
+        return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name), symbols
+
+    def _explained(self, error: CompileError) -> CompileError:
+        """The error, with a first line on names that the host code or a missing header has."""
+        unknown = _UNKNOWN_NAME.findall(error.log)
+        of_host = {
+            name: kind
+            for names, kind in (
+                (self.left_out.functions, "function of the host: write __device__ in front of it"),
+                (self.left_out.variables, "variable of the host: make it const, or __device__"),
+            )
+            for name in names
+            if name in unknown
+        }
+        lines = [f"{self.filename}: {name} is a {kind}" for name, kind in of_host.items()]
+        if unknown and not lines and self.left_out.headers:
+            names = ", ".join(self.left_out.headers)
+            lines = [
+                f"{self.filename}: {', '.join(dict.fromkeys(unknown))} may be of {names}, "
+                "which is neither beside the source nor in kernels_cu or the working folder"
+            ]
+        return CompileError("\n".join([*lines, str(error)]), error.log) if lines else error
 
     def compile(self):
         """Compile for this GPU, or for the CPU where the backend is not cuda.
@@ -463,7 +645,7 @@ class Kernel:
         if backend().name == "cuda" or find_compiler()[0] is None:
             self.resources()
         else:
-            self.load("checked" if simt.is_checked(self.learner) else "fast")
+            self.loaded_on_cpu()
 
     def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch
@@ -477,7 +659,8 @@ class Kernel:
         if arch is None and backend().name == "cuda":
             arch = backend().arch
         target = self._target(arch or "sm_90")
-        return nvrtc.resources(*self._compile(target), self.name, target)
+        cubin, log, symbol, _ = self._compile(target)
+        return nvrtc.resources(cubin, log, symbol, target)
 
     def __getitem__(self, shape) -> "Launch":
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
@@ -512,6 +695,10 @@ class Kernel:
             self._launches[shape] = launch
         return launch
 
+    def loaded_on_cpu(self) -> "_OnCpu":
+        """The kernel as a launch on the CPU runs it: with the checks, or fast."""
+        return self.load("checked" if simt.is_checked(self.learner) else "fast")
+
     @overload
     def load(self, where: int) -> "_Loaded": ...
 
@@ -530,7 +717,10 @@ class Kernel:
                 loaded = self._ready.get(where)
                 if loaded is None:
                     kind = _OnCpu if isinstance(where, str) else _Loaded
-                    loaded = self._ready[where] = kind(self, where)
+                    try:
+                        loaded = self._ready[where] = kind(self, where)
+                    except CompileError as error:
+                        raise self._explained(error) from None
         return loaded
 
 
@@ -541,36 +731,139 @@ def _number_types(param) -> tuple:
     return (int, float) if param.code in "efd" else (int,)
 
 
+class Module:
+    """The kernels of one text: `module["name"]` is a Kernel, as `ga.compile` returns it.
+
+    Attributes:
+        names: its kernels, in order. templates: its kernel templates; module["scale<float>"] is an
+            instance of `scale`.
+        left_out: what of the text is not compiled; str() of it is one line.
+        variables: name -> tensor, of its variables in device memory; see Kernel.variables. Those of
+            a template's instance are its own. None before a kernel is compiled.
+    """
+
+    def __init__(self, text: str, filename: str, options: "tuple[str, ...]", defines):
+        self._facts = text, filename, defines, options
+        macros = _with_macros(options, defines)[1]
+        self.names = tuple(kernel_names(text, macros))
+        self.templates = tuple(template_names(text, macros))
+        self._kernels: "dict[str, Kernel]" = {}
+        self.left_out = LeftOut()
+        self.variables: "Variables | None" = None
+
+    def __getitem__(self, name: str) -> Kernel:
+        """The kernel of this name, compiled when it is first asked for.
+
+        Args:
+            name: of a kernel, with the template arguments of a template: "scale<float, 4>".
+
+        Raises:
+            CompileError: with the compiler's messages, and where there is no such kernel.
+        """
+        if not isinstance(name, str):
+            raise self.unnamed()
+        if name not in self._kernels:
+            text, filename, defines, options = self._facts
+            kernel = Kernel.from_source(text, name, filename, defines, options)
+            self.left_out = kernel.left_out
+            if name.isidentifier():
+                # An instance of a template is compiled by itself.
+                self.variables = kernel.variables = self.variables or kernel.variables
+            _compile_now(kernel)
+            self._kernels[name] = kernel
+        return self._kernels[name]
+
+    def unnamed(self) -> CompileError:
+        """The error for a kernel that is not named: it lists what there is."""
+        there = [*self.names, *(f'"{name}<...>"' for name in self.templates)]
+        words = ", ".join(there) or "none (no __global__ function)"
+        return CompileError(f"say which kernel: {self._facts[1]} has {words}")
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+    def __repr__(self):
+        names = [*self.names, *(f"{name}<...>" for name in self.templates)]
+        return f"{', '.join(names)}  [{self._facts[1]}]"
+
+
+@overload
 def compile(
-    source: str,
-    name: "str | None" = None,
+    source: "str | None" = None,
     *,
-    filename: str = "<source>",
+    path: "str | os.PathLike | None" = None,
+    name: str,
+    filename: "str | None" = None,
     options: "tuple[str, ...]" = (),
     **defines: object,
-) -> Kernel:
-    """A kernel from a string of CUDA C.
+) -> Kernel: ...
 
-    The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
-    after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
+
+@overload
+def compile(
+    source: "str | None",
+    name: str,
+    *,
+    path: "str | os.PathLike | None" = None,
+    filename: "str | None" = None,
+    options: "tuple[str, ...]" = (),
+    **defines: object,
+) -> Kernel: ...
+
+
+@overload
+def compile(
+    source: "str | None" = None,
+    name: None = None,
+    *,
+    path: "str | os.PathLike | None" = None,
+    filename: "str | None" = None,
+    options: "tuple[str, ...]" = (),
+    **defines: object,
+) -> Any: ...
+
+
+def compile(
+    source: "str | None" = None,
+    name: "str | None" = None,
+    *,
+    path: "str | os.PathLike | None" = None,
+    filename: "str | None" = None,
+    options: "tuple[str, ...]" = (),
+    **defines: object,
+) -> "Kernel | Module":
+    """The kernels of CUDA C, as nvcc takes it: a whole file, or a kernel alone.
+
+    Host code is left out, and a CompileWarning says so in one line. Headers of C, C++ and the CUDA
+    runtime need not be there. The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at
+    hand, those of another header after `#include "x.cuh"`. Compiles at once, so that a mistake
+    shows here.
 
     Args:
-        source: CUDA C with at least one `extern "C" __global__` function.
-        name: of the kernel; may be left out when there is only one in the source.
-        filename: what messages call the source; default: "<source>".
+        source: CUDA C with at least one `__global__` function.
+        name: of the kernel; may be left out when there is only one in the source. A template's has
+            its arguments: "scale<float>".
+        path: of a file, instead of a source.
+        filename: what messages call the source, and beside which headers are looked for; default:
+            the path, or "<source>".
         options: further options for NVRTC. Default: none.
         **defines: macros, e.g. N=4.
 
     Returns:
-        A Kernel, to be launched as kernel[grid, block](tensors and numbers).
+        A Kernel, to be launched as kernel[grid, block](tensors and numbers); a Module, a mapping of
+        names to kernels, for several kernels without a name.
 
     Raises:
-        CompileError: with the compiler's own message, line and caret; for several kernels without a
-            name.
+        CompileError: with the compiler's own message, line and caret; for a source without a
+            kernel.
+        ArgumentError: for a source and a path, or for neither.
 
     Example:
         >>> twice = ga.compile('''
-        ... extern "C" __global__ void twice(float* x, int n) {
+        ... __global__ void twice(float* x, int n) {
         ...     int i = blockIdx.x * blockDim.x + threadIdx.x;
         ...     if (i < n) x[i] *= 2;
         ... }''')
@@ -579,26 +872,37 @@ def compile(
         >>> x.tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
-    names = kernel_names(source, _with_macros(options, defines)[1])
-    if name is None:
-        if len(names) != 1:
-            there = ", ".join(names) or "none (no __global__ function)"
-            raise CompileError(f"say which kernel: {filename} has {there}")
-        name = names[0]
-    kernel = Kernel.from_source(source, name, filename, defines, options)
-    if not re.search(r'extern\s+"C"', without_comments(source)):
-        raise CompileError(
-            f'kernel {name} needs extern "C" in front of __global__, so that it can be found by '
-            "its name"
-        )
+    if (source is None) == (path is None):
+        raise ArgumentError("ga.compile takes a source or path=, a file: one of them")
+    if path is not None:
+        source = pathlib.Path(path).read_text("utf-8", errors="replace")
+        filename = filename or str(path)
+    assert source is not None
+    module = Module(source, filename or "<source>", options, defines)
+    if name is None and len(module.names) == 1:
+        name = module.names[0]
+    if name is None and not module.names and not module.templates:
+        raise module.unnamed()
+    for kernel in [name] if name else module.names:
+        module[kernel]
+    if str(module.left_out):
+        warnings.warn(f"left out: {module.left_out}", CompileWarning, stacklevel=2)
+    return module[name] if name else module
+
+
+def _compile_now(kernel: Kernel):
+    """Compile a kernel for this GPU, or for sm_90 where there is none.
+
+    Raises:
+        CompileError: with the compiler's messages.
+    """
     try:
         kernel.resources()
     except CompileError as error:
         # Without the headers of CUDA the compiler of the CPU decides, which needs none.
         if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
             raise
-        kernel.load("checked" if simt.is_checked(kernel.learner) else "fast")
-    return kernel
+        kernel.loaded_on_cpu()
 
 
 def _dims(kernel, what, value, limits):
@@ -714,10 +1018,14 @@ class _Loaded(_Packed):
             # torch makes the context.
             torch.cuda.current_stream()
             _enter(index)
-            cubin = kernel.cubin(f"sm_{major}{minor}")
-            self.module = ObjectCode.from_cubin(cubin, name=kernel.name)
-            handle = self.module.get_kernel(kernel.name).handle
-            if "extern __shared__" in kernel.source:
+            cubin, _, symbol, self.symbols = kernel._compile(kernel._target(f"sm_{major}{minor}"))
+            # Kernels of a text share its variables.
+            modules = kernel.variables.modules
+            if index not in modules:
+                modules[index] = ObjectCode.from_cubin(cubin, name=kernel.name)
+            self.module = modules[index]
+            handle = self.module.get_kernel(symbol).handle
+            if re.search(r"\bextern\b[^;{}()]*__shared__", kernel.source):
                 _allow_shared(kernel, handle, index)
         self.function = driver.CUfunction(int(handle))
         self.launch = driver.cuLaunchKernel
@@ -765,16 +1073,11 @@ class _OnCpu(_Packed):
     def __init__(self, kernel, mode):
         from ..simt import build
 
-        source = kernel.source
-        if folders := nvrtc.chosen_folders(kernel.options):
-            # NVRTC opens these headers itself.
-            source = whole_program(kernel.text, kernel.filename, kernel.defines, folders)
-        self.program = build.program(
-            source,
-            kernel.filename,
-            kernel_names(source),
-            mode == "checked",
-        )
+        overloaded = overloaded_names(kernel.source)
+        names = [name for name in kernel_names(kernel.source) if name not in overloaded]
+        if kernel.name not in names:
+            names.append(kernel.name)
+        self.program = build.program(kernel.source, kernel.filename, names, mode == "checked")
         compiled = self.program.parameters(kernel.name)
         for (letter, size), param in zip(compiled, kernel.params):
             is_number = param.code is not None
@@ -878,6 +1181,8 @@ class Launch:
                 changed.
         """
         kernel = self.kernel
+        if kernel.constants:
+            kernel.warn_unset()
         if backend().name != "cuda":
             return self.on_cpu(args, tensors)
         try:
@@ -942,7 +1247,10 @@ class Launch:
 
         for recorder in recorders:
             recorder(self, args, tensors)
-        with loaded.lock:
+        variables = contextlib.nullcontext()
+        if kernel.variables:
+            variables = kernel.variables.within(loaded.program, keep=not trace)
+        with loaded.lock, variables:
             if not checked:
                 simt.driver.run_fast(loaded.program, kernel.name, self.shape, pack(values))
                 return None

@@ -21,18 +21,18 @@ import hashlib
 import json
 import os
 import re
-import site
-import sys
-import sysconfig
 import threading
 import warnings
 from dataclasses import dataclass
 
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
+from ..headers import CURAND_STUBS, curand_folder, wheel_roots
+from ..source import without_comments
 
-# The second makes ptxas report registers and spills.
-OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+# The second makes ptxas report registers and spills. With the third a constexpr function runs on
+# the device; of other functions without an annotation none is left (host_code.py).
+OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def candidates() -> "list[str]":
     """Paths where an NVRTC may be, best first. The order does not depend on what is loaded."""
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
-    wheels = _wheel_roots()
+    wheels = wheel_roots()
     libraries = (
         ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
         ("cu13", "lib", "libnvrtc.so.13"),
@@ -89,20 +89,6 @@ def candidates() -> "list[str]":
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
     paths = [path for path in paths if not path.endswith(".alt.dll")]
     return [*paths, "libnvrtc.so.12", "libnvrtc.so.13"]
-
-
-def _wheel_roots() -> "list[str]":
-    """The folders of installed packages that have wheels of NVIDIA's."""
-    roots = dict.fromkeys(
-        [
-            sysconfig.get_paths()["purelib"],
-            sysconfig.get_paths()["platlib"],
-            *sys.path,
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-        ]
-    )
-    return [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
 
 
 @functools.cache
@@ -123,7 +109,7 @@ def include_folders() -> "tuple[str, ...]":
 
     names = ("cuda_runtime", "cuda_cccl") if major == 12 else (f"cu{major}",)
     folders = [
-        os.path.join(root, "nvidia", name, "include") for root in _wheel_roots() for name in names
+        os.path.join(root, "nvidia", name, "include") for root in wheel_roots() for name in names
     ]
     folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
     for folder in folders:
@@ -136,8 +122,9 @@ def include_folders() -> "tuple[str, ...]":
 
 def lacks_header(log: str) -> bool:
     """Whether the compiler's messages say that a header of CUDA is not on this machine."""
-    names = re.findall(r'could not open source file "([^"]*)"', log)
-    return bool(names) and all(re.match(r"cuda|cooperative_groups|nv/", name) for name in names)
+    names = re.findall(r'(?:could not|cannot) open source file "([^"]*)"', log)
+    headers = r"cuda|cooperative_groups|nv/|cub/|curand|(?:crt/)?mma\.h"
+    return bool(names) and all(re.match(headers, name) for name in names)
 
 
 def _open(path: str) -> Library:
@@ -214,8 +201,9 @@ def compile_cubin(
     arch: str,
     defines: "dict[str, str] | None" = None,
     options: "tuple[str, ...]" = (),
-) -> "tuple[bytes, str]":
-    """(cubin, ptxas report) of a whole program for one architecture, from the cache if it is there.
+    expressions: "tuple[str, ...]" = (),
+) -> "tuple[bytes, str, dict[str, str]]":
+    """(cubin, ptxas report, symbols) of a whole program for one architecture, perhaps from the cache.
 
     Args:
         source: CUDA C with everything it needs, so that the cache key covers it; the key covers
@@ -223,6 +211,8 @@ def compile_cubin(
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
+        expressions: qualified names of kernels in C++, and `&name` of variables: the symbol of each
+            is in the result; a template's instance is thereby compiled
 
     Raises:
         CompileError: with file, line and caret as NVRTC prints them.
@@ -232,29 +222,32 @@ def compile_cubin(
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
     if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
-        flags += [f"-I{folder}" for folder in include_folders()]
+        folders = include_folders()
+        if "curand" in source and (curand := curand_folder()):
+            folders = (*folders, curand)
+        flags += [f"-I{folder}" for folder in folders]
     headers = _headers(source, options)
-    facts = json.dumps([source, filename, flags, library().version, headers])
+    facts = json.dumps([source, filename, flags, library().version, headers, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
 
     def make():
-        cubin, log = _compile(source, filename, flags)
+        cubin, log, symbols = _compile(source, filename, flags, expressions)
         _show_warnings(log, filename)
-        return json.dumps(log).encode() + b"\n" + cubin
+        return json.dumps([log, symbols]).encode() + b"\n" + cubin
 
     return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
 
 
-def _load(entry: bytes) -> "tuple[bytes, str]":
-    """(cubin, report) of a cache entry: the report as JSON, a newline, and the cubin."""
+def _load(entry: bytes) -> "tuple[bytes, str, dict[str, str]]":
+    """What a cache entry holds: the report and the symbols as JSON, a newline, and the cubin."""
     line, cubin = entry.split(b"\n", 1)
-    log = json.loads(line)
-    if not isinstance(log, str) or not cubin.startswith(b"\x7fELF"):
+    log, symbols = json.loads(line)
+    if not isinstance(log, str) or not isinstance(symbols, dict) or cubin[:4] != b"\x7fELF":
         raise ValueError(
-            f"a compiled program is {type(log).__name__} and {cubin[:4]!r}...; expected the report "
-            "(str) and an ELF file"
+            f"a compiled program is {type(log).__name__}, {type(symbols).__name__} and "
+            f"{cubin[:4]!r}...; expected the report (str), the symbols (dict) and an ELF file"
         )
-    return cubin, log
+    return cubin, log, symbols
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
@@ -311,7 +304,7 @@ def _show_warnings(log: str, filename: str):
 _lock = threading.Lock()
 
 
-def _compile(source, filename, flags):
+def _compile(source, filename, flags, expressions):
     lib = library().handle
     program = ctypes.c_void_p()
 
@@ -322,47 +315,53 @@ def _compile(source, filename, flags):
         lib.nvrtcGetProgramLog(program, text)
         return text.value.decode(errors="replace").strip()
 
+    # A header of NVIDIA's is preferred.
+    stubs = {
+        name: text
+        for name, text in CURAND_STUBS.items()
+        if "curand" in source and not any(os.path.isfile(f"{flag[2:]}/{name}") for flag in flags)
+    }
+    texts = (ctypes.c_char_p * len(stubs))(*(text.encode() for text in stubs.values()))
+    names = (ctypes.c_char_p * len(stubs))(*(name.encode() for name in stubs))
     with _lock:
         status = lib.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), filename.encode(), 0, None, None
+            *(ctypes.byref(program), source.encode(), filename.encode(), len(stubs), texts, names)
         )
         if status:
             reason = lib.nvrtcGetErrorString(status).decode()
             raise CompileError(f"NVRTC refused {filename}: {reason}")
         try:
+            for expression in expressions:
+                lib.nvrtcAddNameExpression(program, expression.encode())
             arguments = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
             log = read_log()
             if status:
-                arch = flags[0].removeprefix("-arch=")
-                if arch == "sm_90":
-                    # it is also what a machine without a GPU compiles for
-                    arch += " (machine code for a GPU of the H100's generation)"
-                raise CompileError(
-                    f"{filename} does not compile for {arch}:\n{log}{_hint(log)}", log
-                )
+                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log, source)}", log)
             size = ctypes.c_size_t()
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
             lib.nvrtcGetCUBIN(program, cubin)
-            return cubin.raw, log
+            symbols = {}
+            for expression in expressions:
+                symbol = ctypes.c_char_p()
+                lib.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(symbol))
+                symbols[expression] = (symbol.value or b"").decode()
+            return cubin.raw, log, symbols
         finally:
             lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-# What people expect to be there, and what to write instead: there are no headers.
+# What the compiler did not find or refused, and what helps.
 HINTS = {
-    r'open source file "(cuda|coop|nv/)': "the headers of CUDA are in the "
+    r'open source file "(cuda|coop|nv/|cub/)': "the headers of CUDA are in the "
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
-    r'open source file "(?!cuda|coop|nv/)': '#include "x.h" looks in the '
-    "folder of the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float "
-    "are at hand (common.cuh), C math is built in",
-    r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
-    "NAN is __int_as_float(0x7fffffff)",
-    r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "
-    "FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
-    r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are "
-    "the types of fixed width",
+    r'open source file "(crt/)?mma': "tensor cores (wmma) need the headers mma.h and crt/mma.h of "
+    "the wheel nvidia-cuda-nvcc-cu12, or of a toolkit (CUDA_HOME)",
+    r'cub/[^\n]*error: cannot open source file "c': "NVRTC compiles headers of single block or warp "
+    "functions of cub, as <cub/block/block_reduce.cuh>, and not <cub/cub.cuh>",
+    r'open source file "curand': "curand_kernel.h is in the wheel nvidia-curand-cu12, or in a "
+    "toolkit (CUDA_HOME)",
     # More than 49,152 bytes, in the words of NVRTC and of ptxas.
     r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem": "a "
     "block has 49,152 bytes of static __shared__ memory; a launch can ask for more: "
@@ -370,22 +369,38 @@ HINTS = {
 }
 
 
-def _hint(log: str) -> str:
-    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
+# The line that the message names, and the blanks in front of its code and of the caret.
+_NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\n([ \t]*)\^', re.M)
+
+
+def _lines_without_semicolon(log: str, source: str) -> "list[str]":
+    """The compiler notices a missing ; at the next word, which may be in a later line."""
+    from ..simt.build import text_line
+
+    code = without_comments(source, strings=True)
+    hints = []
+    for file, line, indent, caret in _NO_SEMICOLON.findall(log):
+        before = int(line) - 1
+        while before and not (text_line(code, file, before) or "").strip():
+            before -= 1
+        text = (text_line(code, file, before) or "").rstrip()
+        if before and len(caret) == len(indent) and not text.endswith((";", "{", "}")):
+            hints.append(f"line {before} has no ; at its end")
+    return hints
+
+
+def _hint(log: str, source: str) -> str:
+    hints = _lines_without_semicolon(log, source)
+    hints += [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
     return "".join(f"\nhint: {hint}" for hint in hints)
 
 
 def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
-    """What kernel `name` uses, read from ptxas's report."""
+    """What the kernel with the symbol `name` uses, read from ptxas's report."""
     part = re.search(
         rf"properties for {re.escape(name)}\b(.*?)(?=Compiling entry function|\Z)", log, re.S
     )
     if part is None:
-        if re.search(rf"'_Z\w*?{len(name)}{re.escape(name)}\w*'", log):
-            raise CompileError(
-                f'kernel {name} needs extern "C" in front of __global__, so that it can be found '
-                "by its name"
-            )
         raise CompileError(f"the compiler's report does not mention kernel {name!r}", log)
 
     def number(pattern):

@@ -6,7 +6,7 @@ common), buckets, reducer_base, reducer (buckets while backward runs), ordered (
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
 copies, in shared_memory, added by peer_sums), machines (several, and sums between them), zero1
 (sharded optimizer state), nonfinite (whose gradient is not finite), trace (what was sent when),
-plan and failures (a step on N GPUs and its checkpoints, predicted)."""
+plan (a step on N GPUs and its checkpoints, predicted)."""
 
 from .collectives import raises_dist_error
 from .config import Distributed

@@ -28,16 +28,13 @@ for what must hold.
 """
 
 import os
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError
 from .rendezvous import init_from_environment
-
-if TYPE_CHECKING:
-    from .machines import Machines
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -148,8 +145,8 @@ class Distributed:
         self.find_nonfinite_rank = find_nonfinite_rank
         self.peer_to_peer = peer_to_peer
         self.timeout = timeout
-        # Of Machines.of(): which ranks are on which machine.
-        self._placement: "tuple[Machines | None, str] | None" = None
+        # Of Machines.of(): (which ranks are on which machine, or None, why).
+        self._placement: "tuple[Any, str] | None" = None
         self.rank, self.world, self.backend = 0, 1, "none"
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)

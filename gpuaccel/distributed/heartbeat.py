@@ -14,15 +14,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import RankError
-
-if TYPE_CHECKING:
-    from .config import Distributed
-    from .spawn import LaunchedRank
 
 # Seconds that what cannot name a rank (NCCL, a CUDA event) waits longer than what can.
 SLACK = 10.0
@@ -31,7 +27,7 @@ SLACK = 10.0
 group_heartbeats: "Heartbeats | None" = None
 
 # In a process of ga.launch: its spawn.LaunchedRank.
-launched_rank: "LaunchedRank | None" = None
+launched_rank: Any = None
 
 
 def heartbeat(steps: int, group: "dist.ProcessGroup | None" = None):
@@ -52,13 +48,13 @@ def ranks_in_words(ranks) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def lost_rank(error: dist.DistError, when: str, config: "Distributed", began: float) -> RankError:
+def lost_rank(error: dist.DistError, when: str, config: Any, began: float) -> RankError:
     """In place of a collective's error, with the ranks that had not reached the collective when
     it timed out. (A connection that was closed names nobody: who is behind may be slower.)
 
     Args:
         when: "at the start".
-        config: of the group.
+        config: the Distributed of the group.
         began: time.monotonic() at the first of the collectives.
     """
     heartbeats = group_heartbeats if config.group is None else None

@@ -1,7 +1,7 @@
 """A model of one data-parallel step on N GPUs: how much of the communication does backward hide?
 
-    workload = Workload.of(model, "llama-350m", micro_ms=22.3, tail_ms=4.5, micro_batches=4)
-    machine = Machine(gpus=8, link=Link(GBs=326), network=Link(GBs=50, latency_us=10))
+    workload = Workload.of(model, micro_ms=21.6, tail_ms=3.7, micro_batches=4)
+    machine = Machine(gpus=8, link=Link(GBs=317), network=Link(GBs=50, latency_us=10))
     prediction = predict(workload, machine, gpus=64)
     prediction.step_ms, prediction.rate            # of the step; of one GPU that trains alone
 
@@ -14,6 +14,8 @@ A bucket passes through stages, each on a lane that serves one bucket at a time,
 served: `link` (between the GPUs of a machine), `network` (between machines), `memory` (a pass over
 GPU memory). While a stage runs, backward may be slowed. `overlap` is this simulation; `predict`
 makes the stages, counts what is outside of them, and adds the wait for the slowest rank.
+`calibrated` finds the numbers of a machine with two GPUs, `daly_interval` when to write a
+checkpoint.
 
 What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
 """
@@ -22,9 +24,10 @@ import functools
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,8 +41,11 @@ BACKWARD = 2 / 3
 # Beside a pass over GPU memory backward has a quarter of its speed; peer-to-peer copies do not slow
 # it. Chosen with recorded steps in view, as docs/planning.md says.
 PASS_SLOW = 3.0
-# MB that best_bucket tries.
-BUCKET_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Of a message from GPU to GPU inside a machine, in us: as NCCL's src/graph/tuning.cc has it for
+# the ring with NVLink.
+HOP_US = 3.4
+# Bytes. A smaller all-reduce that Python launches takes as long as its launch.
+LEAST_LAUNCHED = 16 << 20
 
 
 # ---- what is asked about -------------------------------------------------------------------------
@@ -50,7 +56,6 @@ class Workload:
     """A model and the time of its step on one GPU that trains alone.
 
     Attributes:
-        name: of the model.
         blocks: of its arena, in the order in which backward finishes them.
         work: of each block, the share of backward that computes it; their sum is 1.
         micro_ms: forward and backward of one micro-batch.
@@ -61,12 +66,11 @@ class Workload:
         >>> from gpuaccel.distributed.plan import Workload
         >>> with torch.device("meta"):
         ...     model = ga.preset("tiny").build()
-        >>> workload = Workload.of(model, "tiny", micro_ms=2.0, tail_ms=1.0, micro_batches=4)
+        >>> workload = Workload.of(model, micro_ms=2.0, tail_ms=1.0, micro_batches=4)
         >>> workload.step_ms, len(workload.blocks)
         (9.0, 6)
     """
 
-    name: str
     blocks: "tuple[Block, ...]"
     work: "tuple[float, ...]"
     micro_ms: float
@@ -91,7 +95,6 @@ class Workload:
     def of(
         cls,
         module: nn.Module,
-        name: str,
         micro_ms: float,
         tail_ms: float = 0.0,
         micro_batches: int = 1,
@@ -103,7 +106,6 @@ class Workload:
 
         Args:
             module: an nn.Module with trainable parameters.
-            name: of the model.
             micro_ms: forward and backward of one micro-batch, in ms.
             tail_ms: clipping and the update, in ms.
             micro_batches: of one step.
@@ -117,7 +119,7 @@ class Workload:
         ]
         total = sum(products) or 1
         work = tuple(count / total for count in products)
-        return cls(name, tuple(blocks), work, micro_ms, tail_ms, micro_batches)
+        return cls(tuple(blocks), work, micro_ms, tail_ms, micro_batches)
 
     @property
     def step_ms(self) -> float:
@@ -491,7 +493,7 @@ def predict(
         >>> from gpuaccel.distributed.plan import Link, Machine, Workload, predict
         >>> with torch.device("meta"):
         ...     model = ga.preset("tiny").build()
-        >>> workload = Workload.of(model, "tiny", micro_ms=3.0, tail_ms=1.0)
+        >>> workload = Workload.of(model, micro_ms=3.0, tail_ms=1.0)
         >>> f"{predict(workload, Machine(link=Link(GBs=10)), gpus=8).rate:.0%}"
         '87%'
         >>> predict(workload, Machine(), gpus=8).rate      # nothing costs anything
@@ -532,33 +534,6 @@ def predict(
     )
 
 
-def best_bucket(
-    workload: Workload,
-    machine: Machine,
-    gpus: int,
-    hierarchical: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> "tuple[int, Prediction]":
-    """The bucket size, of 1 to 256 MB, with the shortest step; of equals, the nearest to 32.
-
-    Sizes are equal where they make the same buckets: a block is never cut.
-
-    Args:
-        workload: as for predict().
-        machine: as for predict().
-        gpus: as for predict().
-        hierarchical: as for predict().
-        dtype: as for predict().
-
-    Returns:
-        (MB, its Prediction).
-    """
-    predictions = [
-        (size, predict(workload, machine, gpus, hierarchical, dtype, size)) for size in BUCKET_SIZES
-    ]
-    return min(predictions, key=lambda pair: (pair[1].step_ms, abs(math.log2(pair[0] / 32))))
-
-
 @functools.cache
 def slowest_of(ranks: int) -> float:
     """Mean of the largest of so many standard normal numbers: 0, 0.56, 0.85, 1.03, ...
@@ -578,7 +553,67 @@ def slowest_of(ranks: int) -> float:
     return total
 
 
-def fit(predicted_ms, measured_ms: float, most: float = 8.0) -> float:
+# ---- a machine that was measured -----------------------------------------------------------------
+
+
+def calibrated(
+    module: nn.Module, results: dict, memory_GBs: float = math.inf
+) -> "tuple[Workload, Machine]":
+    """The step and the machine of two GPUs that benchmarks/ddp.py has measured.
+
+    The step of one GPU and the all-reduces alone are measured. `nccl_slow` is fitted to NCCL's step
+    of one micro-batch. `spread` is fitted to what a peer-to-peer step of four micro-batches takes
+    longer than one of one: three micro-batches that do not communicate, and the wait for the other
+    rank.
+
+    Args:
+        module: the model that was measured, which may be on the meta device.
+        results: `["results"]["2"]` of the file that the benchmark wrote.
+        memory_GBs: as for Machine; benchmarks/clip.py measures it as "copy_GB_per_s".
+
+    Returns:
+        (the workload with one micro-batch, a machine with two GPUs whose network is its link).
+
+    Raises:
+        ArgumentError: for results without the steps and all-reduces that are needed.
+    """
+    try:
+        steps = results["groups"]["ours, replayed"]
+        alone_1, alone_4 = (steps[count]["one GPU"]["ms"] for count in ("1", "4"))
+        copies_1, copies_4 = (steps[count]["all-reduce"]["ms"] for count in ("1", "4"))
+        nccl_1 = steps["1"]["all-reduce by NCCL"]["ms"]
+        sizes = [m for m in results["bandwidth"].values() if m["bytes"] >= LEAST_LAUNCHED]
+        points = np.array([(m["bytes"], m["all_reduce"]["ms"]) for m in sizes]).T
+        # The line whose relative errors have the least sum of squares.
+        slope, fixed = np.polyfit(points[0], points[1], 1, w=1 / points[1])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ArgumentError(
+            f"results lack {error}; expected those of benchmarks/ddp.py on two GPUs, with steps of "
+            "1 and 4 micro-batches and all-reduces of 16 MiB and more"
+        ) from None
+    micro_ms = (alone_4 - alone_1) / 3
+    workload = Workload.of(module, micro_ms, alone_1 - micro_ms)
+    # A hop's latency is in what an all-reduce costs beside its bytes.
+    start_us = max(0.0, 1e3 * float(fixed) - 2 * HOP_US)
+    link = Link(1 / float(slope) / 1e6, HOP_US)
+    waited = (copies_4 - copies_1) / (3 * micro_ms) - 1
+    machine = Machine(
+        gpus=2,
+        link=link,
+        network=link,
+        start_us=start_us,
+        memory_GBs=memory_GBs,
+        spread=max(0.0, waited / slowest_of(2)),
+    )
+
+    def step_ms(nccl_slow):
+        slowed = replace(machine, nccl_slow=nccl_slow)
+        return predict(workload, slowed, 2, hierarchical=False).step_ms
+
+    return workload, replace(machine, nccl_slow=fit(step_ms, nccl_1))
+
+
+def fit(predicted_ms: "Callable[[float], float]", measured_ms: float, most: float = 8.0) -> float:
     """The parameter, from 0 to `most`, with which a prediction is the measured time.
 
     Args:
@@ -594,3 +629,68 @@ def fit(predicted_ms, measured_ms: float, most: float = 8.0) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if predicted_ms(middle) < measured_ms else (low, middle)
     return low if low else 0.0
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def daly_interval(checkpoint_s: float, between_failures_s: float) -> float:
+    """Seconds of training between two checkpoints that lose least.
+
+    Args:
+        checkpoint_s: seconds that a checkpoint stops the training.
+        between_failures_s: mean seconds between two failures of any rank.
+
+    Returns:
+        The interval; where a checkpoint takes twice the time between failures or more, that time.
+
+    Raises:
+        ArgumentError: for times that are not above 0.
+
+    Source:
+        J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+        Future Generation Computer Systems 22(3), 2006.
+
+    Example:
+        >>> from gpuaccel.distributed.plan import daly_interval
+        >>> f"a checkpoint of 3 s every {daly_interval(3, 86400) / 60:.0f} minutes"
+        'a checkpoint of 3 s every 12 minutes'
+    """
+    if not (checkpoint_s > 0 and between_failures_s > 0):
+        raise ArgumentError(
+            f"checkpoint_s is {checkpoint_s} and between_failures_s {between_failures_s}; expected "
+            "seconds above 0"
+        )
+    if checkpoint_s >= 2 * between_failures_s:
+        return between_failures_s
+    root = math.sqrt(checkpoint_s / (2 * between_failures_s))
+    young = math.sqrt(2 * checkpoint_s * between_failures_s)
+    return young * (1 + root / 3 + root * root / 9) - checkpoint_s
+
+
+def lost_share(
+    interval_s: float, checkpoint_s: float, between_failures_s: float, restart_s: float
+) -> float:
+    """The share of all time that does not train: checkpoints, restarts, and steps done twice.
+
+    Failures are taken as independent of each other and equally likely at any time. Each stops all
+    ranks, which start again from the last checkpoint.
+
+    Args:
+        interval_s: seconds of training between two checkpoints.
+        checkpoint_s: seconds that a checkpoint stops the training.
+        between_failures_s: mean seconds between two failures of any rank.
+        restart_s: from a failure until all ranks train again.
+
+    Returns:
+        From 0 to 1.
+
+    Source:
+        Daly (2006): the expected time until an interval and its checkpoint are done.
+    """
+    mean = between_failures_s
+    try:
+        spent = mean * math.exp(restart_s / mean) * math.expm1((interval_s + checkpoint_s) / mean)
+    except OverflowError:
+        return 1.0
+    return 1 - interval_s / spent

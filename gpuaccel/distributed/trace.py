@@ -17,7 +17,6 @@ import torch
 
 from ..errors import ArgumentError
 from ..measure import Span
-from .reducer import Reducer
 
 
 class StepTrace:
@@ -106,7 +105,7 @@ def watch(step, batch) -> "list[Span]":
         ArgumentError: for a step that does not send buckets, or replays a graph.
     """
     reducer = step.reducer
-    if not isinstance(reducer, Reducer) or step.replays == "graph":
+    if reducer is None or reducer.config.ordered or step.replays == "graph":
         raise ArgumentError(
             "expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two "
             "ranks or more, not in ordered mode"

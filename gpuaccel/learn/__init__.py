@@ -3,14 +3,15 @@
 Nothing else imports this room: `import gpuaccel` loads a part of it when one of its names is first
 used. ipywidgets and IPython are imported where a view is displayed, and only there."""
 
-from . import figures, planning, recorded
+from . import figures, recorded
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
-from .figures import clip_figures, graph_figures, layer_figures, rank_figures, token_figures
+from .figures import layer_figures, rank_figures, token_figures
 from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
+from .words import words
 
 __all__ = [
     "BLOCK",
@@ -19,16 +20,13 @@ __all__ = [
     "LiveThroughput",
     "Verdict",
     "check",
-    "clip_figures",
     "exercise",
     "figures",
-    "graph_figures",
     "hint",
     "launched",
     "launches",
     "layer_figures",
     "load_ipython_extension",
-    "planning",
     "rank_figures",
     "recorded",
     "replaced",
@@ -36,4 +34,5 @@ __all__ = [
     "show",
     "solution",
     "token_figures",
+    "words",
 ]

@@ -3,39 +3,48 @@
     %load_ext gpuaccel
 
     %%cuda
-    extern "C" __global__ void twice(float* x, int n) {
+    __global__ void twice(float* x, int n) {
         int i = blockIdx.x * blockDim.x + threadIdx.x;
         if (i < n) x[i] *= 2;
     }
 
     twice[4, 256](x, 1000)                   # in the next cell
 
-`%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
+A cell may be a whole .cu file: its host code is left out (see ga.compile). `%%cuda scale<float>`
+makes `scale` an instance of a kernel template. `%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
 does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
+
+`%%cuda --check saxpy` also tries the cell's kernel as the answer to an exercise, and shows how it
+did. Until it is right, the name is the solution's kernel, so that later cells run.
 
 `%%cuda --replace accumulate_v3` puts the cell's kernel in the place of the package's, for all that
 launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.
 """
 
+import dataclasses
 import re
 import shlex
 import time
 import weakref
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..backends import backend
-from ..compiler import Kernel, compile, kernel_names
-from ..errors import CompileError, GpuaccelError, suggestion
-from ..source import without_comments
+from ..compiler import Kernel, Module, compile, kernel_names
+from ..errors import ArgumentError, CompileError, GpuaccelError, suggestion
+from ..source import base_name, without_comments
 from .replacement import Verdict, install, kernel_in_steps, restore
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...], or %%cuda --replace kernel"
+    from .exercises import Result
+
+USAGE = (
+    "usage: %%cuda [kernel] [-D MACRO=VALUE ...], %%cuda --check exercise, or "
+    "%%cuda --replace kernel"
+)
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
 
 # Kernels of cells before the last one of their name, which did not compile.
@@ -47,16 +56,17 @@ def is_outdated(kernel: Kernel) -> bool:
     return kernel in _outdated
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a %%cuda cell displays: one line per kernel.
+    """What a %%cuda cell displays: one line per kernel, and one on what was left out.
 
     Attributes:
-        kernels: name -> Kernel. milliseconds: name -> time until it was ready.
+        kernels: name -> Kernel. milliseconds: name -> time until it was ready. left_out: in words.
     """
 
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
+    left_out: str = ""
 
     def _rows(self):
         """(signature, what it costs) of each kernel."""
@@ -70,7 +80,9 @@ class Compiled:
             on_gpu = backend().name == "cuda"
             facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
             facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
-            yield f"{name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
+            yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
+        if self.left_out:
+            yield "left out:", self.left_out
 
     def __str__(self):
         return "\n".join(f"{signature}    {cost}" for signature, cost in self._rows())
@@ -115,7 +127,7 @@ def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
             if not match:
                 raise CompileError(f"%%cuda -D {macro!r}: expected MACRO or MACRO=VALUE; {USAGE}")
             macros[match[1]] = "1" if match[2] is None else match[2]
-        elif name is None and word.isidentifier():
+        elif name is None and re.fullmatch(r"[A-Za-z_]\w*(<.*>)?", word):
             name = word
         else:
             raise CompileError(f"%%cuda does not know {word!r}; {USAGE}")
@@ -129,23 +141,54 @@ def compile_cell(line: str, cell: str) -> Compiled:
         line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does.
     """
     only, macros = parse_line(line)
-    names = kernel_names(cell)
-    if not names:
+    module = Module("\n" + cell, "cell", (), macros)
+    if not module.names and not module.templates:
         raise CompileError(
             "there is no kernel in this cell; expected at least one\n"
-            '    extern "C" __global__ void name(...) { ... }'
+            "    __global__ void name(...) { ... }"
         )
-    if only is not None and only not in names:
+    if only is None and not module.names:
         raise CompileError(
-            f"there is no kernel {only!r} in this cell; kernels found: {', '.join(names)}"
-            f"{suggestion(only, names)}"
+            f"{module.templates[0]} is a template; expected its arguments, as in "
+            f"%%cuda {module.templates[0]}<float>"
+        )
+    if only is not None and base_name(only) not in (*module.names, *module.templates):
+        raise CompileError(
+            f"there is no kernel {only!r} in this cell; kernels found: {', '.join(module.names)}"
+            f"{suggestion(only, module.names)}"
         )
     kernels, milliseconds = {}, {}
-    for name in [only] if only else names:
+    for name in [only] if only else module.names:
         start = time.perf_counter()
-        kernels[name] = compile("\n" + cell, name, filename="cell", options=(), **macros)
-        milliseconds[name] = (time.perf_counter() - start) * 1e3
-    return Compiled(kernels, milliseconds)
+        kernels[base_name(name)] = module[name]
+        milliseconds[base_name(name)] = (time.perf_counter() - start) * 1e3
+    return Compiled(kernels, milliseconds, str(module.left_out))
+
+
+def check_cell(name: str, cell: str, namespace: dict) -> "Result":
+    """Try the kernel of a cell as the answer to the exercise `name`, and show how it did.
+
+    The namespace gets the kernel; while it is wrong, or does not compile, the solution's.
+    """
+    from .exercises import check, exercise
+
+    task = exercise(name)
+    if not task.params:
+        raise ArgumentError(f"{name} is a Python function: expected ga.check({name!r}, function)")
+    namespace[name] = compile(task.solution, name)
+    try:
+        kernel = compile_cell(name, cell).kernels[name]
+    except CompileError as error:
+        error.__notes__ = [UNTIL_RIGHT.format(name)]  # type: ignore[attr-defined]
+        raise
+    result = check(name, kernel)
+    if result.passed is False:
+        return dataclasses.replace(result, summary=f"{result.summary} {UNTIL_RIGHT.format(name)}")
+    namespace[name] = kernel
+    return result
+
+
+UNTIL_RIGHT = "Until yours is right, {0} is our kernel, so that the notebook goes on."
 
 
 def replace_kernel(name: str, cell: str) -> Verdict:
@@ -202,6 +245,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
 
+        %%cuda --check exercise: try it as the answer to an exercise.
         %%cuda --replace kernel: use it in the place of the package's.
         %cuda --restore: use the package's again."""
         try:
@@ -209,14 +253,17 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
                 print(restore_kernels(line))
                 return None
             words = line.split()
-            if words[:1] == ["--replace"]:
+            if words[:1] in (["--check"], ["--replace"]):
                 if len(words) != 2:
                     raise CompileError(f"%%cuda {line}: {USAGE}")
-                return replace_kernel(words[1], cell)
+                if words[0] == "--replace":
+                    return replace_kernel(words[1], cell)
+                return check_cell(words[1], cell, shell.user_ns)
             compiled = compile_cell(line, cell)
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
+            message += getattr(error, "__notes__", [])
             if cell is not None and not line.strip().startswith("--"):
                 kept = _before(cell, shell.user_ns)
                 _outdated.update(kept.values())

@@ -1,6 +1,6 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    recorded.clipping()                   # a table of the run of benchmarks/clip.py
+    recorded.ddp()                        # a table of the run of benchmarks/ddp.py
     run = recorded.recorded("accumulate") # the result of benchmarks/accumulate.py
     run.label                             # "Recorded, not run here: NVIDIA H200, ..."
     run.get("addition", "elements")       # a value of the results; None where the file has none
@@ -20,12 +20,8 @@ import torch
 from ..backends import backend
 from ..errors import check_choice
 from ..measure import Ledger, Row
-from ..measure import timeline as measured
-from .figures import graph_figures
-from .figures.charts import bars
 from .figures.drawing import Figure, Table
 from .figures.rung_figures import pairs
-from .figures.timelines import timeline
 
 ABSENT = "no recorded run in this checkout"
 
@@ -117,8 +113,6 @@ def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
 
 # Notebooks whose ledgers benchmarks/rungs.py records.
 Notebook = Literal["01", "02", "03", "04", "05", "07"]
-Dtype = Literal["float32", "bfloat16"]
-Kind = Literal["replayed", "launched"]
 
 
 class Ledgers:
@@ -223,73 +217,6 @@ def _names(variants) -> list:
     return list(dict.fromkeys(name for by_name in variants for name in by_name))
 
 
-def addition(dtype: Dtype = "float32") -> "Figure | Recorded":
-    """The versions of the accumulation kernel, as shares of the rate at which that GPU copies.
-
-    Args:
-        dtype: of the gradients.
-    """
-    check_choice("dtype", dtype, Dtype)
-    run = recorded("accumulate")
-    rows = [
-        (name, result["of_copy_rate"], f"{result['of_copy_rate']:.0%}, {result['ms']:.2f} ms")
-        for name, result in _dicts(run.get("addition", dtype)).items()
-        if {"of_copy_rate", "ms"} <= result.keys()
-    ]
-    if not rows:
-        return run
-    elements = run.get("addition", "elements") or 0
-    title = f"{run.label}: {dtype} gradients, {elements / 1e6:,.0f} M elements"
-    return bars(rows, title, (1.0, "the copy rate"))
-
-
-def clipping(dtype: Dtype = "float32") -> "Table | Recorded":
-    """Each variant of clipping a large model's gradients: time, launches, waits.
-
-    Args:
-        dtype: of the gradients.
-    """
-    check_choice("dtype", dtype, Dtype)
-    run = recorded("clip")
-    over, under, host = (_dicts(run.get(dtype, part)) for part in ("over", "under", "host"))
-
-    def ms(result):
-        value = (result.get("launched") or {}).get("ms") if result else None
-        return "-" if value is None else f"{value:.2f} ms"
-
-    rows = []
-    for name, result in over.items():
-        counts = host.get(name) or {}
-        launches, waits = counts.get("launches", "-"), counts.get("syncs", "-")
-        rows.append([name, ms(result), ms(under.get(name)), launches, waits])
-    if not rows:
-        return run
-    columns = ("clip by", "over the threshold", "under it", "launches", "host waits")
-    tensors, elements = run.get(dtype, "tensors") or 0, run.get(dtype, "elements") or 0
-    what = f"{tensors} {dtype} gradients, {elements / 1e6:,.0f} M elements"
-    return Table(columns, rows, f"{run.label}; {what}")
-
-
-def tail(dtype: Dtype = "float32", kind: Kind = "replayed") -> "Figure | Recorded":
-    """Accumulate, clip, AdamW and zero of a large model, ours and torch's, in milliseconds.
-
-    Args:
-        dtype: of the weights. kind: "replayed" or "launched".
-    """
-    check_choice("dtype", dtype, Dtype)
-    check_choice("kind", kind, Kind)
-    run = recorded("tail")
-    rows = [
-        (name, result["ms"], f"{result['ms']:.2f} ms")
-        for name, result in _dicts(run.get(dtype, kind)).items()
-        if "ms" in result
-    ]
-    if not rows:
-        return run
-    elements = run.get(dtype, "elements") or 0
-    return bars(rows, f"{run.label}: the tail, {elements / 1e6:,.0f} M {dtype} weights")
-
-
 # What dispatch() shows: name, keys down to the milliseconds of each variant, one of their phases.
 _CURVES = ("curves", "bfloat16, 16,384 x 4,096", "glu")
 _DISPATCHED = [
@@ -329,86 +256,6 @@ def _times(ms, ours):
     if ms is None:
         return "-"
     return f"{ms / ours:,.1f}x" if ms < 100 * ours else f"{ms / ours:,.0f}x"
-
-
-def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
-    """The timeline of three variants of clipping.
-
-    Args:
-        here: spans of this machine, which are drawn where there is no recording.
-    """
-    run = recorded("timeline")
-    spans = {
-        name: measured.spans_of(result["spans"])
-        for name, result in _dicts(run.get("tails")).items()
-        if isinstance(result.get("spans"), list)
-    }
-    if spans:
-        return timeline(spans, f"{run.label}: {run.get('what') or 'one step'}")
-    if here:
-        return timeline(here, "Here, on the CPU: what follows the last backward of one step")
-    return run
-
-
-def launches() -> "Figure | Recorded":
-    """A whole step, launched from Python and replayed: host and GPU, and a stretch enlarged."""
-    run = recorded("graphs")
-    spans = {
-        name: measured.spans_of(lines)
-        for name, lines in (run.get("timeline") or {}).items()
-        if isinstance(lines, list) and lines
-    }
-    if not spans:
-        return run
-    return graph_figures.launches(spans, f"{run.label}: a step of a small model")
-
-
-def graph() -> "Figure | Recorded":
-    """The graph of a small model's step, from CUDA's own debug dump."""
-    run = recorded("graphs")
-    names, edges = run.get("graph", "names"), run.get("graph", "edges")
-    if not names or not isinstance(edges, list):
-        return run
-    return graph_figures.graph(names, edges, f"{run.label}: a step of a small model")
-
-
-def replaying() -> "Table | Recorded":
-    """Steps of a large model, launched and replayed: tokens per second, and times plain torch's."""
-    run = recorded("graphs")
-    shapes = {shape: _dicts(results) for shape, results in _dicts(run.get("speed")).items()}
-    variants = _names(
-        [name for name, result in results.items() if "tokens_per_s" in result]
-        for results in shapes.values()
-    )
-    if not variants:
-        return run
-
-    def cell(result):
-        if "tokens_per_s" not in result:
-            return "-"
-        times = f", {result['times_plain']:.2f}x" if "times_plain" in result else ""
-        return f"{result['tokens_per_s']:,.0f}{times}"
-
-    rows = [
-        [shape, *(cell(results.get(name) or {}) for name in variants)]
-        for shape, results in shapes.items()
-    ]
-    what = "llama-350m, tokens per second, one micro-batch per step"
-    return Table(("batch x T", *variants), rows, f"{run.label}; {what}")
-
-
-def replay_ledger() -> "Table | Recorded":
-    """What the host did in one step: eager, replayed, and replayed with several micro-batches."""
-    run = recorded("graphs")
-    keys = ("launches", "graph_launches", "syncs")
-    rows = [
-        [name, *(counts.get(key, "-") for key in keys)]
-        for name, counts in _dicts(run.get("ledger")).items()
-    ]
-    if not rows:
-        return run
-    columns = ("one step", "kernel launches", "graph launches", "host waits")
-    return Table(columns, rows, f"{run.label}; {run.get('what') or 'one step'}")
 
 
 def encoder() -> "Table | Recorded":

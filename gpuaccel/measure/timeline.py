@@ -3,7 +3,6 @@
     spans = timeline.tail(lambda: step(batch))    # what follows the step's last backward
     spans[0]
     # Span(lane='host', name='python', start=0.0, stop=912.4)
-    figures.timeline({"item": spans})             # drawn
 
 Everything is read from the records of `torch.profiler`, as the ledger's counts are. On the host's
 lane `launch`, `wait` and `copy` are its calls to the GPU, and `python` is the rest of its time. On

@@ -22,6 +22,7 @@ import gc
 import hashlib
 import itertools
 import json
+import operator
 import os
 import pathlib
 import platform
@@ -31,14 +32,26 @@ import subprocess
 import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..backends import Compiler, cache_dir, find_compiler, may_be_loaded
 from ..errors import BackendError, CompileError
 from ..files import from_cache
+from ..headers import HOST_STUBS, curand_folder
+from ..host_code import device_variables
 from ..notebook import notice
-from ..source import kernel_positions, split_list, without_comments
+from ..source import (
+    LINE,
+    base_name,
+    kernel_positions,
+    line_number,
+    namespaces,
+    scopes,
+    split_list,
+    without_comments,
+)
 
 HERE = pathlib.Path(__file__).parent
 COMMON = (
@@ -75,9 +88,19 @@ CHECKED = (
 )
 # Local variables are filled with a byte that reports recognise. g++ has it since version 12.
 FILLED = "-ftrivial-auto-var-init=pattern"
-ZEROED = "-ftrivial-auto-var-init=zero"
+# Variants of a checked build, for a second launch that tells more about a mistake of the first.
+ZEROED = ("-ftrivial-auto-var-init=zero",)
+OVERFLOWS = ("-fno-wrapv", "-fsanitize=signed-integer-overflow")
 # What four bytes hold then.
 PATTERNS = {"g++": 0xFEFEFEFE, "clang": 0xAAAAAAAA, "zig": 0xAAAAAAAA}
+# A function that uses these registers keeps its caller's on the stack, between its local variables
+# and its return address. Without them whoever runs over the end of a local array meets the return
+# address first, which the checks see.
+_NO_SAVED_REGISTERS = (
+    tuple(f"-ffixed-{register}" for register in ("rbx", "r12", "r13", "r14", "r15"))
+    if platform.machine() == "x86_64"
+    else ()
+)
 CHECKED_BY = {
     "g++": (
         "-fsanitize=bounds",
@@ -88,6 +111,7 @@ CHECKED_BY = {
         "-fno-tree-dce",
         "--param=tsan-instrument-func-entry-exit=0",
         "--param=tsan-distinguish-volatile=1",
+        *_NO_SAVED_REGISTERS,
     ),
     "clang": (
         "-gdwarf-4",
@@ -105,12 +129,15 @@ RETURNS = ("-fsanitize=return",)
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
-    r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
+    r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t|CUtexObject|CUsurfObject": (
+        "textures"
+    ),
     r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bcuda/pipeline\b": "asynchronous copies",
     r"\bcuda/(?!pipeline\b)[\w/]+": "a header of libcu++",
     r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
-    r"<<<": "a launch inside a kernel",
-    r"\bcudaLaunch\w+|\bcudaMalloc\w*|\bcudaMemcpy\w*": "calls of the CUDA runtime",
+    r"\bcub\b": "cub",
+    r"\bthrust\b": "thrust",
+    r"\bcuda_fp8\.h|\b__nv_fp8\w*": "8-bit floating-point numbers (fp8)",
 }
 
 
@@ -134,22 +161,44 @@ class Program:
             # The loaded library stays.
             os.unlink(path)
         self.library = ctypes.CDLL(path, handle=handle)
+        # Name -> address, and the bytes there, of each variable in device memory. A launch sets
+        # them first, and kernels of several modules share a program: one at a time (`lock`).
+        self.variables = {v.name: self._variable(v.name) for v in device_variables(text)}
+        self.lock = threading.Lock()
         # ctypes itself never unloads a library.
         unload = weakref.finalize(self, _ctypes.dlclose, handle)
         unload.atexit = False
+
+    def _variable(self, name: str) -> "tuple[int, bytes]":
+        try:
+            variable = getattr(self.library, f"simt_variable_{name}")
+        except AttributeError:
+            # An #if leaves it out.
+            return 0, b""
+        variable.restype = ctypes.c_void_p
+        size = ctypes.c_size_t()
+        address = variable(ctypes.byref(size))
+        return address, ctypes.string_at(address, size.value)
 
     def parameters(self, name: str) -> "list[tuple[str, int]]":
         """(letter, bytes) of each parameter of a kernel: p pointer, s struct, n number."""
         letters = ctypes.create_string_buffer(4096)
         sizes = (ctypes.c_int * 4096)()
         try:
-            parameters = getattr(self.library, f"simt_parameters_{name}")
+            parameters = getattr(self.library, f"simt_parameters_{symbol(name)}")
         except AttributeError:
             raise CompileError(
                 f"kernel {name} is not there on the CPU: an #if leaves it out"
             ) from None
         count = parameters(letters, sizes)
         return [(letters.raw[i : i + 1].decode(), sizes[i]) for i in range(count)]
+
+
+def symbol(name: str) -> str:
+    """A kernel's name as a part of C names: `scale<float>` has others than `scale`."""
+    if name.isidentifier():
+        return name
+    return f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}{zlib.crc32(name.encode()):08x}"
 
 
 PREFIX = "gpuaccel-simt-"
@@ -236,13 +285,13 @@ def _first_options(host: Compiler) -> "tuple[str, ...]":
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
-def _flags(checked: bool, local: str) -> "tuple[str, ...]":
+def _flags(checked: bool, variant: "tuple[str, ...]") -> "tuple[str, ...]":
     """The compiler's options for a checked build, or for one that is not."""
     if not checked:
         return FAST
     host = compiler()
     flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
-    return (*flags, local) if fill_pattern(host) else flags
+    return (*flags, *((FILLED,) if fill_pattern(host) else ()), *variant)
 
 
 def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str, ...]]":
@@ -252,9 +301,12 @@ def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str
     options that it links with, which takes seconds.
     """
     # A mistake in a macro is at the line that uses it.
-    messages: "tuple[str, ...]" = ("-fmax-errors=5", "-ftrack-macro-expansion=0")
+    # Source lines are added by _source_lines, for files that do not exist as well.
+    messages: "tuple[str, ...]" = (
+        *("-fmax-errors=5", "-ftrack-macro-expansion=0", "-fno-diagnostics-show-caret"),
+    )
     if host.kind != "g++":
-        messages = ("-ferror-limit=5",)
+        messages = ("-ferror-limit=5", "-fno-caret-diagnostics")
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
@@ -266,7 +318,7 @@ def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str
     ]
 
 
-# Headers of CUDA -> ours with their content, or None: simt.h has it.
+# Headers of CUDA -> ours with their content.
 HEADERS = {
     **dict.fromkeys(("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"), "half.h"),
     **dict.fromkeys(
@@ -278,20 +330,6 @@ HEADERS = {
             "cuda/barrier",
         ),
         "cooperative_groups.h",
-    ),
-    **dict.fromkeys(
-        (
-            "cuda.h",
-            "cuda_runtime.h",
-            "cuda_runtime_api.h",
-            "device_launch_parameters.h",
-            "device_functions.h",
-            "device_atomic_functions.h",
-            "sm_20_atomic_functions.h",
-            "vector_types.h",
-            "vector_functions.h",
-            "math_functions.h",
-        )
     ),
 }
 SIMT_HEADERS = ("simt.h", "runtime.h", "half.h", "cooperative_groups.h", "<command-line>")
@@ -308,7 +346,7 @@ def _with_headers(source: str) -> "tuple[str, list[str]]":
             needed[HEADERS[match[1]]] = True
             blanks = " " * len(match[0])
             source = source[: match.start()] + blanks + source[match.end() :]
-    return source, [name for name in needed if name]
+    return source, list(needed)
 
 
 # Seconds of compiling after which a notice is shown.
@@ -477,12 +515,12 @@ COLLECT_AFTER = 32
 _loads = itertools.count(1)
 
 
-# A variable that keeps its value between launches.
-_STATE = re.compile(r"\b__(?:device|constant|managed)__\b[^;(){}]*[;=\[]")
-
-
 def program(
-    source: str, filename: str, names: "list[str]", checked: bool, local: str = FILLED
+    source: str,
+    filename: str,
+    names: "list[str]",
+    checked: bool,
+    variant: "tuple[str, ...]" = (),
 ) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
@@ -491,16 +529,15 @@ def program(
         filename: what error messages call it
         names: its kernels
         checked: with the instrumentation of the checks
-        local: FILLED or ZEROED, what local variables of a checked build hold before they are set
+        variant: further options of a checked build: ZEROED, OVERFLOWS
 
     Returns:
-        A program that is shared by all who ask for it, unless it has variables of its own, which
-        each kernel has for itself, as on a GPU.
+        A program that is shared by all who ask for it.
 
     Raises:
         CompileError: with the compiler's messages. A feature that only a GPU has is named first.
     """
-    flags = _flags(checked, local)
+    flags = _flags(checked, variant)
     with _lock:
         host = compiler()
         executor = runtime(checked)
@@ -515,9 +552,9 @@ def program(
             headers,
             hashlib.sha256(executor.image).hexdigest(),
             (COMMON, RETURNS, flags, FAST),
+            curand.read_text("latin-1") if (curand := _curand(source)) else None,
         )
-        shared = not _STATE.search(without_comments(source))
-        result = _programs.get(key) if shared else None
+        result = _programs.get(key)
         if result is None:
             if next(_loads) % COLLECT_AFTER == 0:
                 gc.collect()
@@ -529,13 +566,19 @@ def program(
                     lambda: _compile(text, source, filename, flags, host, executor),
                     lambda image: Program(source, filename, names, executor.library, image),
                 )
-                if shared:
-                    _programs[key] = result
+                _programs[key] = result
             except OSError as error:
                 raise BackendError(
                     f"{filename}: the compiled kernel cannot be loaded: {error}"
                 ) from None
         return result
+
+
+def _curand(source: str) -> "pathlib.Path | None":
+    """NVIDIA's curand_kernel.h, where a source includes it and it is installed."""
+    if "curand_kernel.h" not in source or (folder := curand_folder()) is None:
+        return None
+    return pathlib.Path(folder, "curand_kernel.h")
 
 
 def _compile(text, written, filename, flags, host, executor) -> bytes:
@@ -558,6 +601,14 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
         headers = [*executor.tls]
         for name in ("simt.h", *ours):
             headers += ["-include", str(HERE / name)]
+        if curand := _curand(text):
+            # As a GPU reads it.
+            wrapped = f'#define __CUDA_ARCH__ 900\n#include "{curand}"\n#undef __CUDA_ARCH__\n'
+            for name, content in {**HOST_STUBS, "curand_kernel.h": wrapped}.items():
+                stub = pathlib.Path(folder, "headers", name)
+                stub.parent.mkdir(parents=True, exist_ok=True)
+                stub.write_text(content)
+            headers.append(f"-I{folder}/headers")
         compiling, linking = _commands(host, flags, source, output, headers)
         _run(compiling, filename, explain_log)
         _run((*linking, executor.path), filename, explain_log)
@@ -604,35 +655,6 @@ def _with_one_index(source: str) -> str:
 _ALIGNMENT = r"(?:__align__|alignas|__attribute__)\s*\((?:[^()]|\([^()]*\))*\)"
 _BEFORE_EXTERN = re.compile(rf"(?:(?:\b(?:__shared__|volatile|const|static)\b|{_ALIGNMENT})\s*)*\Z")
 _DECLARATOR = re.compile(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.S)
-
-
-def _is_in_function(blank: str, position: int) -> bool:
-    """Whether a position in a text without comments is inside of braces of code.
-
-    Those of namespaces and of `extern "C"` are not code.
-    """
-    is_code = []
-    for brace in re.finditer(r"[{}]", blank[:position]):
-        if brace[0] == "{":
-            before = blank[max(0, brace.start() - 200) : brace.start()]
-            scope = re.search(r'(?:\bnamespace(?:\s+[\w:]+)?|\bextern\s+"C")\s*$', before)
-            is_code.append(scope is None)
-        elif is_code:
-            is_code.pop()
-    return any(is_code)
-
-
-def _namespaces(blank: str, position: int) -> "list[str]":
-    """The named namespaces around a position in a text without comments."""
-    names: "list[str | None]" = []
-    for brace in re.finditer(r"[{}]", blank[:position]):
-        if brace[0] == "{":
-            before = blank[max(0, brace.start() - 200) : brace.start()]
-            scope = re.search(r"\bnamespace\s+([\w:]+)\s*$", before)
-            names.append(scope[1] if scope else None)
-        elif names:
-            names.pop()
-    return [name for name in names if name]
 
 
 def _is_in_directive(blank: str, position: int) -> bool:
@@ -684,7 +706,7 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
     position = 0
     for start, end, arrays in _dynamic_arrays(blank):
         pieces.append(source[position:start])
-        if _is_in_function(blank, start) or _is_in_directive(blank, start):
+        if "" in scopes(blank, start) or _is_in_directive(blank, start):
             pieces += [f"auto {name} = {pointer};" for name, pointer in arrays]
         else:
             macros += [f"#define {name} {pointer}\n" for name, pointer in arrays]
@@ -694,42 +716,26 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
     return "".join([*pieces, source[position:]]), list(dict.fromkeys(macros))
 
 
-def _with_marks(source: str, names: "list[str]") -> str:
-    """The source with a `#define SIMT_HAS_<name> <its namespace>` above each kernel.
+def _with_marks(source: str, positions: "list[tuple[str, int]]") -> str:
+    """The source with a `#define <mark> <its namespace>` above each position.
 
-    A kernel that an #if leaves out thereby leaves out its mark, too.
+    What an #if leaves out thereby leaves out its mark, too.
     """
     blank = without_comments(source)
     pieces = []
     position = 0
-    for name, start in kernel_positions(source):
-        if name not in names:
-            continue
-        kernel, start = start, source.rfind("\n", 0, start) + 1
-        line = _line_number(source, start)
+    for mark, place in positions:
+        start = source.rfind("\n", 0, place) + 1
+        line = line_number(source, place)
         before = ""
-        end, begin = (source.find(mark, start, kernel) for mark in ("*/", "/*"))
+        end, begin = (source.find(sign, start, place) for sign in ("*/", "/*"))
         if end >= 0 and not 0 <= begin < end:
             # The line begins inside of a comment.
             start, before = end + len("*/"), "\n"
-        scope = "::".join(_namespaces(blank, start))
-        mark = f"{before}#define SIMT_HAS_{name} {scope}\n#line {line}\n"
-        pieces += [source[position:start], mark]
+        scope = "::".join(namespaces(blank, place))
+        pieces += [source[position:start], f"{before}#define {mark} {scope}\n#line {line}\n"]
         position = start
     return "".join([*pieces, source[position:]])
-
-
-_LINE = re.compile(r'^#line (\d+)(?: "((?:\\.|[^"\\\n])*)")?\n', re.M)
-
-
-def _line_number(source: str, position: int) -> int:
-    """The number that messages have for the line at a position; #line says where parts begin."""
-    first = 1
-    start = 0
-    for match in _LINE.finditer(source, 0, position):
-        first = int(match[1])
-        start = match.end()
-    return first + source.count("\n", start, position)
 
 
 def translated(source: str, names: "list[str]") -> str:
@@ -742,9 +748,20 @@ def translated(source: str, names: "list[str]") -> str:
     for match in re.finditer(r"\bstatic(?=\s+__shared__)", without_comments(source)):
         source = source[: match.start()] + " " * len("static") + source[match.end() :]
     source, macros = _with_dynamic_arrays(source)
-    source = _with_marks(source, names)
+    own_names = {base_name(name) for name in names}
+    marks = [(f"SIMT_HAS_{name}", at) for name, at in kernel_positions(source) if name in own_names]
+    variables = device_variables(source)
+    marks += [(f"SIMT_HAS_{variable.name}", variable.position) for variable in variables]
+    source = _with_marks(source, sorted(marks, key=operator.itemgetter(1)))
     exports = [
-        f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name}, SIMT_HAS_{name})\n#endif\n" for name in names
+        f"#ifdef SIMT_HAS_{base_name(name)}\n"
+        f"SIMT_EXPORT({symbol(name)}, SIMT_HAS_{base_name(name)}, {name})\n#endif\n"
+        for name in names
+    ]
+    exports += [
+        f"#ifdef SIMT_HAS_{variable.name}\n"
+        f"SIMT_EXPORT_VARIABLE({variable.name}, SIMT_HAS_{variable.name})\n#endif\n"
+        for variable in variables
     ]
     return "".join(
         [
@@ -761,7 +778,7 @@ def translated(source: str, names: "list[str]") -> str:
 def text_line(text: str, file: str, line: int) -> "str | None":
     """A line of one of the files that make up a whole source; #line says where each begins."""
     name = ""
-    parts = list(_LINE.finditer(text))
+    parts = list(LINE.finditer(text))
     for part, following in zip(parts, [*parts[1:], None]):
         name = re.sub(r"\\(.)", r"\1", part[2] or "") or name
         lines = text[part.end() : following.start() if following else len(text)].split("\n")
@@ -780,10 +797,17 @@ UNKNOWN_NAME = re.compile(
 
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
-    features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    # A path may hold words of these patterns.
+    words = log.replace(filename, "")
+    features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, words)]
     lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)
     line = next((line for file, line in lines if os.path.basename(file) not in SIMT_HEADERS), None)
     place = f"{filename}, line {line}:" if line else f"{filename}:"
+    if re.search(r"\bcurand_kernel\.h'?:? (?:No such file|file not found)", log):
+        return (
+            f"{place} curand_kernel.h is in NVIDIA's wheel: pip install nvidia-curand-cu12, or set "
+            "CUDA_HOME to a toolkit.\n"
+        )
     if features:
         return (
             f"{place} this uses {' and '.join(features)}, which only a GPU can run. Put it between "

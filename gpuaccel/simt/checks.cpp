@@ -19,7 +19,12 @@
 //   makes atomicCAS fail
 //   volatile accesses of different blocks, or behind a fence of the writer: flags
 // Two threads that write the same value are a note, and so is a cast to an integer that cannot hold
-// the number.
+// the number. A plain read that races is a note where all of this holds (checking.py decides):
+//   the other access is atomic, or a plain write that writes one and the same value in all the
+//   launch: a mark such as `visited[v] = 1`
+//   it is in a tensor: threads that share a block's memory have barriers
+//   the launch was made again, each such read got the value of another order of the threads, and
+//   all results were the same; for each pair of places the two values did differ
 #include "executor.h"
 #include <string.h>
 
@@ -29,7 +34,7 @@ enum simt_report_kind {
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER,
     REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR, REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST,
     REPORT_INDEX, REPORT_SAME_VALUE, REPORT_UNSET_LOCAL, REPORT_HARMLESS,
-    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL, REPORT_CAST
+    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL, REPORT_CAST, REPORT_OVERFLOW, REPORT_BENIGN
 };
 // VOLATILE is a read and VOLATILE_WRITE a write that may run beside atomic operations and each
 // other.
@@ -47,12 +52,17 @@ struct cell { record write, read, near, far; };
 
 struct simt_region {
     char *lo, *hi;
-    uint64_t zone;                // bytes around it that are still called by its name
+    uint64_t zone;                // bytes around it in which an access does no damage
+    uint64_t below, above;        // bytes in front of and behind it that are called by its name
     uint32_t kind, granule;       // bytes per cell
     uint32_t readonly;
     uint32_t element;             // bytes of an element; 0: its type is not known
     cell* cells;
     const unsigned char* padding; // for each byte of an element: it is not part of a member
+    // In a second launch (see simt_race_pair): the bytes before and after the first one, and its
+    // cells.
+    const char *before, *after;
+    const cell* earlier;
 };
 
 struct simt_report {
@@ -69,6 +79,12 @@ struct simt_report {
     uint32_t column, callers;
     uint32_t caller[6];           // return addresses of the functions that called this one
 };
+
+// A plain read that races with a write, by their places in the source. In a second launch such a
+// read gets what it would get in another order of the threads: the value before the launch instead
+// of the one that it races with, and the value after the first launch instead of an older one.
+// tested: times that the two values differed
+struct simt_race_pair { uint32_t read, write, tested; };
 
 // A barrier in the source, and what it did in this launch.
 struct simt_barrier_use {
@@ -100,7 +116,8 @@ struct simt_checks {
     uint64_t events, event_room, events_lost;
     uint32_t flip;                // invert what is read from an absent lane, or before it is set
     uint32_t pattern;             // what local variables hold before they are set; 0: not known
-    uint32_t barriers, unused;
+    uint32_t barriers, pairs;
+    simt_race_pair pair[32];
     simt_barrier_use barrier[64];
     simt_report report[256];
 };
@@ -129,8 +146,17 @@ struct pending_write {
     uint64_t thread;
     void* pc;
     bool waits;                   // for the read of the struct that it copies
+    simt_report* read_race;       // the report of its race with a plain read
+    uint64_t before;              // first bytes of what an atomic operation may change
+    bool atomic;
 };
 static pending_write pending;
+// Volatile reads and atomic operations of the block since something was written last. Above the limit
+// its threads wait in loops for what only another block could write.
+static uint32_t idle;
+static const uint32_t MOST_IDLE = 1 << 24;
+// What a plain read got the value of another order for, until it has happened.
+static struct { char *address, bytes[16]; size_t size; } replaced;
 static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
 
 // The plain reads before an atomicCAS at the same place.
@@ -149,7 +175,8 @@ extern "C" __attribute__((visibility("default"))) void simt_check_with(simt_chec
     last_found = 0;
     guess_count = 0;
     pending.race = pattern_read = false;
-    pending.size = 0;
+    pending.size = replaced.size = 0;
+    pending.read_race = 0;
 }
 
 static inline worker* me() { return (worker*)simt_me; }
@@ -187,13 +214,19 @@ static void keep_callers(simt_report* r) {
     }
 }
 
-static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
+static simt_report* existing(int kind, uint32_t at, uint32_t other_pc) {
     for (int i = 0; i < now->reports; i++) {
         simt_report* r = &now->report[i];
-        if (r->kind == kind && r->pc == at && r->other_pc == other_pc) {
-            r->count++;
-            return 0;
-        }
+        if (r->kind == kind && r->pc == at && r->other_pc == other_pc) return r;
+    }
+    return 0;
+}
+
+// A new report; 0: the place has one already, which counts this.
+static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
+    if (simt_report* r = existing(kind, at, other_pc)) {
+        r->count++;
+        return 0;
     }
     if (now->reports == 256) return 0;
     simt_report* r = &now->report[now->reports++];
@@ -230,8 +263,54 @@ static void invert(char* address, size_t size) {
     for (size_t i = 0; i < size; i++) address[i] = ~address[i];
 }
 
+// What was written beside a plain read. One that writes the same value each time is maybe benign.
+enum { VALUE_KNOWN = 1, VALUES_DIFFER = 2 };
+static void keep_value(simt_report* r, const char* address, size_t size) {
+    uint64_t value = 0;
+    memcpy(&value, address, size < sizeof value ? size : sizeof value);
+    bool differs = r->mask & VALUE_KNOWN && (uint64_t)r->value != value;
+    r->value = (int64_t)value;
+    r->mask |= VALUE_KNOWN | (differs || size > sizeof value ? VALUES_DIFFER : 0);
+}
+
+static void restore_read() {
+    memcpy(replaced.address, replaced.bytes, replaced.size);
+    replaced.size = 0;
+}
+
+// racing: the write that races with the read, or 0
+static void replace_read(
+    const simt_region* region, char* address, size_t size, uint32_t reader, uint32_t pc,
+    const record* racing) {
+    if (size > sizeof replaced.bytes || !region->before) return;
+    size_t at = address - region->lo;
+    const char* other = region->before + at;
+    if (!racing) {
+        // Another thread writes it later.
+        racing = &region->earlier[at / region->granule].write;
+        if (!racing->thread || racing->thread == reader || memcmp(address, other, size)) return;
+        other = region->after + at;
+    }
+    for (uint32_t i = 0; i < now->pairs; i++) {
+        simt_race_pair* p = &now->pair[i];
+        if (p->read != pc || p->write != (racing->pc & PC) || !memcmp(address, other, size))
+            continue;
+        p->tested++;
+        replaced.address = address;
+        replaced.size = size;
+        memcpy(replaced.bytes, address, size);
+        memcpy(address, other, size);
+        return;
+    }
+}
+
 // The last write has happened: see what it wrote.
 static void finish_write() {
+    if (replaced.size) restore_read();
+    size_t kept = pending.size < sizeof pending.before ? pending.size : sizeof pending.before;
+    if (kept && (!pending.atomic || memcmp(&pending.before, pending.address, kept))) idle = 0;
+    if (pending.read_race) keep_value(pending.read_race, pending.address, pending.size);
+    pending.read_race = 0;
     if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pending.pc)) {
             place(r, pending.region, pending.address, pending.size, WRITE);
@@ -271,6 +350,7 @@ extern "C" __attribute__((visibility("default"))) void simt_checked(simt_checks*
 
 void check_block(worker* w) {
     finish_write();
+    idle = 0;
     last_barrier = 0;
     first_thread = w->block * w->threads;
     barrier_time = ++clock_;
@@ -315,6 +395,7 @@ static void keep_barrier(worker* w, uint32_t pc) {
 void check_barrier(worker* w) {
     undisturbed check(w);
     finish_write();
+    idle = 0;
     void* pc = w->pc[w->barrier[0]];
     for (unsigned i = 1; i < w->arrived; i++)
         if (w->pc[w->barrier[i]] != pc) {
@@ -450,13 +531,14 @@ static simt_region* find(char* address) {
     }
     simt_region* left = lo ? &now->region[lo - 1] : 0;
     simt_region* right = lo < now->regions ? &now->region[lo] : 0;
-    if (left && (address < left->hi || address < left->hi + left->zone)) return left;
-    if (right && address + right->zone >= right->lo) return right;
+    if (left && address < left->hi + left->above) return left;
+    if (right && address + right->below >= right->lo) return right;
     return 0;
 }
 
-static void race(const record& other, void* pc, int region, char* address, size_t size, int access,
-                 int other_access, bool may_be_same) {
+// Returns the report, where there is one.
+static simt_report* race(const record& other, void* pc, int region, char* address, size_t size,
+                         int access, int other_access, bool may_be_same) {
     uint32_t other_pc = other.pc & PC;
     if (other_access == WRITE && other.pc & ATOMIC_BIT) other_access = ATOMIC;
     simt_report* r = &pending.report;
@@ -469,11 +551,12 @@ static void race(const record& other, void* pc, int region, char* address, size_
         keep_callers(r);
     } else {
         r = report(REPORT_RACE, pc, other_pc);
-        if (!r) return;
+        if (!r) return existing(REPORT_RACE, offset(pc), other_pc);
     }
     place(r, region, address, size, access);
     r->other_thread = other.thread - 1;
     r->other_access = other_access;
+    return r;
 }
 
 static void keep(worker* w, void* pc, int region, int64_t offset_in_it, size_t size, int kind) {
@@ -495,15 +578,47 @@ static inline uint32_t bytes_of(char* first, size_t size, char* cell, uint32_t g
     return ((1u << to) - (1u << from)) << 26 & BYTES;
 }
 
+// Whether an access hits what is between two functions' variables, where a called function's frame
+// pointer and return address are kept, or what is above the kernel: then a local array was left.
+// pc, distance: of code of the function with the array, and from its frame's end to the access
+static bool is_between_frames(char* address, size_t size, uint32_t* pc, int64_t* distance) {
+    void** frame = (void**)__builtin_frame_address(0);
+    for (void** below = 0; frame > below; frame = (void**)frame[0]) {
+        *distance = address - (char*)(frame + 2);
+        if (address + size <= (char*)frame) return false;
+        if (*distance < 0) return true;
+        char* back = (char*)frame[1];
+        *pc = back >= now->base && back < now->end ? offset(back) : 0;
+        below = frame;
+    }
+    return true;
+}
+
+// function, distance: see is_between_frames; certain: no thread ever had it as a local variable
+static void leave_locals(worker* w, char* address, size_t size, int kind, void* pc, bool certain,
+                         uint32_t function = 0, int64_t distance = 0) {
+    if (simt_report* r = report(REPORT_NO_LOCAL, pc)) {
+        place(r, -1, address, size, kind);
+        r->mask = certain;
+        r->other_thread = function;
+        r->value = distance;
+    }
+    simt_stop(w, SIMT_CHECK, pc, address, 0);
+}
+
 // A local variable or array.
 static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
     char* stack = (char*)__builtin_frame_address(0);
+    uint32_t function;
+    int64_t distance;
     if (!simt_same_stack(w, address, stack)) {
+        if (!simt_in_use(w, address)) leave_locals(w, address, size, kind, pc, false);
         if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
     } else if (address < stack) {
         // Below all frames in use.
-        if (simt_report* r = report(REPORT_NO_LOCAL, pc)) place(r, -1, address, size, kind);
-        simt_stop(w, SIMT_CHECK, pc, address, 0);
+        leave_locals(w, address, size, kind, pc, false);
+    } else if (is_between_frames(address, size, &function, &distance)) {
+        leave_locals(w, address, size, kind, pc, true, function, distance);
     } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
         if (now->flip) invert(address, size);
@@ -520,6 +635,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     bool apart = address + size <= pending.address || address >= pending.address + pending.size;
     bool is_copy = kind == READ && pending.waits && size == pending.size && apart;
     pending.waits = false;
+    if (replaced.size) restore_read();
     if (!is_copy) finish_write();
     w->last_pc = pc;
     if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
@@ -528,6 +644,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         simt_let_go(w);
         simt_yield(w);
         simt_hold(w);
+        idle += 64;
+        if (idle > MOST_IDLE) simt_stop(w, SIMT_SPIN, pc, address, 0);
     }
     simt_region* region = find(address);
     if (!region) {
@@ -539,6 +657,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
             return simt_check_heap(w, address, size, verbs[kind], pc);
         }
+        if (simt_near_stacks(w, address)) leave_locals(w, address, size, kind, pc, true);
         bool null = (size_t)address < 65536;
         if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
             place(r, -1, address, size, kind);
@@ -548,7 +667,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     if (address < region->lo || address + size > region->hi) {
         if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
         // Without a zone around it the access would damage a neighbour.
-        if (region->zone == 0 || address + size > region->hi + region->zone)
+        if (region->zone == 0 || address + size > region->hi + region->zone
+            || address + region->zone < region->lo)
             simt_stop(w, SIMT_CHECK, pc, address, 0);
         keep(w, pc, index, address - region->lo, size, kind);
         return;
@@ -567,6 +687,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     size_t to = (size_t)(address + size - 1 - region->lo) / granule;
     bool shared = region->kind == REGION_SHARED;
     bool raced = false;                       // it is reported once per access
+    const record* racing_write = 0;
+    simt_report* read_race = 0;               // of a plain write and a plain read
     char *unset = 0, *set = 0;                // a byte that nobody, or somebody, has written
     for (size_t i = from; i <= to; i++) {
         cell& c = region->cells[i];
@@ -588,8 +710,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             && !ordered(c.write, t, thread)) {
             raced = true;
             bool two_writes = is_write(kind) && kind != ATOMIC && !(c.write.pc & ATOMIC_BIT);
-            race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
+            simt_report* r = race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
             pending.race |= two_writes;
+            racing_write = &c.write;
+            if (kind == READ && !(c.write.pc & (ATOMIC_BIT | VOLATILE_BIT))) read_race = r;
         }
         if (!is_write(kind)) {
             if (c.read.thread && c.read.thread != self.thread) {
@@ -609,8 +733,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
                     raced = true;
                     // It read what it had written itself.
                     bool own = kind == WRITE && c.write.thread == r->thread;
-                    race(*r, pc, index, place_of_cell, size, kind, READ, own);
+                    simt_report* found = race(
+                        *r, pc, index, place_of_cell, size, kind, READ, own);
                     pending.race = own;
+                    if (kind == WRITE && !own && !(r->pc & VOLATILE_BIT)) read_race = found;
                     break;
                 }
             c.write = self;
@@ -624,6 +750,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         pending.thread = thread;
         pending.pc = pc;
         pending.waits = kind == WRITE;
+        pending.read_race = read_race;
+        pending.atomic = kind == ATOMIC;
+        if (pending.atomic)
+            memcpy(&pending.before, address, size < sizeof pending.before ? size : sizeof pending.before);
     } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;
@@ -632,6 +762,9 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         // atomicExch may be the first to set it, and drop what was there.
         if (kind == ATOMIC && now->flip) invert(address, size);
     }
+    if (kind == READ && read_race) keep_value(read_race, address, size);
+    if (kind == READ && now->pairs)
+        replace_read(region, address, size, self.thread, offset(pc), racing_write);
     if (pending.race && !is_copy) {
         pending.report.value = (int64_t)address;
         memcpy(pending.old, address, size < sizeof pending.old ? size : sizeof pending.old);
@@ -784,6 +917,34 @@ void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t by) {
     undisturbed check(me());
     report_at(REPORT_DIVISION, SIMT_PC, data->at, data->left, (int64_t)by);
     simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
+}
+// Only in the launch that looks for the reason of a wild index: of each place the last overflow.
+static void overflow(operation_data* data, void* pc, size_t left, size_t right, char sign) {
+    undisturbed check(me());
+    uint32_t at = offset(pc);
+    simt_report* r = 0;
+    for (int i = 0; i < now->reports && !r; i++)
+        if (now->report[i].kind == REPORT_OVERFLOW && now->report[i].pc == at)
+            r = &now->report[i];
+    if (!r && !(r = report_at(REPORT_OVERFLOW, pc, data->at, data->left, 0))) return;
+    r->thread = first_thread + me()->current;
+    r->value = (int64_t)left;
+    r->address = right;
+    r->mask = (uint32_t)sign;
+    // Its bits, where it is an integer.
+    r->size = data->left->kind == 0 ? 1 << (data->left->info >> 1) : 0;
+}
+void __ubsan_handle_add_overflow(operation_data* data, size_t left, size_t right) {
+    overflow(data, SIMT_PC, left, right, '+');
+}
+void __ubsan_handle_sub_overflow(operation_data* data, size_t left, size_t right) {
+    overflow(data, SIMT_PC, left, right, '-');
+}
+void __ubsan_handle_mul_overflow(operation_data* data, size_t left, size_t right) {
+    overflow(data, SIMT_PC, left, right, '*');
+}
+void __ubsan_handle_negate_overflow(operation_data* data, size_t value) {
+    overflow(data, SIMT_PC, 0, value, '-');
 }
 void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by) {
     undisturbed check(me());

@@ -10,25 +10,25 @@
 
 namespace cooperative_groups {
 
-__forceinline__ unsigned simt_rank_in_block() {
+SIMT_INLINE unsigned simt_rank_in_block() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
 }
-__forceinline__ unsigned simt_threads_of_block() { return blockDim.x * blockDim.y * blockDim.z; }
-__forceinline__ unsigned simt_own_lane() { return simt_rank_in_block() % SIMT_WARP; }
+SIMT_INLINE unsigned simt_threads_of_block() { return blockDim.x * blockDim.y * blockDim.z; }
+SIMT_INLINE unsigned simt_own_lane() { return simt_rank_in_block() % SIMT_WARP; }
 // The lane of the n-th bit set, from 0.
-__forceinline__ unsigned simt_lane_of(unsigned mask, unsigned n) {
+SIMT_INLINE unsigned simt_lane_of(unsigned mask, unsigned n) {
     while (n--) mask &= mask - 1;
     return mask ? __builtin_ctz(mask) : simt_own_lane();
 }
 // The bits of `votes` in the places of `mask`, moved together.
-__forceinline__ unsigned simt_packed(unsigned votes, unsigned mask) {
+SIMT_INLINE unsigned simt_packed(unsigned votes, unsigned mask) {
     unsigned result = 0;
     for (unsigned n = 0; mask; mask &= mask - 1, n++)
         result |= unsigned(votes >> __builtin_ctz(mask) & 1) << n;
     return result;
 }
 // A value of any type from another lane, word by word.
-template <class T> __forceinline__ T simt_from_lane(unsigned mask, T value, unsigned lane) {
+template <class T> SIMT_INLINE T simt_from_lane(unsigned mask, T value, unsigned lane) {
     unsigned words[(sizeof(T) + 3) / 4] = {};
     __builtin_memcpy(words, &value, sizeof(T));
     for (unsigned& word : words) word = __shfl_sync(mask, word, int(lane));
@@ -41,18 +41,18 @@ class thread_group {
 protected:
     unsigned mask;
     explicit thread_group(unsigned mask) : mask(mask) {}
-    friend __forceinline__ thread_group tiled_partition(const thread_group& group, unsigned size);
+    friend SIMT_INLINE thread_group tiled_partition(const thread_group& group, unsigned size);
 
 public:
-    __forceinline__ void sync() const {
+    SIMT_INLINE void sync() const {
         if (mask) __syncwarp(mask);
         else __syncthreads();
     }
-    __forceinline__ unsigned long long size() const {
+    SIMT_INLINE unsigned long long size() const {
         return mask ? __popc(mask) : simt_threads_of_block();
     }
-    __forceinline__ unsigned long long num_threads() const { return size(); }
-    __forceinline__ unsigned long long thread_rank() const {
+    SIMT_INLINE unsigned long long num_threads() const { return size(); }
+    SIMT_INLINE unsigned long long thread_rank() const {
         return mask ? __popc(mask & ((1u << simt_own_lane()) - 1)) : simt_rank_in_block();
     }
 };
@@ -60,14 +60,14 @@ public:
 class thread_block : public thread_group {
 public:
     thread_block() : thread_group(0) {}
-    static __forceinline__ void sync() { __syncthreads(); }
-    static __forceinline__ unsigned thread_rank() { return simt_rank_in_block(); }
-    static __forceinline__ unsigned size() { return simt_threads_of_block(); }
-    static __forceinline__ unsigned num_threads() { return simt_threads_of_block(); }
-    static __forceinline__ dim3 group_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
-    static __forceinline__ dim3 thread_index() { return {threadIdx.x, threadIdx.y, threadIdx.z}; }
-    static __forceinline__ dim3 group_dim() { return blockDim; }
-    static __forceinline__ dim3 dim_threads() { return blockDim; }
+    static SIMT_INLINE void sync() { __syncthreads(); }
+    static SIMT_INLINE unsigned thread_rank() { return simt_rank_in_block(); }
+    static SIMT_INLINE unsigned size() { return simt_threads_of_block(); }
+    static SIMT_INLINE unsigned num_threads() { return simt_threads_of_block(); }
+    static SIMT_INLINE dim3 group_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+    static SIMT_INLINE dim3 thread_index() { return {threadIdx.x, threadIdx.y, threadIdx.z}; }
+    static SIMT_INLINE dim3 group_dim() { return blockDim; }
+    static SIMT_INLINE dim3 dim_threads() { return blockDim; }
 };
 inline thread_block this_thread_block() { return {}; }
 
@@ -78,23 +78,23 @@ public:
             simt_trap("grid.sync() needs all blocks at once, which only a GPU runs", SIMT_PC);
         simt_barrier(SIMT_BARRIER, 0, SIMT_PC);
     }
-    static __forceinline__ bool is_valid() { return gridDim.x * gridDim.y * gridDim.z == 1; }
-    static __forceinline__ unsigned long long block_rank() {
+    static SIMT_INLINE bool is_valid() { return gridDim.x * gridDim.y * gridDim.z == 1; }
+    static SIMT_INLINE unsigned long long block_rank() {
         return blockIdx.x + (unsigned long long)gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     }
-    static __forceinline__ unsigned long long num_blocks() {
+    static SIMT_INLINE unsigned long long num_blocks() {
         return (unsigned long long)gridDim.x * gridDim.y * gridDim.z;
     }
-    static __forceinline__ unsigned long long thread_rank() {
+    static SIMT_INLINE unsigned long long thread_rank() {
         return block_rank() * simt_threads_of_block() + simt_rank_in_block();
     }
-    static __forceinline__ unsigned long long size() {
+    static SIMT_INLINE unsigned long long size() {
         return num_blocks() * simt_threads_of_block();
     }
-    static __forceinline__ unsigned long long num_threads() { return size(); }
-    static __forceinline__ dim3 group_dim() { return gridDim; }
-    static __forceinline__ dim3 dim_blocks() { return gridDim; }
-    static __forceinline__ dim3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+    static SIMT_INLINE unsigned long long num_threads() { return size(); }
+    static SIMT_INLINE dim3 group_dim() { return gridDim; }
+    static SIMT_INLINE dim3 dim_blocks() { return gridDim; }
+    static SIMT_INLINE dim3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
 };
 inline grid_group this_grid() { return {}; }
 
@@ -102,107 +102,107 @@ inline grid_group this_grid() { return {}; }
 class coalesced_group : public thread_group {
 public:
     explicit coalesced_group(unsigned mask) : thread_group(mask) {}
-    __forceinline__ unsigned size() const { return __popc(mask); }
-    __forceinline__ unsigned num_threads() const { return __popc(mask); }
-    __forceinline__ unsigned thread_rank() const {
+    SIMT_INLINE unsigned size() const { return __popc(mask); }
+    SIMT_INLINE unsigned num_threads() const { return __popc(mask); }
+    SIMT_INLINE unsigned thread_rank() const {
         return __popc(mask & ((1u << simt_own_lane()) - 1));
     }
-    __forceinline__ unsigned meta_group_rank() const { return 0; }
-    __forceinline__ unsigned meta_group_size() const { return 1; }
-    __forceinline__ void sync() const { __syncwarp(mask); }
-    template <class T> __forceinline__ T shfl(T value, unsigned rank) const {
+    SIMT_INLINE unsigned meta_group_rank() const { return 0; }
+    SIMT_INLINE unsigned meta_group_size() const { return 1; }
+    SIMT_INLINE void sync() const { __syncwarp(mask); }
+    template <class T> SIMT_INLINE T shfl(T value, unsigned rank) const {
         return simt_from_lane(mask, value, simt_lane_of(mask, rank));
     }
-    template <class T> __forceinline__ T shfl_up(T value, unsigned distance) const {
+    template <class T> SIMT_INLINE T shfl_up(T value, unsigned distance) const {
         unsigned rank = thread_rank();
         return shfl(value, rank >= distance ? rank - distance : rank);
     }
-    template <class T> __forceinline__ T shfl_down(T value, unsigned distance) const {
+    template <class T> SIMT_INLINE T shfl_down(T value, unsigned distance) const {
         unsigned rank = thread_rank();
         return shfl(value, rank + distance < size() ? rank + distance : rank);
     }
-    __forceinline__ int any(int predicate) const { return __any_sync(mask, predicate); }
-    __forceinline__ int all(int predicate) const { return __all_sync(mask, predicate); }
-    __forceinline__ unsigned ballot(int predicate) const {
+    SIMT_INLINE int any(int predicate) const { return __any_sync(mask, predicate); }
+    SIMT_INLINE int all(int predicate) const { return __all_sync(mask, predicate); }
+    SIMT_INLINE unsigned ballot(int predicate) const {
         return simt_packed(__ballot_sync(mask, predicate), mask);
     }
-    template <class T> __forceinline__ unsigned match_any(T value) const {
+    template <class T> SIMT_INLINE unsigned match_any(T value) const {
         return simt_packed(__match_any_sync(mask, value), mask);
     }
-    template <class T> __forceinline__ unsigned match_all(T value, int& all) const {
+    template <class T> SIMT_INLINE unsigned match_all(T value, int& all) const {
         return simt_packed(__match_all_sync(mask, value, &all), mask);
     }
 };
-__forceinline__ coalesced_group coalesced_threads() { return coalesced_group(__activemask()); }
+SIMT_INLINE coalesced_group coalesced_threads() { return coalesced_group(__activemask()); }
 
 // `tile_size` neighbouring lanes. Parent: void for the block, else the tile that it is a part of.
 template <unsigned tile_size, class Parent = void> class thread_block_tile : public thread_group {
     static_assert(tile_size <= 32 && (tile_size & (tile_size - 1)) == 0,
                   "a tile of the CPU has 1, 2, 4, 8, 16 or 32 threads");
-    static __forceinline__ unsigned first_lane() { return simt_own_lane() & ~(tile_size - 1); }
+    static SIMT_INLINE unsigned first_lane() { return simt_own_lane() & ~(tile_size - 1); }
 
 public:
     thread_block_tile() : thread_group(~0u >> (32 - tile_size) << first_lane()) {}
     template <class Other> thread_block_tile(const thread_block_tile<tile_size, Other>&)
         : thread_block_tile() {}
-    static __forceinline__ unsigned size() { return tile_size; }
-    static __forceinline__ unsigned num_threads() { return tile_size; }
-    static __forceinline__ unsigned thread_rank() { return simt_own_lane() % tile_size; }
-    static __forceinline__ unsigned meta_group_rank() {
+    static SIMT_INLINE unsigned size() { return tile_size; }
+    static SIMT_INLINE unsigned num_threads() { return tile_size; }
+    static SIMT_INLINE unsigned thread_rank() { return simt_own_lane() % tile_size; }
+    static SIMT_INLINE unsigned meta_group_rank() {
         if constexpr (__is_same(Parent, void)) return simt_rank_in_block() / tile_size;
         else return Parent::thread_rank() / tile_size;
     }
-    static __forceinline__ unsigned meta_group_size() {
+    static SIMT_INLINE unsigned meta_group_size() {
         if constexpr (__is_same(Parent, void))
             return (simt_threads_of_block() + tile_size - 1) / tile_size;
         else return Parent::size() / tile_size;
     }
-    __forceinline__ void sync() const { __syncwarp(mask); }
-    template <class T> __forceinline__ T shfl(T value, int rank) const {
+    SIMT_INLINE void sync() const { __syncwarp(mask); }
+    template <class T> SIMT_INLINE T shfl(T value, int rank) const {
         return simt_from_lane(mask, value, first_lane() + unsigned(rank) % tile_size);
     }
-    template <class T> __forceinline__ T shfl_up(T value, unsigned distance) const {
+    template <class T> SIMT_INLINE T shfl_up(T value, unsigned distance) const {
         unsigned rank = thread_rank();
         return shfl(value, rank >= distance ? rank - distance : rank);
     }
-    template <class T> __forceinline__ T shfl_down(T value, unsigned distance) const {
+    template <class T> SIMT_INLINE T shfl_down(T value, unsigned distance) const {
         unsigned rank = thread_rank();
         return shfl(value, rank + distance < tile_size ? rank + distance : rank);
     }
-    template <class T> __forceinline__ T shfl_xor(T value, unsigned bits) const {
+    template <class T> SIMT_INLINE T shfl_xor(T value, unsigned bits) const {
         return shfl(value, thread_rank() ^ (bits % tile_size));
     }
-    __forceinline__ int any(int predicate) const { return __any_sync(mask, predicate); }
-    __forceinline__ int all(int predicate) const { return __all_sync(mask, predicate); }
-    __forceinline__ unsigned ballot(int predicate) const {
+    SIMT_INLINE int any(int predicate) const { return __any_sync(mask, predicate); }
+    SIMT_INLINE int all(int predicate) const { return __all_sync(mask, predicate); }
+    SIMT_INLINE unsigned ballot(int predicate) const {
         return __ballot_sync(mask, predicate) >> first_lane();
     }
-    template <class T> __forceinline__ unsigned match_any(T value) const {
+    template <class T> SIMT_INLINE unsigned match_any(T value) const {
         return __match_any_sync(mask, value) >> first_lane();
     }
-    template <class T> __forceinline__ unsigned match_all(T value, int& all) const {
+    template <class T> SIMT_INLINE unsigned match_all(T value, int& all) const {
         return __match_all_sync(mask, value, &all) >> first_lane();
     }
 };
 
 template <unsigned tile_size>
-__forceinline__ thread_block_tile<tile_size> tiled_partition(const thread_block&) {
+SIMT_INLINE thread_block_tile<tile_size> tiled_partition(const thread_block&) {
     return {};
 }
 template <unsigned tile_size, unsigned size, class Parent>
-__forceinline__ thread_block_tile<tile_size, thread_block_tile<size, Parent>> tiled_partition(
+SIMT_INLINE thread_block_tile<tile_size, thread_block_tile<size, Parent>> tiled_partition(
     const thread_block_tile<size, Parent>&) {
     static_assert(tile_size <= size, "a part of a tile is not larger than the tile");
     return {};
 }
-__forceinline__ thread_group tiled_partition(const thread_group& group, unsigned size) {
+SIMT_INLINE thread_group tiled_partition(const thread_group& group, unsigned size) {
     if (size == 0 || size > 32 || (size & (size - 1)) || size > group.size())
         simt_stop_here("a tile has 1, 2, 4, 8, 16 or 32 threads, and not more than its group");
     return thread_group(~0u >> (32 - size) << (simt_own_lane() & ~(size - 1)));
 }
 // The lanes of a group with the same predicate or label as this one.
 template <class Group>
-__forceinline__ coalesced_group labeled_partition(const Group& group, unsigned label) {
+SIMT_INLINE coalesced_group labeled_partition(const Group& group, unsigned label) {
     unsigned mask = group.ballot(1);
     unsigned first = simt_own_lane() - group.thread_rank();
     if constexpr (__is_same(Group, coalesced_group)) {
@@ -212,18 +212,18 @@ __forceinline__ coalesced_group labeled_partition(const Group& group, unsigned l
     return coalesced_group(__match_any_sync(mask << first, label));
 }
 template <class Group>
-__forceinline__ coalesced_group binary_partition(const Group& group, bool predicate) {
+SIMT_INLINE coalesced_group binary_partition(const Group& group, bool predicate) {
     return labeled_partition(group, predicate);
 }
 
-template <class Group> __forceinline__ void sync(const Group& group) { group.sync(); }
-template <class Group> __forceinline__ void wait(const Group& group) { group.sync(); }
-template <class Group, class F> __forceinline__ void invoke_one(const Group& group, F&& function) {
+template <class Group> SIMT_INLINE void sync(const Group& group) { group.sync(); }
+template <class Group> SIMT_INLINE void wait(const Group& group) { group.sync(); }
+template <class Group, class F> SIMT_INLINE void invoke_one(const Group& group, F&& function) {
     if (group.thread_rank() == 0) function();
 }
 // The copy is complete when the call returns; wait(group) makes it known to the others.
 template <class Group, class T, class S>
-__forceinline__ void memcpy_async(const Group& group, T* to, const S* from, size_t bytes) {
+SIMT_INLINE void memcpy_async(const Group& group, T* to, const S* from, size_t bytes) {
     static_assert(sizeof(T) == sizeof(S), "a copy between elements of one size");
     size_t step = group.size();
     for (size_t i = group.thread_rank(); i < bytes / sizeof(T); i += step) to[i] = T(from[i]);
@@ -238,20 +238,20 @@ template <class T> struct bit_xor { T operator()(T a, T b) const { return a ^ b;
 
 // Every thread of the group gets the result, in the order of a tree.
 template <unsigned size, class Parent, class T, class Operation>
-__forceinline__ T reduce(const thread_block_tile<size, Parent>& group, T value, Operation&& join) {
+SIMT_INLINE T reduce(const thread_block_tile<size, Parent>& group, T value, Operation&& join) {
     for (unsigned step = size / 2; step; step /= 2)
         value = join(value, group.shfl_xor(value, step));
     return value;
 }
 template <class T, class Operation>
-__forceinline__ T reduce(const coalesced_group& group, T value, Operation&& join) {
+SIMT_INLINE T reduce(const coalesced_group& group, T value, Operation&& join) {
     T result = group.shfl(value, 0);
     for (unsigned rank = 1; rank < group.size(); rank++)
         result = join(result, group.shfl(value, rank));
     return result;
 }
 template <class Group, class T, class Operation>
-__forceinline__ T inclusive_scan(const Group& group, T value, Operation&& join) {
+SIMT_INLINE T inclusive_scan(const Group& group, T value, Operation&& join) {
     T result = value;
     for (unsigned rank = 0; rank < group.size(); rank++) {
         T other = group.shfl(value, rank);
@@ -260,16 +260,16 @@ __forceinline__ T inclusive_scan(const Group& group, T value, Operation&& join) 
     }
     return result;
 }
-template <class Group, class T> __forceinline__ T inclusive_scan(const Group& group, T value) {
+template <class Group, class T> SIMT_INLINE T inclusive_scan(const Group& group, T value) {
     return inclusive_scan(group, value, plus<T>());
 }
 // The first thread gets T().
 template <class Group, class T, class Operation>
-__forceinline__ T exclusive_scan(const Group& group, T value, Operation&& join) {
+SIMT_INLINE T exclusive_scan(const Group& group, T value, Operation&& join) {
     T result = group.shfl_up(inclusive_scan(group, value, join), 1);
     return group.thread_rank() ? result : T();
 }
-template <class Group, class T> __forceinline__ T exclusive_scan(const Group& group, T value) {
+template <class Group, class T> SIMT_INLINE T exclusive_scan(const Group& group, T value) {
     return exclusive_scan(group, value, plus<T>());
 }
 
@@ -306,11 +306,11 @@ public:
     barrier() = default;
     barrier(const barrier&) = delete;
     barrier(ptrdiff_t count) : expected(unsigned(count)), pending(unsigned(count)), phase(0) {}
-    friend __forceinline__ void init(barrier* bar, ptrdiff_t count) {
+    friend SIMT_INLINE void init(barrier* bar, ptrdiff_t count) {
         bar->expected = bar->pending = unsigned(count);
         bar->phase = 0;
     }
-    __forceinline__ arrival_token arrive(ptrdiff_t count = 1) {
+    SIMT_INLINE arrival_token arrive(ptrdiff_t count = 1) {
         __threadfence_block();
         unsigned token = atomicAdd(&phase, 0u);
         if (atomicSub(&pending, unsigned(count)) == unsigned(count)) {
@@ -319,17 +319,17 @@ public:
         }
         return token;
     }
-    __forceinline__ void wait(arrival_token&& token) {
+    SIMT_INLINE void wait(arrival_token&& token) {
         while (atomicAdd(&phase, 0u) == token)
             simt_wait_here("waits at a cuda::barrier, and no other thread can arrive there");
     }
-    __forceinline__ void wait(const arrival_token& token) { wait(arrival_token(token)); }
-    __forceinline__ void wait_parity(bool parity) {
+    SIMT_INLINE void wait(const arrival_token& token) { wait(arrival_token(token)); }
+    SIMT_INLINE void wait_parity(bool parity) {
         while ((atomicAdd(&phase, 0u) & 1) == parity)
             simt_wait_here("waits at a cuda::barrier, and no other thread can arrive there");
     }
-    __forceinline__ void arrive_and_wait() { wait(arrive()); }
-    __forceinline__ void arrive_and_drop() {
+    SIMT_INLINE void arrive_and_wait() { wait(arrive()); }
+    SIMT_INLINE void arrive_and_drop() {
         atomicSub(&expected, 1u);
         arrive();
     }

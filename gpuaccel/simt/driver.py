@@ -16,6 +16,7 @@ from typing import Literal
 
 from ..backends import ProcessSwitch
 from ..errors import ArgumentError, BackendError, check_choice
+from .build import symbol
 from .reports import Report, Symbols, coordinates, error, thread_words
 
 Mode = Literal["auto", "checked", "fast"]
@@ -36,6 +37,7 @@ FAULTS = (
     "check",
     "interrupted",
     "heap",
+    "spin",
 )
 # What a thread waits at, in the order of simt_kind in runtime.h.
 WAITING = (
@@ -209,7 +211,8 @@ def launch(
         cores = os.cpu_count() or 1
     with _lock:
         job = _job = _job or Job()
-        job.run = ctypes.cast(getattr(program.library, f"simt_run_{name}"), ctypes.c_void_p).value
+        run = getattr(program.library, f"simt_run_{symbol(name)}")
+        job.run = ctypes.cast(run, ctypes.c_void_p).value
         job.arguments = arguments
         job.grid[:] = shape[:3]
         job.block[:] = shape[3:6]
@@ -309,12 +312,22 @@ def fault_report(program, fault: Fault, shape) -> Report:
             "can wait for a later one), or the launch is large; ga.checked(seconds=...) sets the "
             "limit"
         )
+    elif kind == "spin":
+        kind = "deadlock"
+        message = (
+            f"{who} waits in a loop for a value that no thread of its block will write; blocks run "
+            f"in order here, and block {fault.block + 1:,} of {grid[0] * grid[1] * grid[2]:,} "
+            "cannot wait for a later one"
+        )
     elif kind == "stack overflow":
         message = (
             f"{who} used more than 256 KiB of stack (recursion without end, or large local arrays)"
         )
     elif kind == "misaligned":
-        message = f"{who} reads or writes a vector (such as float4) at a misaligned address"
+        message = (
+            f"{who} reads or writes a vector (such as float4) at a misaligned address, or has "
+            "written beyond a local array"
+        )
     elif kind == "shuffle":
         message = (
             f"{who} calls a warp function with mask {fault.mask:#010x}, which does not include its "

@@ -25,6 +25,13 @@ SIMT_TLS __thread simt_worker* simt_me;
 
 // The system maps a page of a stack when it is first used. The guard page is below each stack.
 static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;
+// Addresses on both sides of the stacks that stay unused: an access there is one far beyond a local
+// array, whose index has 32 bits.
+#ifdef SIMT_CHECKED
+static const size_t LOCAL_REACH = (size_t)1 << 36;
+#else
+static const size_t LOCAL_REACH = 0;
+#endif
 static const int MAX_WORKERS = 64;
 static worker* workers[MAX_WORKERS];
 static uint64_t next_block, total_blocks;
@@ -52,6 +59,8 @@ static void* fresh_stack(char* top, void (*entry)()) {
 static void* pc_of(void* context) {
     return (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
 }
+static uint64_t float_mode() { return __builtin_ia32_stmxcsr(); }
+static void set_float_mode(uint64_t mode) { __builtin_ia32_ldmxcsr((unsigned)mode); }
 #elif defined(__aarch64__)
 asm(".text\n.globl simt_switch\n.hidden simt_switch\n.type simt_switch, %function\nsimt_switch:\n"
     "sub sp, sp, #160\n"
@@ -71,6 +80,12 @@ static void* fresh_stack(char* top, void (*entry)()) {
     return sp;
 }
 static void* pc_of(void* context) { return (void*)((ucontext_t*)context)->uc_mcontext.pc; }
+static uint64_t float_mode() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void set_float_mode(uint64_t mode) { asm volatile("msr fpcr, %0" ::"r"(mode)); }
 #else
 #error "gpuaccel's simt backend runs on x86-64 and aarch64"
 #endif
@@ -343,6 +358,18 @@ bool simt_same_stack(worker* w, const void* a, const void* b) {
     return first / SLOT == second / SLOT;
 }
 
+bool simt_in_use(worker* w, const void* address) {
+    size_t stack = (size_t)((const char*)address - w->stacks) / SLOT;
+    for (unsigned i = 0; i < w->spares; i++)
+        if (w->spare[i] == stack) return false;
+    return true;
+}
+
+bool simt_near_stacks(worker* w, const void* address) {
+    return (size_t)((const char*)address - w->stacks + w->reach)
+        < SLOT * SIMT_MAX_THREADS + 2 * w->reach;
+}
+
 void simt_pause(const char* reason, void* pc) {
     worker* w = (worker*)simt_me;
     w->last_pc = pc;
@@ -542,6 +569,8 @@ static void* run_worker(void* argument) {
     ours.ss_sp = alternate;
     ours.ss_size = sizeof alternate;
     sigaltstack(&ours, &theirs);
+    // A launch that ends early may do so in a function with a rounding mode of its own.
+    const uint64_t mode = float_mode();
     blockDim = dim3(job->block[0], job->block[1], job->block[2]);
     gridDim = dim3(job->grid[0], job->grid[1], job->grid[2]);
     w->threads = job->block[0] * job->block[1] * job->block[2];
@@ -602,6 +631,7 @@ static void* run_worker(void* argument) {
     if (timed) timer_delete(timer);
     w->running = 0;
     simt_me = 0;
+    set_float_mode(mode);
     sigaltstack(&theirs, 0);
     return 0;
 }
@@ -611,9 +641,16 @@ static worker* ready_worker(int i, size_t shared) {       // kept between launch
         worker* w = (worker*)calloc(1, sizeof(worker));
         if (!w) return 0;
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        void* memory = mmap(0, SLOT * SIMT_MAX_THREADS, PROT_READ | PROT_WRITE, flags, -1, 0);
+        const size_t size = SLOT * SIMT_MAX_THREADS;
+        w->reach = LOCAL_REACH;
+        void* memory = mmap(0, size + 2 * w->reach, PROT_NONE, flags, -1, 0);
+        if (memory == MAP_FAILED) {
+            w->reach = 0;
+            memory = mmap(0, size, PROT_NONE, flags, -1, 0);
+        }
         if (memory == MAP_FAILED) { free(w); return 0; }
-        w->stacks = (char*)memory;
+        w->stacks = (char*)memory + w->reach;
+        if (mprotect(w->stacks, size, PROT_READ | PROT_WRITE)) { free(w); return 0; }
         for (int s = 0; s < SIMT_MAX_THREADS; s++) mprotect(w->stacks + s * SLOT, GUARD, PROT_NONE);
         workers[i] = w;
     }

@@ -6,7 +6,8 @@
 
 enum simt_fault_kind {            // driver.py has the same list
     SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK,
-    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED, SIMT_HEAP
+    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED, SIMT_HEAP,
+    SIMT_SPIN
 };
 
 struct simt_wait { uint32_t thread; int32_t kind; uint32_t mask; uint32_t unused; void* pc; };
@@ -60,6 +61,7 @@ struct worker : simt_worker {
     unsigned spares;
     unsigned starting;                        // the stack that a new fibre begins on
     char* stacks;
+    size_t reach;                             // unused addresses on both sides of them
     pthread_t thread;                         // of the system, while `running`
     volatile int running;
     volatile int inside;                      // a kernel runs on one of our stacks
@@ -90,6 +92,8 @@ inline void simt_let_go(worker* w) {
 }
 bool simt_on_stack(worker* w, const void* address);
 bool simt_same_stack(worker* w, const void* a, const void* b);
+bool simt_in_use(worker* w, const void* address);         // of a stack: a thread has it
+bool simt_near_stacks(worker* w, const void* address);    // beside all stacks: see LOCAL_REACH
 void simt_yield(worker* w);       // lets another thread of the block run
 
 bool simt_in_heap(const void* address);

@@ -84,7 +84,7 @@ struct __nv_bfloat16_raw { unsigned short x; };
         T(unsigned long i) : T(double(i)) {}                                                       \
         T(long long i) : T(double(i)) {}                                                           \
         T(unsigned long long i) : T(double(i)) {}                                                  \
-        __forceinline__ operator float() const;                                                    \
+        SIMT_INLINE operator float() const;                                                    \
         operator RAW() const { return {__x}; }                                                     \
         explicit operator bool() const { return (__x & 0x7fff) != 0; }                             \
         SIMT_HALF_CAST(signed char)                                                                \
@@ -116,7 +116,7 @@ typedef __half2 nv_half2;
 typedef __nv_bfloat16 nv_bfloat16;
 typedef __nv_bfloat162 nv_bfloat162;
 
-__forceinline__ __half::operator float() const {
+SIMT_INLINE __half::operator float() const {
     unsigned rest = __x & 0x7fffu;
     float result;
     // A subnormal number is a multiple of 2 ** -24.
@@ -125,7 +125,7 @@ __forceinline__ __half::operator float() const {
     else result = __uint_as_float(0x7f800000u | rest << 13);
     return __x & 0x8000u ? -result : result;
 }
-__forceinline__ __nv_bfloat16::operator float() const {
+SIMT_INLINE __nv_bfloat16::operator float() const {
     return __uint_as_float((unsigned)__x << 16);
 }
 

@@ -119,13 +119,13 @@ template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
     }
 };
 
-// scope: the kernel's namespace, or nothing
-#define SIMT_EXPORT(name, scope)                                                                   \
+// scope: the kernel's namespace, or nothing. Behind it is its name in C++, with template arguments.
+#define SIMT_EXPORT(name, scope, ...)                                                              \
     extern "C" __attribute__((visibility("default"))) void simt_run_##name() {                     \
-        simt_launcher<&scope::name, decltype(&scope::name)>::run();                                \
+        simt_launcher<&scope::__VA_ARGS__, decltype(&scope::__VA_ARGS__)>::run();                  \
     }                                                                                              \
     extern "C" __attribute__((visibility("default")))                                              \
     int simt_parameters_##name(char* simt_letters, int* simt_sizes) {                              \
-        return simt_launcher<&scope::name, decltype(&scope::name)>::parameters(simt_letters,       \
-                                                                               simt_sizes);        \
+        return simt_launcher<&scope::__VA_ARGS__, decltype(&scope::__VA_ARGS__)>::parameters(      \
+            simt_letters, simt_sizes);                                                             \
     }

@@ -38,8 +38,9 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __noinline__ __attribute__((noinline))
-// Without `inline`, which a function may have once only: `inline __forceinline__` is usual.
-#define __forceinline__ __attribute__((always_inline))
+// Nothing: a host compiler inlines as it likes, and refuses to call such a function through a
+// pointer, as a template does with one that it gets as an argument.
+#define __forceinline__
 #ifdef SIMT_CHECKED
 // Inlined into the loop over threads, clang would drop the checks.
 #define __global__ __attribute__((noinline))
@@ -52,7 +53,7 @@
 #define __builtin_assume(condition) ((void)0)
 #endif
 
-// The next three are ours. Without the attributes clang instruments atomics and merges two calls.
+// The next four are ours. Without the attributes clang instruments atomics and merges two calls.
 #if defined(__has_attribute) && __has_attribute(disable_sanitizer_instrumentation)
 #define SIMT_UNSEEN                                                                                \
     __attribute__((no_sanitize("thread", "undefined"), disable_sanitizer_instrumentation))
@@ -64,6 +65,7 @@
 #else
 #define SIMT_CALL inline SIMT_UNSEEN __attribute__((noinline))
 #endif
+#define SIMT_INLINE inline __attribute__((always_inline))
 #define SIMT_PART inline SIMT_UNSEEN __attribute__((always_inline))       // a part of a SIMT_CALL
 
 // ---- 2. vector types ----------------------------------------------------------------------------
@@ -75,10 +77,10 @@
     struct __align__(ALIGN2) V##2 { T x, y; };                                                     \
     struct __align__(ALIGN4) V##4 { T x, y, z, w; };                                               \
     namespace {                                                                                    \
-    __forceinline__ V##1 make_##V##1(T x) { return {x}; }                                          \
-    __forceinline__ V##2 make_##V##2(T x, T y) { return {x, y}; }                                  \
-    __forceinline__ V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                          \
-    __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                  \
+    SIMT_INLINE V##1 make_##V##1(T x) { return {x}; }                                          \
+    SIMT_INLINE V##2 make_##V##2(T x, T y) { return {x, y}; }                                  \
+    SIMT_INLINE V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                          \
+    SIMT_INLINE V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                  \
     }
 
 #define SIMT_THREE(V, T) struct V##3 { T x, y, z; };
@@ -157,9 +159,33 @@ inline double simt_sine_of_turn(double x, int quarter) {
 SIMT_CUDA_MATH(sinpi, simt_sine_of_turn(x, 0))
 SIMT_CUDA_MATH(cospi, simt_sine_of_turn(x, 1))
 SIMT_CUDA_MATH(normcdf, 0.5 * erfc(-0.70710678118654752440 * x))
+// The inverse of erf: an approximation, then two steps of Newton's method.
+inline double simt_inverse_erf(double y, double rest) {
+    if (!(rest > 0) || y <= -1) return fabs(y) == 1 ? y * __builtin_inf() : __builtin_nan("");
+    if (y < 0) return -simt_inverse_erf(-y, 2 - rest);
+    double t = log(rest) + log1p(y), u = 4.3307467508 + t / 2;
+    double x = copysign(sqrt(sqrt(u * u - t / 0.147) - u), y);
+    for (int i = 0; i < 3; i++) {
+        double error = x < 1 ? erf(x) - y : rest - erfc(x);
+        double step = error * 0.88622692545275801365 * exp(x * x);
+        x -= step / (1 + x * step);
+    }
+    return x;
+}
+SIMT_CUDA_MATH(erfinv, simt_inverse_erf(x, 1 - double(x)))
+SIMT_CUDA_MATH(erfcinv, simt_inverse_erf(1 - double(x), x))
+SIMT_CUDA_MATH(normcdfinv, -1.41421356237309504880 * erfcinv(2 * double(x)))
 inline void sincosf(float x, float* sine, float* cosine) { *sine = sinf(x); *cosine = cosf(x); }
 inline void sincos(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
 inline void sincos(double x, double* sine, double* cosine) { *sine = sin(x); *cosine = cos(x); }
+inline void sincospif(float x, float* sine, float* cosine) {
+    *sine = sinpif(x);
+    *cosine = cospif(x);
+}
+inline void sincospi(double x, double* sine, double* cosine) {
+    *sine = sinpi(x);
+    *cosine = cospi(x);
+}
 
 #define SIMT_TEST(name, builtin)                                                                   \
     inline int name(float x) { return builtin(x) != 0; }                                           \
@@ -193,6 +219,55 @@ inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.
     inline T fma_name(T x, T y, T z) { return fma(x, y, z); }
 SIMT_NEAREST(float, f, __fmaf_rn)
 SIMT_NEAREST(double, d, __fma_rn)
+
+// Rounded down (rd), up (ru) or towards zero (rz): the processor has these modes, too. A mode is set
+// for one operation. The empty asm keeps the operation behind that, and in front of the next change.
+#if defined(__x86_64__)
+enum { SIMT_DOWN = 1 << 13, SIMT_UP = 2 << 13, SIMT_ZERO = 3 << 13 };
+template <class T> SIMT_PART void simt_keep_one(T& x) {
+    __asm__ __volatile__("" : "+x"(x)::"memory");
+}
+SIMT_PART unsigned simt_rounding() { return __builtin_ia32_stmxcsr(); }
+SIMT_PART void simt_set_rounding(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
+#else
+enum { SIMT_UP = 1 << 22, SIMT_DOWN = 2 << 22, SIMT_ZERO = 3 << 22 };
+template <class T> SIMT_PART void simt_keep_one(T& x) {
+    __asm__ __volatile__("" : "+w"(x)::"memory");
+}
+SIMT_PART unsigned long simt_rounding() {
+    unsigned long mode;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+SIMT_PART void simt_set_rounding(unsigned long mode) {
+    __asm__ __volatile__("msr fpcr, %0" ::"r"(mode));
+}
+#endif
+template <class... T> SIMT_PART void simt_keep(T&... x) { (simt_keep_one(x), ...); }
+#define SIMT_ROUNDED(T, name, mode, parameters, names, operation)                                  \
+    inline SIMT_UNSEEN T name parameters {                                                         \
+        auto before = simt_rounding();                                                             \
+        simt_set_rounding(before | mode);                                                          \
+        simt_keep names;                                                                           \
+        T result = operation;                                                                      \
+        simt_keep(result);                                                                         \
+        simt_set_rounding(before);                                                                 \
+        return result;                                                                             \
+    }
+#define SIMT_DIRECTED(T, prefix, fma_name, suffix, mode)                                           \
+    SIMT_ROUNDED(T, __##prefix##add_##suffix, mode, (T x, T y), (x, y), x + y)                     \
+    SIMT_ROUNDED(T, __##prefix##sub_##suffix, mode, (T x, T y), (x, y), x - y)                     \
+    SIMT_ROUNDED(T, __##prefix##mul_##suffix, mode, (T x, T y), (x, y), x * y)                     \
+    SIMT_ROUNDED(T, __##prefix##div_##suffix, mode, (T x, T y), (x, y), x / y)                     \
+    SIMT_ROUNDED(T, __##prefix##rcp_##suffix, mode, (T x), (x), 1 / x)                             \
+    SIMT_ROUNDED(T, __##prefix##sqrt_##suffix, mode, (T x), (x), sqrt(x))                          \
+    SIMT_ROUNDED(T, fma_name##_##suffix, mode, (T x, T y, T z), (x, y, z), fma(x, y, z))
+#define SIMT_DIRECTIONS(T, prefix, fma_name)                                                       \
+    SIMT_DIRECTED(T, prefix, fma_name, rd, SIMT_DOWN)                                              \
+    SIMT_DIRECTED(T, prefix, fma_name, ru, SIMT_UP)                                                \
+    SIMT_DIRECTED(T, prefix, fma_name, rz, SIMT_ZERO)
+SIMT_DIRECTIONS(float, f, __fmaf)
+SIMT_DIRECTIONS(double, d, __fma)
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
 
 // min and max convert as C++ does: those of an int and an unsigned are unsigned. Of a float and NaN
@@ -305,6 +380,89 @@ inline unsigned __dp4a(unsigned x, unsigned y, unsigned sum) {
     return sum;
 }
 
+// Averages that do not overflow: rounded down, and (r) up.
+inline int __hadd(int x, int y) { return int(((long long)x + y) >> 1); }
+inline int __rhadd(int x, int y) { return int(((long long)x + y + 1) >> 1); }
+inline unsigned __uhadd(unsigned x, unsigned y) {
+    return unsigned(((unsigned long long)x + y) >> 1);
+}
+inline unsigned __urhadd(unsigned x, unsigned y) {
+    return unsigned(((unsigned long long)x + y + 1) >> 1);
+}
+
+// Two halves or four bytes of a word at a time: L is the type of one, `s` and `u` in a name its
+// sign, ss and us that it stays within its range.
+template <class L> constexpr int simt_most = L(-1) < L(0) ? (1 << (8 * sizeof(L) - 1)) - 1 : L(-1);
+template <class L> constexpr int simt_least = L(-1) < L(0) ? -simt_most<L> - 1 : 0;
+template <class L> SIMT_PART int simt_saturated(int x) {
+    return x > simt_most<L> ? simt_most<L> : x < simt_least<L> ? simt_least<L> : x;
+}
+template <class L, class F> SIMT_PART unsigned simt_each(unsigned x, unsigned y, F f) {
+    constexpr int bits = 8 * sizeof(L);
+    unsigned result = 0;
+    for (int i = 0; i < 32; i += bits)
+        result |= unsigned(f(int(L(x >> i)), int(L(y >> i))) & ((1 << bits) - 1)) << i;
+    return result;
+}
+// a, b: the parts as int
+#define SIMT_LANES(name, S2, S4, ...)                                                              \
+    inline unsigned name##2(unsigned x, unsigned y) {                                              \
+        using L = S2;                                                                              \
+        return simt_each<L>(x, y, [](int a, int b) { return int(__VA_ARGS__); });                  \
+    }                                                                                              \
+    inline unsigned name##4(unsigned x, unsigned y) {                                              \
+        using L = S4;                                                                              \
+        return simt_each<L>(x, y, [](int a, int b) { return int(__VA_ARGS__); });                  \
+    }
+#define SIMT_LANES_S(name, ...) SIMT_LANES(name, short, signed char, __VA_ARGS__)
+#define SIMT_LANES_U(name, ...) SIMT_LANES(name, unsigned short, unsigned char, __VA_ARGS__)
+SIMT_LANES_U(__vadd, a + b)            SIMT_LANES_U(__vsub, a - b)
+SIMT_LANES_S(__vaddss, simt_saturated<L>(a + b))
+SIMT_LANES_U(__vaddus, simt_saturated<L>(a + b))
+SIMT_LANES_S(__vsubss, simt_saturated<L>(a - b))
+SIMT_LANES_U(__vsubus, simt_saturated<L>(a - b))
+SIMT_LANES_S(__vmaxs, a > b ? a : b)   SIMT_LANES_U(__vmaxu, a > b ? a : b)
+SIMT_LANES_S(__vmins, a < b ? a : b)   SIMT_LANES_U(__vminu, a < b ? a : b)
+SIMT_LANES_U(__vavgu, (a + b + 1) >> 1)
+SIMT_LANES_U(__vhaddu, (a + b) >> 1)
+// Halves are rounded away from zero.
+SIMT_LANES_S(__vavgs, (a + b + (a + b >= 0)) >> 1)
+SIMT_LANES_S(__vabsdiffs, a > b ? a - b : b - a)
+SIMT_LANES_U(__vabsdiffu, a > b ? a - b : b - a)
+// A comparison gives all bits (cmp), or 1 (set).
+#define SIMT_COMPARES(suffix, LANES, ...)                                                          \
+    LANES(__vcmp##suffix, (__VA_ARGS__) ? -1 : 0)                                                  \
+    LANES(__vset##suffix, (__VA_ARGS__) ? 1 : 0)
+SIMT_COMPARES(eq, SIMT_LANES_U, a == b)   SIMT_COMPARES(ne, SIMT_LANES_U, a != b)
+SIMT_COMPARES(gts, SIMT_LANES_S, a > b)   SIMT_COMPARES(gtu, SIMT_LANES_U, a > b)
+SIMT_COMPARES(ges, SIMT_LANES_S, a >= b)  SIMT_COMPARES(geu, SIMT_LANES_U, a >= b)
+SIMT_COMPARES(lts, SIMT_LANES_S, a < b)   SIMT_COMPARES(ltu, SIMT_LANES_U, a < b)
+SIMT_COMPARES(les, SIMT_LANES_S, a <= b)  SIMT_COMPARES(leu, SIMT_LANES_U, a <= b)
+// Of one word. abs and neg of the least number are itself; with ss they are the greatest one.
+#define SIMT_LANES1(name, ...)                                                                     \
+    inline unsigned name##2(unsigned x) {                                                          \
+        using L = short;                                                                           \
+        return simt_each<L>(x, 0, [](int a, int) { return int(__VA_ARGS__); });                    \
+    }                                                                                              \
+    inline unsigned name##4(unsigned x) {                                                          \
+        using L = signed char;                                                                     \
+        return simt_each<L>(x, 0, [](int a, int) { return int(__VA_ARGS__); });                    \
+    }
+SIMT_LANES1(__vneg, -a)  SIMT_LANES1(__vnegss, simt_saturated<L>(-a))
+SIMT_LANES1(__vabs, a < 0 ? -a : a)
+SIMT_LANES1(__vabsss, simt_saturated<L>(a < 0 ? -a : a))
+// The sum of the differences.
+#define SIMT_SADS(name, differences)                                                               \
+    inline unsigned name##2(unsigned x, unsigned y) {                                              \
+        unsigned all = differences##2(x, y);                                                       \
+        return (all & 0xffff) + (all >> 16);                                                       \
+    }                                                                                              \
+    inline unsigned name##4(unsigned x, unsigned y) {                                              \
+        unsigned all = differences##4(x, y);                                                       \
+        return (all & 0xff) + (all >> 8 & 0xff) + (all >> 16 & 0xff) + (all >> 24);                \
+    }
+SIMT_SADS(__vsads, __vabsdiffs)  SIMT_SADS(__vsadu, __vabsdiffu)
+
 // A whole floating-point number as an integer. A number out of range becomes the nearest limit. NaN
 // becomes 0, or the top bit alone where one of the two types has 64 bits. (A plain cast of such a
 // number is undefined in C++, here as on a GPU.)
@@ -378,17 +536,17 @@ SIMT_INSTEAD(memcpy);
 SIMT_INSTEAD(memmove);
 SIMT_INSTEAD(memset);
 #endif
-__forceinline__ void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
+SIMT_INLINE void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
 
 #ifdef SIMT_CHECKED                           // so that each access is seen
 }
 extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes);
 extern "C" void* __tsan_memset(void* to, int byte, size_t bytes);
 namespace {
-__forceinline__ void* memcpy(void* to, const void* from, size_t bytes) {
+SIMT_INLINE void* memcpy(void* to, const void* from, size_t bytes) {
     return __tsan_memcpy(to, from, bytes);
 }
-__forceinline__ void* memset(void* to, int byte, size_t bytes) {
+SIMT_INLINE void* memset(void* to, int byte, size_t bytes) {
     return __tsan_memset(to, byte, bytes);
 }
 #else
@@ -594,7 +752,7 @@ SIMT_CALL void __nanosleep(unsigned) { simt_pause(0, SIMT_PC); }
 #define assert(...) ((__VA_ARGS__) ? (void)0 : simt_stop_here("assert(" #__VA_ARGS__ ")"))
 
 // A counter of the processor's: enough to see that time passes, not to compare with a GPU's cycles.
-__forceinline__ long long clock64() {
+SIMT_INLINE long long clock64() {
 #if defined(__x86_64__)
     return (long long)__builtin_ia32_rdtsc();
 #else
@@ -603,7 +761,7 @@ __forceinline__ long long clock64() {
     return ticks;
 #endif
 }
-__forceinline__ long clock() { return long(clock64()); }
+SIMT_INLINE long clock() { return long(clock64()); }
 
 }  // namespace
 
@@ -634,6 +792,14 @@ SIMT_DELETE(void* block, size_t, std::align_val_t)
 // An object at an address.
 inline void* operator new(size_t, void* place) noexcept { return place; }
 inline void* operator new[](size_t, void* place) noexcept { return place; }
+
+// Where a variable in device memory is, for who sets it. scope: its namespace, or nothing
+#define SIMT_EXPORT_VARIABLE(name, scope)                                                          \
+    extern "C" __attribute__((visibility("default"))) void* simt_variable_##name(                  \
+        size_t* simt_bytes) {                                                                      \
+        *simt_bytes = sizeof(scope::name);                                                         \
+        return (void*)&scope::name;                                                                \
+    }
 
 // At the end, so that the compiler's message names what cannot run here. A kernel has a plain
 // branch for it: #ifdef __CUDA_ARCH__ ... #else.

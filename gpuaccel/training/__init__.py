@@ -12,7 +12,6 @@ from .data import (
     train_bpe,
     val_batches,
 )
-from .logs import METRICS_FILE, RunLog, check_log, read_csv, read_json_lines
 from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
 from .lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
 from .lora_files import load_lora, save_lora
@@ -29,16 +28,13 @@ __all__ = [
     "Config",
     "Divide",
     "GPT2",
-    "METRICS_FILE",
     "NamedTokenizer",
     "Replay",
     "ReplayMode",
-    "RunLog",
     "StepOutput",
     "TrainStep",
     "Transformer",
     "apply_lora",
-    "check_log",
     "evaluate",
     "flops_per_token",
     "generate",
@@ -50,8 +46,6 @@ __all__ = [
     "make_dataset",
     "merge_lora",
     "preset",
-    "read_csv",
-    "read_json_lines",
     "remove_lora",
     "save_checkpoint",
     "save_lora",

@@ -1,6 +1,6 @@
 """The training loop around a step: readings, validation, a schedule, a log, checkpoints.
 
-    for reading in ga.train(step, batches, steps=200, log="run.csv"):
+    for reading in ga.train(step, batches, steps=200, log="run.jsonl"):
         print(reading.tokens_per_s, reading.loss)
 
 The loop waits for the device in validation, checkpoints and the last step only. The losses that it
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from .checkpoint import (
     random_state,
     save_checkpoint,
 )
-from .logs import Place, RunLog, check_log
+from .logs import Log, RunLog, check_log
 from .micro import is_split, with_dicts
 from .models import eval_mode
 from .step import TrainStep, token_loss
@@ -161,7 +161,7 @@ def train(
     *,
     val: "list | None" = None,
     val_every: int = 0,
-    log: "Place | Sequence[Place] | None" = None,
+    log: "Log | None" = None,
     checkpoint_dir: "str | pathlib.Path | None" = None,
     checkpoint_every: int = 0,
     keep: int = 3,
@@ -185,10 +185,9 @@ def train(
         val: batches that are evaluated every `val_every` steps and at the end, with the step's
             loss_fn. Default: none.
         val_every: steps between two evaluations; 0, the default: only at the end.
-        log: where the numbers of each step go: a path that ends in .jsonl or .csv,
-            "tensorboard:FOLDER", "wandb:PROJECT", a function of a dict, or a list of these. They
-            are written once they have arrived from the device. A resumed run goes on in its files.
-            Default: nowhere.
+        log: where the numbers of each step go: a function, which is called with a dict, or a path
+            that ends in .jsonl, for a line of JSON per step. They are written once they have
+            arrived from the device. A resumed run goes on in its file. Default: nowhere.
         checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when
             the loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C
             inside a step, or where the next batch is made, writes none: the data have moved on,
@@ -215,7 +214,7 @@ def train(
         >>> readings[-1].step, readings[-1].tokens, readings[-1].loss < 6.0
         (5, 640, True)
     """
-    places = check_log(log)
+    check_log(log)
     checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
     if resume:
         checkpoints.resume(resume)
@@ -225,8 +224,8 @@ def train(
     end_together = bool(checkpoint_dir) and world > 1 and _equally_long(batches, reducer)
     meter = step.meter = step.meter or Meter(step.arena.device)
     rows = None
-    if places and (reducer is None or reducer.rank == 0):
-        rows = RunLog(places, step.count)
+    if log is not None and (reducer is None or reducer.rank == 0):
+        rows = RunLog(log, step.count)
     val = list(val or ())
     # Are the data as far as the weights?
     between_steps = False

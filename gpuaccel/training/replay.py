@@ -128,7 +128,7 @@ class StepGraphs:
 
     def _before_batch(self, batch):
         # An ArgumentError before anything is captured.
-        self.step.split(batch)
+        self.step._split(batch)
         if self.loss_module is not _loss_module_of(self.step):
             self.batch_graphs.close()
             self.batch_graphs = self._make_batch_graphs(self.step)
@@ -141,8 +141,8 @@ class StepGraphs:
     def _captured_step(self, batch) -> "tuple[dict, int]":
         """Captured: the whole step, but for the launched optimizers."""
         step = self.step
-        with step.accumulation_window():
-            totals = step.accumulate(step.split(batch), step.reducer)
+        with step._accumulation_window():
+            totals = step._accumulate(step._split(batch), step.reducer)
             return _captured_update(step, totals, self.captured)
 
     def with_launched(self, output: dict, received: int) -> StepOutput:
@@ -154,7 +154,7 @@ class StepGraphs:
         """
         if self.launched:
             step = self.step
-            with step.accumulation_window():
+            with step._accumulation_window():
                 step.arena.gradients.set(_flags(received, len(step.arena.params)))
                 for opt in self.launched:
                     opt.step()
@@ -232,8 +232,8 @@ class StepGraphs:
                 reducer.used.find(warm_up())
 
     def _warm_up_batch(self, batch) -> "list[bool]":
-        with self.step.accumulation_window():
-            self.step.accumulate(self.step.split(batch), reducer=None)
+        with self.step._accumulation_window():
+            self.step._accumulate(self.step._split(batch), reducer=None)
             return self.step.arena.gradients.received()
 
     # ---- a list of micro-batches ----
@@ -329,8 +329,8 @@ class ListGraphs:
         self.update_graphs.close()
 
     def warm_up_micro(self, micro, count: int) -> "list[bool]":
-        with self.step.accumulation_window():
-            _, tokens = self.step.micro(micro, count or 1)
+        with self.step._accumulation_window():
+            _, tokens = self.step._micro(micro, count or 1)
             self._token_dtype = None if tokens is None else tokens.dtype
             return self.step.arena.gradients.received()
 
@@ -344,7 +344,7 @@ class ListGraphs:
         tensors = TensorsOfBackward()
         arena.gradients.set([True] * len(arena.params))
         with arena.gradients.listening(tensors):
-            loss, tokens = self.step.micro(micro, count or 1)
+            loss, tokens = self.step._micro(micro, count or 1)
         self.loss += loss
         self.rows += rows_of(micro)
         self.micro_batches += 1
@@ -355,8 +355,8 @@ class ListGraphs:
 
     def _warm_up_update(self, received: int):
         totals = Totals(self.loss, self.tokens, self.rows, self.micro_batches)
-        self.step.mean_loss(totals)
-        self.step.divisor(totals)
+        self.step._mean_loss(totals)
+        self.step._divisor(totals)
 
     def _update(self, received: int) -> "tuple[dict, int]":
         """Captured: the update, with the gradients of the tensors `received`."""
@@ -364,7 +364,7 @@ class ListGraphs:
         tokens = None if self._token_dtype is None else self.tokens.clone()
         totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
         step.arena.gradients.set(_flags(received, len(step.arena.params)))
-        with step.accumulation_window():
+        with step._accumulation_window():
             result = _captured_update(step, totals, self._captured)
         self._zero_totals()
         return result
@@ -387,7 +387,7 @@ def _captured_update(step: Step, totals: Totals, captured) -> "tuple[dict, int]"
     Returns:
         The fields of a StepOutput, and which tensors have a gradient, a bit for each.
     """
-    output = step.update(totals, optimizers=captured)
+    output = step._update(totals, optimizers=captured)
     return vars(output), _bits(step.arena.gradients.received())
 
 

@@ -10,16 +10,15 @@ optimizer with on_nonfinite="raise". With replay="graph" the whole step is one l
 
 How a step runs, in the order of the methods below:
 
-    eager_step        the step, operation by operation
-        split         the batch into micro-batches
-        accumulate    the gradients of all micro-batches into the arena
-            micro     forward and backward of one micro-batch
-        update        all-reduce, clip, optimizer
+    _eager_step        the step, operation by operation
+        _split         the batch into micro-batches
+        _accumulate    the gradients of all micro-batches into the arena
+            _micro     forward and backward of one micro-batch
+        _update        all-reduce, clip, optimizer
 """
 
 import contextlib
 import logging
-import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +35,7 @@ from ..distributed import (
     ReducerBase,
     make_reducer,
 )
-from ..errors import ArgumentError, check_choice, check_module, described
+from ..errors import ArgumentError, check_choice, check_module
 from ..graphs import GraphedStep
 from ..measure import Meter
 from ..ops import check_max_norm
@@ -45,6 +44,7 @@ from .checkpoint import as_list
 from .micro import rows_of, split, with_dicts
 from .replay import Replay, ReplayMode, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
+from .step_checks import check_clip, check_kinds, check_optimizer_kinds, check_tensors
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -182,8 +182,8 @@ class TrainStep:
     ):
         check_module("model", model)
         optimizers, schedulers = as_list(opt), as_list(scheduler)
-        _check_optimizer_kinds(opt, optimizers)
-        _check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed)
+        check_optimizer_kinds(opt, optimizers)
+        check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed)
         if divide is not None:
             check_choice("divide", divide, Divide)
         if max_norm is not None:
@@ -224,13 +224,13 @@ class TrainStep:
                 optimizers if opt is not None else [AdamW(arena, lr=3e-4, weight_decay=0.1)]
             )
             # Frozen tensors that no optimizer holds.
-            self._unheld = _check_tensors(self.optimizers, arena)
+            self._unheld = check_tensors(self.optimizers, arena)
             # The optimizer that clips by itself; None: clipping is done here.
             self._clipping_opt: "DeviceOptimizer | None" = None
             first, *others = self.optimizers
             if isinstance(first, DeviceOptimizer) and first.arena is arena and not others:
                 self._clipping_opt = first
-            _check_clip(self.optimizers, self._clipping_opt, max_norm)
+            check_clip(self.optimizers, self._clipping_opt, max_norm)
             self._claim_arena()
             adds = options is not None or deterministic
             if distributed is not None and distributed.needs_reducer:
@@ -336,7 +336,7 @@ class TrainStep:
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
         self.arena.check_frozen(self._frozen)
         if any(p.requires_grad for p in self._unheld):
-            self._unheld = _check_tensors(self.optimizers, self.arena)
+            self._unheld = check_tensors(self.optimizers, self.arena)
         if self._graphs is not None:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
@@ -353,7 +353,7 @@ class TrainStep:
                     self.reducer.heartbeat()
                 mark("replay")
             else:
-                output = self.eager_step(batch, mark)
+                output = self._eager_step(batch, mark)
         for scheduler in self.schedulers:
             scheduler.step()
         if timer:
@@ -363,21 +363,21 @@ class TrainStep:
         self.count += 1
         return output
 
-    def eager_step(self, batch, mark=_no_mark) -> StepOutput:
+    def _eager_step(self, batch, mark=_no_mark) -> StepOutput:
         """The step, operation by operation. A graph captures the same calls.
 
         Args:
             batch: as for a call.
             mark: called with the name of each stage at its end.
         """
-        with self.accumulation_window():
-            totals = self.accumulate(self.split(batch), self.reducer, mark)
-            output = self.update(totals, mark)
+        with self._accumulation_window():
+            totals = self._accumulate(self._split(batch), self.reducer, mark)
+            output = self._update(totals, mark)
         mark("zero")
         return output
 
     @contextlib.contextmanager
-    def accumulation_window(self):
+    def _accumulation_window(self):
         """Ends without gradients, for the next step. So does an error."""
         try:
             yield
@@ -388,7 +388,7 @@ class TrainStep:
             raise
         self.arena.gradients.clear()
 
-    def split(self, batch) -> list:
+    def _split(self, batch) -> list:
         """This rank's micro-batches.
 
         Args:
@@ -413,11 +413,11 @@ class TrainStep:
             )
         return micros
 
-    def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
+    def _accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards `.grad` is the sum.
 
         Args:
-            micros: what split() returned.
+            micros: what _split() returned.
             reducer: None in a warm-up, which this rank runs by itself.
             mark: called with the name of each stage at its end.
 
@@ -434,7 +434,7 @@ class TrainStep:
             for i, micro in enumerate(micros):
                 # Starts to all-reduce while the last backward runs.
                 is_last = i == len(micros) - 1
-                loss, tokens = self.micro(micro, len(micros), mark, reducer if is_last else None)
+                loss, tokens = self._micro(micro, len(micros), mark, reducer if is_last else None)
                 totals.add(loss, tokens, rows_of(micro))
                 if ordered is not None:
                     ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
@@ -444,7 +444,7 @@ class TrainStep:
                 ordered.add_micro_batch(None, None, 0, 0)
         return totals
 
-    def micro(
+    def _micro(
         self, micro, parts: int, mark=_no_mark, reducer: "ReducerBase | None" = None
     ) -> "tuple[Tensor, Tensor | None]":
         """Forward and backward of one micro-batch.
@@ -460,7 +460,7 @@ class TrainStep:
         """
         loss, tokens = self._forward(micro)
         if self.reducer is not None:
-            # The gradient is divided in update(), by the micro-batches of all ranks.
+            # The gradient is divided in _update(), by the micro-batches of all ranks.
             parts = 1
         if tokens is None:
             loss = loss / parts
@@ -526,7 +526,7 @@ class TrainStep:
             for p, grad in zip(self.arena.params, gradients):
                 p.grad = grad
 
-    def update(
+    def _update(
         self,
         totals: Totals,
         mark=_no_mark,
@@ -535,14 +535,14 @@ class TrainStep:
         """From the sums of this rank's micro-batches to the new weights.
 
         Args:
-            totals: what accumulate() returned.
+            totals: what _accumulate() returned.
             mark: called with the name of each stage at its end.
             optimizers: those that take a step. Default: all.
         """
         if self.reducer is not None:
-            totals = self.all_reduce(self.reducer, totals)
-        loss = self.mean_loss(totals)
-        divisor = self.divisor(totals)
+            totals = self._all_reduce(self.reducer, totals)
+        loss = self._mean_loss(totals)
+        divisor = self._divisor(totals)
         mark("accumulate")
         clip = self._clip_and_step(
             divisor, mark, self.optimizers if optimizers is None else optimizers
@@ -552,7 +552,7 @@ class TrainStep:
             tokens = self.reducer.as_counted(tokens)
         return StepOutput(loss, tokens, **vars(clip))
 
-    def all_reduce(self, reducer: ReducerBase, totals: Totals) -> Totals:
+    def _all_reduce(self, reducer: ReducerBase, totals: Totals) -> Totals:
         """The totals of all ranks; arena.grads holds the sum over all ranks afterwards.
 
         Args:
@@ -565,7 +565,7 @@ class TrainStep:
         return Totals(loss, tokens, rows, micro_batches.clamp(min=1))
 
     @torch.no_grad()
-    def mean_loss(self, totals: Totals) -> Tensor:
+    def _mean_loss(self, totals: Totals) -> Tensor:
         """The mean loss per token; where loss_fn returns means, their mean.
 
         Args:
@@ -580,7 +580,7 @@ class TrainStep:
         return (totals.loss / totals.micro_batches).float()
 
     @torch.no_grad()
-    def divisor(self, totals: Totals) -> "Tensor | None":
+    def _divisor(self, totals: Totals) -> "Tensor | None":
         """What to divide the summed gradient by; None: each loss was divided before backward.
 
         Args:
@@ -694,118 +694,3 @@ class TrainStep:
 
     def __exit__(self, kind, *error) -> None:
         self.close(alone=kind is not None)
-
-
-def _check_optimizer_kinds(opt, optimizers: list):
-    """ArgumentError unless the argument `opt` is None, an optimizer or a list of them."""
-    expected = "expected an optimizer, a list of optimizers, or None"
-    if opt is not None and not optimizers:
-        raise ArgumentError(f"opt is an empty {type(opt).__name__}; {expected}")
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            hint = ""
-            if callable(each) and not isinstance(each, type):
-                hint = ". A loss has a name: ga.TrainStep(model, loss_fn=...)"
-            verb = "is" if each is opt else "holds"
-            raise ArgumentError(f"opt {verb} {described(each)}; {expected}{hint}")
-        if isinstance(each, torch.optim.LBFGS):
-            raise ArgumentError(
-                "opt is LBFGS, which calls the loss several times in a step; expected an optimizer "
-                "whose step() takes no closure"
-            )
-
-
-def _check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed):
-    """ArgumentError, naming the argument, where a TrainStep cannot use a value of this kind."""
-    for scheduler in schedulers:
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ArgumentError(
-                "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one "
-                "whose step() takes none, or call it yourself after the step"
-            )
-        if not callable(getattr(scheduler, "step", None)):
-            raise ArgumentError(
-                f"scheduler is {described(scheduler)}; expected a learning-rate scheduler, a list "
-                "of them, or None"
-            )
-    loss_of_outputs = isinstance(loss_fn, nn.modules.loss._Loss)
-    if loss_of_outputs or getattr(loss_fn, "__module__", "") == F.__name__:
-        name = type(loss_fn).__name__ if loss_of_outputs else loss_fn.__name__
-        raise ArgumentError(
-            f"loss_fn is {name}, which takes outputs and targets; expected a function of (model, "
-            "micro): lambda model, micro: criterion(model(micro[0]), micro[1])"
-        )
-    if not callable(loss_fn):
-        raise ArgumentError(
-            f"loss_fn is {described(loss_fn)}; expected a function of (model, micro)"
-        )
-    if not isinstance(micro_batches, numbers.Integral) or micro_batches < 1:
-        raise ArgumentError(
-            f"micro_batches is {micro_batches!r}; expected a whole number of 1 or more"
-        )
-    if not isinstance(autocast, (torch.dtype, type(None))):
-        raise ArgumentError(
-            f"autocast is {autocast!r}; expected a dtype, such as torch.bfloat16, or None"
-        )
-    if not isinstance(distributed, (Distributed, type(None))):
-        raise ArgumentError(
-            f"distributed is {described(distributed)}; expected a ga.Distributed, or None"
-        )
-
-
-def _check_clip(optimizers, clipping_opt: "DeviceOptimizer | None", max_norm: "float | None"):
-    """ArgumentError where gradients would be clipped twice: here and by an optimizer."""
-    for opt in optimizers:
-        if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None or max_norm is None:
-            continue
-        if clipping_opt is None or max_norm != opt.max_norm:
-            raise ArgumentError(
-                f"max_norm is {max_norm} here and {opt.max_norm} in {type(opt).__name__}: "
-                "gradients would be clipped twice; give it once"
-            )
-
-
-def _check_tensors(optimizers, arena: Arena) -> "list[nn.Parameter]":
-    """ArgumentError unless each trained tensor of the arena is in one optimizer, and in one only.
-
-    Returns:
-        The frozen parameters that are in none.
-    """
-    names = {id(p): name for name, p in arena.module.named_parameters()}
-    # id of a tensor -> index of its optimizer.
-    holders: "dict[int, int]" = {}
-    for k, opt in enumerate(optimizers):
-        for g, group in enumerate(opt.param_groups):
-            for p in group["params"]:
-                if id(p) in arena.master_ids:
-                    if holders.setdefault(id(p), k) != k:
-                        name = next(n for n, m in arena.named_parameters().items() if m is p)
-                        both = type(optimizers[holders[id(p)]]).__name__, type(opt).__name__
-                        raise ArgumentError(
-                            f"{name} is in two optimizers, {both[0]} and {both[1]}; expected each "
-                            "tensor in one of them"
-                        )
-                    continue
-                if not p.requires_grad:
-                    continue
-                if id(p) in names:
-                    tensor = f"parameter {names[id(p)]} ({p.dtype})"
-                else:
-                    tensor = f"a tensor of shape {tuple(p.shape)} that is not the model's"
-                raise ArgumentError(
-                    f"group {g} of the optimizer holds {tensor}; expected tensors of "
-                    "arena.parameters(), the fp32 masters: arena = ga.Arena(model); "
-                    "opt = torch.optim.AdamW(arena.parameters())"
-                )
-    unheld = []
-    for segment, p, master in zip(arena.segments, arena.params, arena.masters):
-        if id(master) in holders:
-            continue
-        if p.requires_grad:
-            kinds = ", ".join(type(opt).__name__ for opt in optimizers)
-            raise ArgumentError(
-                f"no optimizer holds {segment.name}, which would not be trained ({kinds}); "
-                "expected all of arena.parameters(), or requires_grad_(False)"
-            )
-        unheld.append(p)
-    return unheld

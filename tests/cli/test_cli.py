@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import gpuaccel as ga
+from gpuaccel import training
 from gpuaccel.backends import backend
 from gpuaccel.cli import Doctor, main
 from gpuaccel.cli.run_folder import lock_run
@@ -131,7 +132,6 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
     [
         (["kernels", "nowhere"], "accumulate.cu"),
         (["kernels", "--arch", "sm_1"], "sm_1"),
-        (["sample", "--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
         (["train", "--text", "nowhere.txt", "--device", "cpu"], "nowhere.txt does not exist"),
         (["train", "--text", "empty", "--device", "cpu"], "empty is empty; expected a file"),
         (["train", "--text", "folder", "--device", "cpu"], "folder holds no text; expected"),
@@ -139,27 +139,25 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
         (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
         (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequenc"),
         (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
-        (["train", *SMALL, "--log", "folder.csv"], "log is folder.csv, a folder; expected a file"),
-        (["train", *SMALL, "--log", "run.txt"], "log is 'run.txt'; expected a path that ends in"),
+        (["train", *SMALL, "--out", "taken"], "log is taken/metrics.jsonl, a folder; expected a f"),
         (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
         (["train", "--text", "x" * 5000], "File name too long"),
         (["kernels", "folder"], "folder"),
-        (["sample", "--checkpoint", "empty"], "run.json"),
     ],
 )
 def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "taken" / "metrics.jsonl").mkdir(parents=True)
     (tmp_path / "text").write_text("0123456789" * 12)
     before = sorted(tmp_path.rglob("*"))
     assert main(words) == 1
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("gpuaccel: ") and expected in err[-1]
     # the command that is refused last has said what it trains
-    assert len(err) == (3 if "folder.csv" in words else 1), err
-    if "folder.csv" not in words:
+    assert len(err) == (3 if "taken" in words else 1), err
+    if "taken" not in words:
         assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves nothing behind"
 
 
@@ -181,15 +179,11 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
         (["train", "--seed", "9" * 20], f"expected a whole number from 0 to {2**63 - 1}"),
         (["train", "--nproc", "1000000"], "expected a whole number from 1 to 256"),
         (["train", "--timeout", "1e300"], "expected a number from 1 to 1000000"),
-        (["sample", "--temperature", "inf"], "expected a number from 0 to 1000"),
-        (["sample", "--tokens", "9" * 20], "expected a whole number from 1 to 1000000"),
         (["train", "--out", ""], "--out: is ''; expected a path"),
         (["train", "--text", ""], "--text: is ''; expected a path"),
         (["train", "--resume="], "--resume: is ''; expected a path"),
         (["train", "--resume", "a\0b"], "--resume: is 'a\\x00b'; expected a path"),
-        (["sample", "--checkpoint", ""], "--checkpoint: is ''; expected a path"),
         (["kernels", ""], "file: is ''; expected a path"),
-        (["compare", "", "--out", "page.html"], "run: is ''; expected a path"),
     ],
 )
 def test_wrong_usage_is_status_2(words, expected, capsys):
@@ -256,7 +250,7 @@ def test_ctrl_c_lets_the_step_finish_and_a_second_one_does_not(interruptible):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# ---- train and sample ---------------------------------------------------------------------------
+# ---- train --------------------------------------------------------------------------------------
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(400))
 STEPS = 40
@@ -442,13 +436,8 @@ def test_a_run_of_a_large_model_takes_the_default_dtype(dtype, tmp_path, monkeyp
     assert f"parameters in {dtype}," in capsys.readouterr().err
     weights = load_file(next((tmp_path / "run").glob("**/*.safetensors")))
     assert dtype in {t.dtype for name, t in weights.items() if name.startswith("model.")}
-    # Also a run of an older version, which does not say its dtype.
-    for description in (json.loads((tmp_path / "run" / "run.json").read_text()), None):
-        sample = ["sample", "--checkpoint", str(tmp_path / "run"), "--tokens", "5"]
-        assert main(sample) == 0, capsys.readouterr().err
-        if description is not None:
-            assert description.pop("dtype") == str(dtype).removeprefix("torch.")
-            (tmp_path / "run" / "run.json").write_text(json.dumps(description))
+    description = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert description["dtype"] == str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.slow
@@ -619,14 +608,11 @@ def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys
     older = ["--resume", "step-00000004.safetensors"]
     assert main([*short_run, *older, "--steps", "3"]) == 0
     assert "nothing to do" in capsys.readouterr().out
-    assert main([*short_run, *older, "--steps", "6", "--log", "/proc/nowhere/x.csv"]) == 1
     assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert json.loads((folder / "run.json").read_text())["steps"] == 6
-    log = tmp_path / "log.csv"
-    assert main([*short_run, *older, "--steps", "8", "--log", str(log)]) == 0
+    assert main([*short_run, *older, "--steps", "8"]) == 0
     assert "--steps was 6, now 8" in capsys.readouterr().err
     assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [line.split(",")[0] for line in log.read_text().split()] == ["step", *"5678"]
 
 
 @pytest.mark.slow
@@ -642,7 +628,12 @@ def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, caps
     folder = tmp_path / "run"
     description = (folder / "run.json").read_bytes()
     words = [*short_run, "--steps", "80", "--resume"]
-    assert main([*words, "--log", "/proc/nowhere/x.csv"]) == 1
+    metrics = folder / "metrics.jsonl"
+    rows = metrics.read_bytes()
+    metrics.write_bytes(b"\xff\xfe")
+    assert main(words) == 1
+    assert "metrics.jsonl, which is no text" in capsys.readouterr().err
+    metrics.write_bytes(rows)
     newest = folder / "step-00000006.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     assert main(words) == 1
@@ -668,23 +659,18 @@ def test_resume_takes_the_checkpoint_that_it_names(short_run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_log_that_is_a_link_stays_one(short_run, tmp_path, capsys):
-    (tmp_path / "link.csv").symlink_to(tmp_path / "target.csv")
-    words = [*short_run, "--resume", "--log", str(tmp_path / "link.csv")]
-    assert main([*words, "--steps", "7"]) == 0
-    assert main([*words, "--steps", "8"]) == 0
-    assert (tmp_path / "link.csv").is_symlink()
-    rows = (tmp_path / "target.csv").read_text().split()
-    assert [row.split(",")[0] for row in rows] == ["step", "7", "8"]
-    tokens = [row.split(",")[rows[0].split(",").index("tokens")] for row in rows[1:]]
-    assert all(count.isdecimal() for count in tokens), tokens
-    (tmp_path / "target.csv").write_bytes(b"\xff\xfe")
-    assert main([*words, "--steps", "9"]) == 1
-    assert "which is no text" in capsys.readouterr().err
+def test_a_log_that_is_a_link_stays_one(short_run, tmp_path):
+    metrics, target = tmp_path / "run" / "metrics.jsonl", tmp_path / "target.jsonl"
+    metrics.rename(target)
+    metrics.symlink_to(target)
+    assert main([*short_run, "--resume", "--steps", "7"]) == 0
+    assert main([*short_run, "--resume", "--steps", "8"]) == 0
+    assert metrics.is_symlink()
+    assert rows_of(target) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_home_that_nobody_has_is_one_line(capsys):
-    assert main(["sample", "--checkpoint", "~nobody-of-this-name/run"]) == 1
+    assert main(["train", "--out", "~nobody-of-this-name/run"]) == 1
     said = capsys.readouterr().err
     assert said == "gpuaccel: a path begins with ~ and no such user is known\n"
 
@@ -707,41 +693,37 @@ def test_another_text_of_the_same_length_is_not_gone_on_with(tmp_path, capsys):
     assert main([*words, "--steps", "2", "--resume"]) == 0
 
 
-def test_sample_goes_on_from_a_prompt(whole, capsys):
-    texts = []
-    for seed in (1, 1, 2):
-        words = ["--checkpoint", whole[0].out, "--prompt", "return é", "--tokens", 40]
-        assert main(["sample", *map(str, words), "--seed", str(seed)]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2] and all(text.startswith("return é") for text in texts)
-
-
-def test_sample_names_what_is_damaged(whole, tmp_path, capsys):
-    whole_file = whole[0].out / f"step-{STEPS:08d}.safetensors"
-    (tmp_path / "run.json").write_text((whole[0].out / "run.json").read_text())
-    cut = tmp_path / whole_file.name
-    cut.write_bytes(whole_file.read_bytes()[:-100])
-    assert main(["sample", "--checkpoint", str(cut)]) == 1
-    assert cut.name in capsys.readouterr().err
-    (tmp_path / "run.json").write_text("{}")
-    assert main(["sample", "--checkpoint", str(tmp_path)]) == 1
-    assert "run.json" in capsys.readouterr().err
-
-
-def test_bpe_tokens_come_back_from_the_run_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_the_folder_of_a_run_is_enough_to_write_its_sample(
+    tokenizer, tmp_path, monkeypatch, capsys
+):
+    """With run.json and the checkpoint alone, and then from another prompt."""
     small = dataclasses.replace(
         models.PRESETS["tiny"], hidden=32, intermediate=32, layers=1, heads=2, head_dim=16
     )
     monkeypatch.setitem(models.PRESETS, "tiny", small)
-    monkeypatch.setitem(RECIPES, "tiny", Recipe("bpe", 2, 3e-3))
+    monkeypatch.setitem(RECIPES, "tiny", Recipe(tokenizer, 2, 3e-3))
     (tmp_path / "text.py").write_text(TEXT)
     words = ["--text", tmp_path / "text.py", "--out", tmp_path / "run", "--device", "cpu"]
-    words += ["--steps", 2, "--seq", 8]
+    words += ["--steps", 2, "--seq", 8, "--seed", 5]
     assert main(["train", "--no-progress", *map(str, words)]) == 0
-    capsys.readouterr()
-    words = ["--checkpoint", tmp_path / "run", "--prompt", "def f7(x):", "--tokens", 5]
-    assert main(["sample", *map(str, words)]) == 0
-    assert capsys.readouterr().out.startswith("def f7(x):")
+    losses, printed = capsys.readouterr().out.split("\n", 1)
+    assert "train loss" in losses and printed.startswith("def ")
+
+    description = json.loads((tmp_path / "run" / "run.json").read_text())
+    model = training.Config(**description["config"]).build()
+    model.to(getattr(torch, description["dtype"]))
+    ga.load_checkpoint(training.latest_checkpoint(tmp_path / "run"), model=model)
+    bpe = description.get("bpe")
+    assert (bpe is None) == (tokenizer == "byte")
+    reader = training.BPETokenizer(bpe) if bpe else training.ByteTokenizer()
+
+    def text_after(prompt):
+        tokens = torch.from_numpy(reader.encode(prompt).astype("int64"))[None]
+        return reader.decode(training.generate(model, tokens, 200, seed=5)[0])
+
+    assert text_after("def ") + "\n" == printed
+    assert text_after("def f7(x):").startswith("def f7(x):")
 
 
 @pytest.mark.slow

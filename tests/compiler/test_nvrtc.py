@@ -154,9 +154,10 @@ def test_a_second_compilation_comes_from_the_cache(cache, compilations):
         dict(defines={"A": "1"}),
         dict(options=("-lineinfo",)),
         dict(filename="two.cu"),
+        dict(expressions=("k",)),
     ):
         compile_cubin(**{**dict(source=SOURCE % "2.0f", filename="one.cu", arch="sm_90"), **change})
-    assert len(compilations) == 6 and len(list(cache.iterdir())) == 6
+    assert len(compilations) == 7 and len(list(cache.iterdir())) == 7
     assert one[0][:4] == b"\x7fELF" and "registers" in one[1]
 
 
@@ -189,9 +190,10 @@ def test_a_damaged_entry_is_compiled_again(cache, compilations, damage):
         b"no newline",
         b"\xff\xfe\n\x7fELF",
         b"no JSON\n\x7fELF",
-        b"[1]\n\x7fELF",
-        b'"log"\n',
-        b'"log"\nno ELF',
+        b"[1, {}]\n\x7fELF",
+        b'"log"\n\x7fELF',
+        b'["log", {}]\n',
+        b'["log", {}]\nno ELF',
     ],
 )
 def test_an_entry_with_another_content_is_compiled_again(cache, compilations, content):
@@ -342,14 +344,31 @@ def test_a_mistake_is_shown_with_file_line_and_caret():
         )
     text = str(caught.value)
     assert (
-        "mine.cu does not compile for sm_90 (machine code for a GPU of the H100's generation):"
-        in text
+        text.startswith("mine.cu does not compile:\n")
         and "mine.cu(2)" in text
         and '"y" is undefined' in text
     )
     caret = next(line for line in text.splitlines() if line.strip() == "^")
     assert text.splitlines()[text.splitlines().index(caret) - 1][caret.index("^")] == "y"
     assert caught.value.log in text and caught.value.log
+
+
+@pytest.mark.parametrize(
+    "body, line",
+    [
+        ("int i = 0\n  x[i] = 1;", 2),
+        ("int i = 0 // an index\n\n  // of x\n  x[i] = 1;", 2),
+        ("int i = 0;\n  x[i] = 1\n}", 3),
+        ("int i = 0;\n  float y = x[i] /* first */\n  x[i] = y; }", 3),
+        ("int i = 0 x[i] = 1; }", None),
+    ],
+)
+def test_the_line_without_its_semicolon_is_named(body, line):
+    text = 'extern "C" __global__ void k(float* x) {\n  ' + body + ("" if "}" in body else "\n}")
+    with pytest.raises(CompileError) as caught:
+        ga.compile(text, filename="mine.cu")
+    hints = [row for row in str(caught.value).splitlines() if row.startswith("hint: line")]
+    assert hints == ([f"hint: line {line} has no ; at its end"] if line else []), caught.value
 
 
 def test_resources_of_a_kernel_that_is_not_in_the_report():
@@ -363,7 +382,8 @@ def test_gpu_the_same_program_compiled_twice_keeps_its_report(cache):
     source = SOURCE % "3.5f"
     for _ in range(2):
         shutil.rmtree(cache, ignore_errors=True)
-        assert nvrtc.resources(*compile_cubin(source, "k.cu", "sm_90"), "k", "sm_90").registers > 0
+        cubin, log, _ = compile_cubin(source, "k.cu", "sm_90")
+        assert nvrtc.resources(cubin, log, "k", "sm_90").registers > 0
 
 
 def test_warnings_are_shown_once_with_file_and_line(tmp_path, monkeypatch):

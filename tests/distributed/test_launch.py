@@ -25,7 +25,14 @@ import torch.distributed as dist
 from train_processes import HANG, outlive, running, session_of, wait_until
 
 import gpuaccel as ga
-from gpuaccel.distributed.spawn import Message, RankWatch, _run_to_end
+from gpuaccel.distributed.spawn import (
+    LaunchedRank,
+    Message,
+    RankWatch,
+    SharedCounts,
+    _run_to_end,
+    slowest_rank,
+)
 
 
 def by_value(function, ranks, *args, **options):
@@ -482,3 +489,14 @@ def test_stop_ends_all_ranks_even_one_that_is_silent(capsys, monkeypatch):
     thread.join()
     assert set(multiprocessing.active_children()) <= before
     assert [run.state for run in live.runs.values()] == ["stopped", "stopped"]
+
+
+def test_of_more_ranks_than_bits_the_first_63_are_watched(monkeypatch):
+    ranks = 70
+    shared = SharedCounts([0] * ranks, [0] * ranks, multiprocessing.RawArray("q", ranks), None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(ranks))
+    LaunchedRank(0, shared).heartbeat(1, "all ranks")
+    for behind in range(1, ranks):
+        heartbeats = [int(rank != behind) for rank in range(ranks)]
+        result = slowest_rank(heartbeats, shared.partners, {})
+        assert result == (behind if behind < 63 else None), behind

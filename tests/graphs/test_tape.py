@@ -160,10 +160,12 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", RESULTS)
-def test_every_kind_of_result_is_written_anew(kind):
+def test_every_kind_of_result_is_written_anew():
     """Several results, results in another layout or dtype, in given memory, views."""
-    follows(RESULTS[kind], torch.randn(5, 5))
+    # One test: of many the fast set would take eight.
+    for kind, fn in RESULTS.items():
+        print(kind)
+        follows(fn, torch.randn(5, 5))
 
 
 def test_operations_on_many_tensors_at_once_are_repeated():

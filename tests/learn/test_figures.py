@@ -6,15 +6,14 @@ import re
 import sys
 
 import pytest
-import torch
 from helpers import write_result
 from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import comparison, figures, layer_figures, recorded
-from gpuaccel.learn.figures import accumulate_figures, drawing
-from gpuaccel.measure import Ledger, Row, Span, timeline
+from gpuaccel.learn import figures, layer_figures, recorded
+from gpuaccel.learn.figures import drawing
+from gpuaccel.measure import Ledger, Row
 
 
 @pytest.mark.parametrize(
@@ -23,26 +22,6 @@ from gpuaccel.measure import Ledger, Row, Span, timeline
 def test_threads_counts_the_spare_ones(n, block, per_thread, spare):
     words = text_of(figures.threads(n, block, per_thread))
     assert f"{n} elements" in words and (f"{spare} to spare" in words) == (spare > 0)
-
-
-def test_bits_of_257_lose_their_last_one_in_bf16():
-    assert "01000011100000001" in text_of(figures.bits(257.0))
-    assert "lost" in figures.bits(257.0).drawn and "lost" not in figures.bits(256.0).drawn
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        torch.nn.Linear(3, 5),
-        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)),
-        ga.Transformer(ga.preset("tiny", layers=1)),
-    ],
-)
-def test_any_arena_can_be_drawn(module):
-    arena = ga.Arena(module)
-    assert f"{len(arena.segments)} tensors in {len(arena.blocks)} blocks" in text_of(
-        figures.arena(arena)
-    )
 
 
 def test_curves_leave_zeros_out_and_say_so_when_nothing_is_left():
@@ -143,38 +122,20 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
     write_result(tmp_path / "h200" / "accumulate.json", json.dumps(RESULT))
     write_result(tmp_path / "old" / "accumulate.json", json.dumps({**RESULT, "date": "2025-01-01"}))
     write_result(tmp_path / "damaged" / "accumulate.json", "{")
-    words = text_of(recorded.addition("float32"))
-    assert words.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02") and "50%" in words
+    words = recorded.recorded("accumulate").label
+    assert words.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02")
     # Of a GPU with more results, though they are older: all pictures are of one GPU.
     for name in ("accumulate", "step", "tail"):
         more = {**RESULT, "gpu": "NVIDIA H100", "date": "2025-06-01"}
         write_result(tmp_path / "h100" / f"{name}.json", json.dumps(more))
     assert recorded.recorded("accumulate").content["gpu"] == "NVIDIA H100"
     assert recorded.recorded("accumulate", "NVIDIA H200").content["date"] == "2026-01-02"
-    over = {"ours": {"launched": {"ms": 1.5}}, "note": {}}
-    write_result(
-        tmp_path / "h200" / "clip.json",
-        json.dumps({**RESULT, "results": {"float32": {"over": over}}}),
-    )
-    table = recorded.clipping()
-    assert (
-        "NVIDIA H200" in str(table) and "1.50 ms" in str(table) and "<table" in table._repr_html_()
-    )
 
 
 def test_what_is_damaged_counts_as_none(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    write_result(
-        tmp_path / "h200" / "clip.json",
-        json.dumps({**RESULT, "results": {"float32": {"over": [1], "under": 2}}}),
-    )
-    assert recorded.clipping().label
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "seconds": null, "tokens_per_s": null}\n')
-    (run / "run.json").write_text("[1]")
-    ((read, options),) = comparison.read_runs([run])
-    assert (read.last.step, options) == (1, {})
+    write_result(tmp_path / "h200" / "ddp.json", json.dumps({**RESULT, "results": {"bits": [1]}}))
+    assert recorded.ddp().label
 
 
 def test_there_are_enough_colours_for_nine_lines():
@@ -183,21 +144,11 @@ def test_there_are_enough_colours_for_nine_lines():
     layer_figures.lines({"p": nine})
     ends = figures.curves({"a": [(1, 1.0), (4, 2.0)], "b": [(1, 1.0), (16, 3.0)]}, "t", "n", "y")
     assert "a 2 at 4 n, b 3 at 16 n" in text_of(ends)
-    assert figures.bars([("a", 1.0, "one")], "").drawn
-
-
-def test_every_row_of_a_batch_is_in_a_micro_batch():
-    drawn = accumulate_figures.micro_batches(10, 4).drawn
-    assert re.findall(r'"middle" font-weight="400"[^>]*>(\d+)<', drawn) == [*map(str, range(10))]
-    with pytest.raises(ArgumentError, match="pieces is 4; expected 1 to 3"):
-        accumulate_figures.micro_batches(3, 4)
 
 
 def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert "no recorded run in this checkout" in str(
-        recorded.addition()
-    ) and "no recorded run in this checkout" in str(recorded.clipping())
+    assert "no recorded run in this checkout" in str(recorded.ddp())
     assert recorded.recorded("accumulate").get("addition", "elements") is None
 
 
@@ -247,109 +198,3 @@ def test_a_recorded_ledger_stands_below_ones_own_and_each_says_its_machine(tmp_p
     assert own.title == "" and [row.name for row, _ in own.rows] == ["mine"]
     with pytest.raises(ArgumentError, match="'00'.*01, 02"):
         recorded.ledger("00")
-
-
-SPANS = [
-    Span("host", "python", 0.0, 400.0),
-    *(Span("host", "wait", 40.0 * i, 40.0 * i + 20) for i in range(10)),
-    Span("GPU", "backward", 0.0, 100.0),
-    Span("GPU", "adamw_v2", 200.0, 400.0),
-]
-
-
-def test_a_timeline_counts_waits_and_shows_what_the_gpu_did_and_when_it_stood_still():
-    figure = figures.timeline({"item": SPANS, "other": SPANS[:1]})
-    assert (
-        "item: 10 waits, 400 µs, the GPU works 75% of it; other: 0 numbers read, 400 µs"
-        in text_of(figure)
-    )
-    for words in (
-        "waits for the GPU",
-        "rest of backward",
-        "kernels",
-        "adamw_v2",
-        "enlarged: 244 µs",
-    ):
-        assert f">{words}<" in figure.drawn, words
-    assert "launches" not in figure.drawn and "<script" not in figure.drawn
-    text_of(figures.timeline({}))
-    assert (
-        len(
-            figures.timeline(
-                {"many": [Span("GPU", "k", i / 9, i / 9 + 0.05) for i in range(20_000)]}
-            ).drawn
-        )
-        < 60_000
-    )
-
-
-def test_norms_are_drawn_before_and_after_clipping_and_a_nan_is_a_word():
-    words = text_of(
-        figures.norms(
-            {
-                "block 0": (3.25, 1.0),
-                "block 1": (0.5, 0.5),
-                "block 2": (float("nan"), float("nan")),
-            },
-            1.0,
-            "Norms",
-        )
-    )
-    assert words == "Norms: block 0 3.2 → 1, block 1 0.5, block 2 NaN"
-    assert (
-        "max_norm 1" in figures.norms({"a": (0.0, 0.0)}, 1.0).drawn
-        and "max_norm" not in figures.norms({"a": (0.0, 0.0)}).drawn
-    )
-
-
-def test_a_warp_s_sum_takes_five_rounds():
-    assert "five rounds" in text_of(figures.warp_sum()) and ">32<" in figures.warp_sum().drawn
-
-
-def test_a_long_title_is_made_to_fit():
-    sizes = [
-        float(figures.bars([("a", 1.0, "1")], "m" * n).drawn.split('font-size="')[1].split('"')[0])
-        for n in (10, 200)
-    ]
-    assert sizes[0] == 13 and sizes[1] < 6
-
-
-def test_recorded_clipping_tails_and_timelines_are_read_and_labelled(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert str(
-        recorded.clipping()
-    ) == "clip: no recorded run in this checkout" and "no recorded run" in str(recorded.tail())
-    assert "no recorded run" in str(recorded.waiting()) and "Here, on the CPU" in text_of(
-        recorded.waiting({"item": SPANS})
-    )
-    results = {
-        "clip": {
-            "float32": {
-                "elements": 5e6,
-                "tensors": 7,
-                "over": {"item": {"launched": {"ms": 2.5}}, "bare": {}},
-                "under": {"item": {"launched": {"ms": 0.5}}},
-                "host": {"item": {"launches": 9, "syncs": 7}},
-            }
-        },
-        "tail": {"float32": {"elements": 5e6, "replayed": {"ours": {"ms": 4.25}, "odd": 1}}},
-        "timeline": {
-            "what": "after the last backward",
-            "tails": {"item": {"spans": timeline.lines(SPANS)}, "odd": None},
-        },
-    }
-    for name, content in results.items():
-        write_result(tmp_path / "h200" / f"{name}.json", json.dumps({**RESULT, "results": content}))
-    table = str(recorded.clipping())
-    assert "7 float32 gradients, 5 M elements" in table and table.split("\n")[2].split() == [
-        "item",
-        "2.50",
-        "ms",
-        "0.50",
-        "ms",
-        "9",
-        "7",
-    ]
-    for shown in (text_of(recorded.tail()), text_of(recorded.waiting({})), table):
-        assert shown.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02")
-    assert "ours 4.25 ms" in str(recorded.tail()) and "item: 10 waits" in str(recorded.waiting())

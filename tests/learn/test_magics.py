@@ -118,9 +118,7 @@ ADD = """extern "C" __global__ void accumulate(float* acc, const bf16* grad, lon
 """
 
 
-@pytest.mark.parametrize(
-    "broken", [ADD.replace("x;", "x"), ADD.replace('extern "C" ', ""), ADD.replace("as_float", "")]
-)
+@pytest.mark.parametrize("broken", [ADD.replace("x;", "x"), ADD.replace("acc[i]", "sum[i]")])
 def test_a_check_after_a_failed_cell_says_that_it_did_not_compile(shell, broken):
     def check():
         with ga.use_backend("simt"):
@@ -137,11 +135,24 @@ def test_a_check_after_a_failed_cell_says_that_it_did_not_compile(shell, broken)
     assert check()
 
 
-def test_a_cell_without_a_kernel_or_without_extern_c_says_what_is_missing():
+def test_a_cell_without_a_kernel_says_what_is_missing():
     with pytest.raises(ga.errors.CompileError, match="no kernel in this cell"):
         compile_cell("", "int x;\n")
-    with pytest.raises(ga.errors.CompileError, match='needs extern "C"'):
-        compile_cell("", TWICE.replace('extern "C" ', ""))
+    with pytest.raises(ga.errors.CompileError, match="expected its arguments, as in %%cuda of<flo"):
+        compile_cell("", "template <class T> __global__ void of(T* x) {}\n")
+
+
+def test_a_cell_may_be_a_whole_file(shell, capsys):
+    file = """#include <cstdio>
+    template <class T> __global__ void of(T* x, T by) { x[threadIdx.x] *= by; }
+    int main() { float* x; cudaMalloc(&x, 128); of<float><<<1, 32>>>(x, 2); }
+    """
+    assert shell.run_cell(f"%%cuda of<float>\n{file}").success
+    assert "left out:    main" in capsys.readouterr().out
+    x = torch.ones(32)
+    with ga.use_backend("simt"):
+        shell.user_ns["of"][1, 32](x, 3.0)
+    assert (x == 3).all()
 
 
 @pytest.mark.gpu
@@ -151,3 +162,59 @@ def test_a_kernel_from_a_cell_runs():
     expected = 2 * x
     kernel[4, 256](x, 1000)
     torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+SAXPY = """extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = @;
+}
+"""
+
+
+def trained(shell):
+    """What the name saxpy does in the notebook."""
+    y, x = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    with ga.use_backend("simt"):
+        shell.user_ns["saxpy"][1, 32](y, x, -0.5, 2)
+    return y.tolist()
+
+
+def test_an_answer_is_tried_in_its_own_cell_and_bound_when_it_is_right(shell):
+    with ga.use_backend("simt"):
+        done = shell.run_cell("%%cuda --check saxpy\n" + SAXPY.replace("@", "y[i] + a * x[i] + 0"))
+    assert done.result.passed and "ours" not in str(done.result)
+    assert shell.user_ns["saxpy"].text.count("+ 0") == 1
+
+
+@pytest.mark.parametrize("wrong", ["a * x[i]", "a * x[i] + y[i"])
+def test_until_an_answer_is_right_the_name_is_the_solutions_kernel(shell, capsys, wrong):
+    shell.user_ns.pop("saxpy", None)
+    with ga.use_backend("simt"):
+        done = shell.run_cell("%%cuda --check saxpy\n" + SAXPY.replace("@", wrong))
+    shown = capsys.readouterr()
+    assert "Until yours is right, saxpy is our kernel" in shown.out + shown.err + str(done.result)
+    assert trained(shell) == [-4.0, -8.0]
+
+
+def test_a_wrong_answer_shows_hint_and_solution_folded_and_its_picture_open(shell):
+    with ga.use_backend("simt"):
+        result = shell.run_cell("%%cuda --check saxpy\n" + SAXPY.replace("@", "a * x[i]")).result
+        html = result._repr_html_()
+    assert "hint: " in str(result)
+    assert html.count("<details>") == 2 and '<details style="margin-top:4px" open>' in html
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--check", "usage: "),
+        ("--check saxpy scale", "usage: "),
+        ("--check sxpy", "there is no exercise 'sxpy'"),
+        ("--check token_mean", "token_mean is a Python function"),
+        ("--check scale", "no kernel 'scale' in this cell; kernels found: saxpy"),
+    ],
+)
+def test_a_check_that_cannot_be_made_says_why(shell, capsys, line, words):
+    assert not shell.run_cell(f"%%cuda {line}\n{SAXPY.replace('@', '0')}").success
+    shown = capsys.readouterr()
+    assert words in shown.out + shown.err

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
+from gpuaccel.compiler import kernel
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn import fused_forward
 from gpuaccel.ops.accumulate import accumulate_, accumulate_kernel, reference_accumulate
@@ -576,6 +577,15 @@ def test_accumulate_is_bit_equal_to_torchs_add_at_any_alignment(
     want = acc.clone().add_(grad)
     assert accumulate_(acc, grad) is acc
     assert torch.equal(acc, want), differ(acc, want)
+
+
+@pytest.mark.parametrize("n, blocks", [(4096, 4), (5000, 5), (4099, 17)])
+def test_accumulate_launches_as_many_blocks_as_elements_fill(n, blocks, monkeypatch):
+    launched = []
+    monkeypatch.setattr(kernel, "recorders", [lambda launch, *_: launched.append(launch.shape[0])])
+    with ga.use_backend("simt"):
+        accumulate_(torch.zeros(n), torch.ones(n))
+    assert launched == [blocks]
 
 
 def test_accumulate_refuses_and_changes_nothing():

@@ -550,6 +550,13 @@ def test_an_arena_refuses_and_changes_nothing(make, message):
     assert Arena.of(module) is None
 
 
+def test_parameters_that_meet_in_memory_do_not_overlap():
+    module, base = nn.Module(), torch.arange(10.0)
+    module.a, module.b = nn.Parameter(base[:4]), nn.Parameter(base[4:])
+    check_views(Arena(module))
+    assert torch.equal(torch.cat([module.a, module.b]), base)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_second_arena_takes_the_place_of_the_first(dtype, caplog):
     """Weights and gradients stay; an arena of a part has its parameters alone."""

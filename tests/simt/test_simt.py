@@ -319,7 +319,6 @@ def test_a_compiler_that_fails_shows_its_message(monkeypatch):
         ("nvcuda::wmma::fragment<int> f;", "tensor cores"),
         ("x[0] = tex2D<float>(0, 0, 0);", "textures"),
         ("__pipeline_commit();", "asynchronous copies"),
-        ("k<<<1, 1>>>(x);", "a launch inside a kernel"),
     ],
 )
 def test_what_only_a_gpu_has_is_named(construct, name):

@@ -30,7 +30,7 @@ def preprocessed(path, *options):
     compiler, why = find_compiler()
     if compiler is None:
         pytest.skip(f"needs a C++ preprocessor: {why}")
-    source = whole_program(path.read_text(), path.name)
+    source, _ = whole_program(path.read_text(), path.name)
     done = subprocess.run(
         [*compiler.command, "-E", "-P", "-x", "c++", *options, "-"],
         input=source,

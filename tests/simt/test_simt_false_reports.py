@@ -23,6 +23,46 @@ def alternating(n):
     return torch.where(torch.arange(n) % 3 == 0, -1.0, 1.0)
 
 
+BENIGN = "the results of this launch do not depend on which comes first"
+SEARCH = """
+extern "C" __global__ void k(
+    int* dist, const int* row, const int* neighbour, int level, int n)
+{
+    int v = blockIdx.x * blockDim.x + threadIdx.x;
+    if (v >= n || dist[v] != level) return;
+    for (int e = row[v]; e < row[v + 1]; e++) {
+        int u = neighbour[e];
+        if (dist[u] == -1) dist[u] = level + 1;
+    }
+}
+"""
+
+
+def neighbours():
+    """Of each vertex of a tree of 96, in which vertex i hangs on (i - 1) / 3."""
+    edges = [(i, (i - 1) // 3) for i in range(1, 96)]
+    return [[b for a, b in (*edges, *(edge[::-1] for edge in edges)) if a == v] for v in range(96)]
+
+
+def tree():
+    """(row, neighbour), as int32."""
+    rows = [0]
+    for row in neighbours():
+        rows.append(rows[-1] + len(row))
+    return torch.tensor(rows).int(), torch.tensor(sum(neighbours(), [])).int()
+
+
+def levels(start, count):
+    """Distances from a vertex below `count`, the others -1."""
+    dist = [-1] * 96
+    dist[start] = 0
+    for level in range(count - 1):
+        for v in [v for v in range(96) if dist[v] == level]:
+            for u in neighbours()[v]:
+                dist[u] = level + 1 if dist[u] < 0 else dist[u]
+    return torch.tensor(dist).int()
+
+
 CASES = {
     # The loop of the CUDA C++ Programming Guide: its first read is not atomic.
     "loop with atomicCAS": Case(
@@ -586,6 +626,130 @@ extern "C" __global__ void k(int* out, int n)
         lambda: torch.full((64,), 7).int(),
         ("size = n;", "size = n + threadIdx.x;"),
         note="wrote the same value",
+    ),
+    "level-synchronous search": Case(
+        SEARCH,
+        3,
+        32,
+        lambda: (levels(0, 2), *tree(), 1, 96),
+        lambda: levels(0, 3),
+        ("dist[v] != level", "dist[v] < 0"),
+        note=BENIGN,
+    ),
+    # Each thread reads its own vertex before another one writes it.
+    "level-synchronous search from the last vertex": Case(
+        SEARCH,
+        3,
+        32,
+        lambda: (levels(95, 3), *tree(), 2, 96),
+        lambda: levels(95, 4),
+        ("dist[v] != level", "dist[v] < 0"),
+        note=BENIGN,
+    ),
+    "float maximum with atomicCAS that leaves early": Case(
+        """
+__device__ void raise(float* most, float v)
+{
+    if (*most >= v) return;
+    int *bits = (int*)most, old = *bits, seen;
+    do {
+        seen = old;
+        if (__int_as_float(seen) >= v) break;
+        old = atomicCAS(bits, seen, __float_as_int(v));
+    } while (seen != old);
+}
+extern "C" __global__ void k(float* most, const float* x)
+{
+    raise(most, x[blockIdx.x * blockDim.x + threadIdx.x]);
+}
+""",
+        2,
+        32,
+        lambda: (torch.zeros(1), torch.arange(64.0).roll(9)),
+        lambda: torch.tensor([63.0]),
+        ("old = atomicCAS(bits, seen, __float_as_int(v));", "*most = v; old = seen;"),
+        note=BENIGN,
+    ),
+    "atomicMax for few": Case(
+        """
+extern "C" __global__ void k(int* most, const int* x)
+{
+    int v = x[threadIdx.x];
+    if (v > *most) atomicMax(most, v);
+}
+""",
+        1,
+        64,
+        lambda: (ints(1), torch.arange(64).int() * 37 % 64),
+        lambda: torch.tensor([63]).int(),
+        ("atomicMax(most, v)", "*most = v"),
+        note=BENIGN,
+    ),
+    # The threads before the last one have read it already.
+    "atomicMin by the last thread": Case(
+        """
+extern "C" __global__ void k(int* least, const int* x)
+{
+    int v = x[threadIdx.x];
+    if (v < *least) atomicMin(least, v);
+}
+""",
+        1,
+        64,
+        lambda: (ints(1), -(torch.arange(64) == 63).int()),
+        lambda: torch.tensor([-1]).int(),
+        ("if (v < *least) atomicMin(least, v)", "if (v <= *least) atomicSub(least, 1)"),
+        note=BENIGN,
+    ),
+    "found by somebody": Case(
+        """
+extern "C" __global__ void k(int* found, const int* x)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (*found) return;
+    if (x[i] == 7) *found = 1;
+}
+""",
+        2,
+        32,
+        lambda: (ints(1), torch.arange(64).int() % 40),
+        lambda: torch.tensor([1]).int(),
+        ("*found = 1", "*found = i"),
+        note=BENIGN,
+    ),
+    "sieve": Case(
+        """
+extern "C" __global__ void k(int* composite, int n)
+{
+    int i = threadIdx.x + 2;
+    if (i * i >= n || composite[i]) return;
+    for (int j = i * i; j < n; j += i) composite[j] = 1;
+}
+""",
+        1,
+        64,
+        lambda: (ints(200), 200),
+        lambda: torch.tensor(
+            [i > 3 and any(i % j == 0 for j in range(2, i)) for i in range(200)]
+        ).int(),
+        ("composite[j] = 1", "composite[j] += 1"),
+        note="no barrier orders the two",
+    ),
+    "marked once": Case(
+        """
+extern "C" __global__ void k(int* out, int* first, const int* group)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x, g = group[i];
+    if (!first[g]) first[g] = 1;
+    out[i] = g;
+}
+""",
+        2,
+        32,
+        lambda: (ints(64), ints(8), torch.arange(64).int() % 8),
+        lambda: torch.arange(64).int() % 8,
+        ("out[i] = g;", "out[i] = first[(g + 1) % 8];"),
+        note=BENIGN,
     ),
 }
 

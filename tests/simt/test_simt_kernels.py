@@ -148,7 +148,7 @@ def compiles_for(arch, text):
     """All kernels of a text compile for an architecture, as one program."""
     names = ga.compiler.kernel_names(text)
     kernel = ga.Kernel.from_source(text, names[0])
-    cubin, report = nvrtc.compile_cubin(kernel.source, kernel.filename, arch)
+    cubin, report, _ = nvrtc.compile_cubin(kernel.source, kernel.filename, arch)
     assert cubin[:4] == b"\x7fELF"
     for name in names:
         assert nvrtc.resources(cubin, report, name, arch).registers > 0, name

@@ -5,8 +5,10 @@ model, or simt.h's reading of the programming guide.
 """
 
 import math
+import operator
 import random
 import re
+from fractions import Fraction
 from functools import reduce
 
 import numpy as np
@@ -706,6 +708,185 @@ def rounded(exact, mode, kind):
         if side and float(near) != exact and (float(near) < exact) == (side > 0):
             near = np.nextafter(near, kind(side))
     return float(near)
+
+
+DIRECTED = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "rcp": lambda x, y: 1 / x,
+    "sqrt": None,
+    "fma": lambda x, y: x * y + x,
+}
+DIRECTED_SOURCE = """
+extern "C" __global__ void k(float* f, double* d, const float* fx, const float* fy,
+    const double* dx, const double* dy, int n)
+{
+    int i = threadIdx.x;
+    float x = fx[i], y = fy[i];
+    double a = dx[i], b = dy[i];
+    %s
+}"""
+
+
+def compared(name, x, y, value):
+    """-1, 0 or 1: a float compared with the exact result of an operation on two Fractions."""
+    if np.isinf(value):
+        return 1 if value > 0 else -1
+    value = Fraction(float(value))
+    if name != "sqrt":
+        exact = DIRECTED[name](x, y)
+        return (value > exact) - (value < exact)
+    return -1 if value < 0 else (value**2 > abs(x)) - (value**2 < abs(x))
+
+
+def is_last_on_its_side(name, mode, x, y, result):
+    """Whether a result is exact, or the last float on the side that the mode names."""
+    side = compared(name, x, y, result)
+    if mode == "rz":
+        mode = "rd" if compared(name, x, y, np.float64(0)) < 0 else "ru"
+    if side == 0:
+        return True
+    with np.errstate(over="ignore", under="ignore"):
+        if mode == "rd":
+            return side < 0 < compared(name, x, y, np.nextafter(result, type(result)(np.inf)))
+        return compared(name, x, y, np.nextafter(result, type(result)(-np.inf))) < 0 < side
+
+
+def test_directed_rounding_is_exact(device):
+    """Against fractions: rd is at most the exact number, and the next float is not."""
+    draw = random.Random(5)
+    n = 128
+    modes = ("rd", "ru", "rz")
+    inputs = []
+    for exponents in (40, 300):
+        numbers = [
+            [
+                draw.choice((-1, 1))
+                * draw.uniform(1, 2)
+                * 2.0 ** draw.randint(-exponents, exponents)
+                for _ in range(n)
+            ]
+            for _ in range(2)
+        ]
+        # Ties, results that are exact, tiny and huge ones.
+        numbers[0][:8] = [1.0, 3.0, 1.0, 0.1, 1e-38, 3e38, -3e38, 4.0]
+        numbers[1][:8] = [2.0**-60, 3.0, -1.0, 0.2, 3.0, 3e38, 3e38, 2.0]
+        inputs += numbers
+    fx, fy = (torch.tensor(values, dtype=torch.float32) for values in inputs[:2])
+    dx, dy = (torch.tensor(values, dtype=torch.float64) for values in inputs[2:])
+    lines = []
+    for k, (name, mode) in enumerate((name, mode) for name in DIRECTED for mode in modes):
+        for out, prefix, x, y in (("f", "f", "x", "y"), ("d", "d", "a", "b")):
+            call = f"__{prefix}{name}_{mode}({x}, {y})"
+            if name == "rcp":
+                call = f"__{prefix}rcp_{mode}({x})"
+            elif name == "sqrt":
+                call = f"__{prefix}sqrt_{mode}(fabs({x}))"
+            elif name == "fma":
+                call = f"__fma{prefix if out == 'f' else ''}_{mode}({x}, {y}, {x})"
+            lines.append(f"{out}[{k} * n + i] = {call};")
+    count = len(DIRECTED) * len(modes)
+    f, d, *_ = run(
+        device,
+        DIRECTED_SOURCE % "\n    ".join(lines),
+        1,
+        n,
+        torch.zeros(count, n),
+        torch.zeros(count, n).double(),
+        *(fx, fy, dx, dy, n),
+    )
+    for k, (name, mode) in enumerate((name, mode) for name in DIRECTED for mode in modes):
+        for results, xs, ys in ((f, fx, fy), (d, dx, dy)):
+            for result, x, y in zip(results[k].numpy(), xs.tolist(), ys.tolist()):
+                fractions = Fraction(x), Fraction(y)
+                right = is_last_on_its_side(name, mode, *fractions, result)
+                assert right, (name, mode, x, y, result)
+
+
+LANES = {
+    "vadd": ("u", lambda a, b, low, high: a + b),
+    "vsub": ("u", lambda a, b, low, high: a - b),
+    "vaddss": ("s", lambda a, b, low, high: min(max(a + b, low), high)),
+    "vaddus": ("u", lambda a, b, low, high: min(max(a + b, low), high)),
+    "vsubss": ("s", lambda a, b, low, high: min(max(a - b, low), high)),
+    "vsubus": ("u", lambda a, b, low, high: min(max(a - b, low), high)),
+    "vmaxs": ("s", lambda a, b, low, high: max(a, b)),
+    "vmaxu": ("u", lambda a, b, low, high: max(a, b)),
+    "vmins": ("s", lambda a, b, low, high: min(a, b)),
+    "vminu": ("u", lambda a, b, low, high: min(a, b)),
+    "vabsdiffs": ("s", lambda a, b, low, high: abs(a - b)),
+    "vabsdiffu": ("u", lambda a, b, low, high: abs(a - b)),
+    "vhaddu": ("u", lambda a, b, low, high: (a + b) // 2),
+    "vavgu": ("u", lambda a, b, low, high: (a + b + 1) // 2),
+    # Away from zero.
+    "vavgs": ("s", lambda a, b, low, high: (a + b + (a + b >= 0)) // 2),
+    "vneg": ("s", lambda a, b, low, high: -a),
+    "vnegss": ("s", lambda a, b, low, high: min(-a, high)),
+    "vabs": ("s", lambda a, b, low, high: abs(a)),
+    "vabsss": ("s", lambda a, b, low, high: min(abs(a), high)),
+}
+COMPARISONS = {"eq": "u", "ne": "u"} | {
+    f"{name}{sign}": sign for name in ("gt", "ge", "lt", "le") for sign in "su"
+}
+
+
+def lane_function(name):
+    """(sign, function of two parts and their limits) of a name such as "vcmpges"."""
+    if name in LANES:
+        return LANES[name]
+    true, compare = (-1 if name.startswith("vcmp") else 1), getattr(operator, name[4:6])
+    return COMPARISONS[name[4:]], lambda a, b, low, high: true * compare(a, b)
+
+
+def lanes(word, bits, sign):
+    parts = [word >> i & (1 << bits) - 1 for i in range(0, 32, bits)]
+    return [signed(part, bits) if sign == "s" else part for part in parts]
+
+
+def test_functions_of_two_halves_or_four_bytes(device):
+    """Each of them against Python's integers, and the averages of whole words."""
+    draw = random.Random(6)
+    n = 128
+    x, y = ([draw.getrandbits(32) for _ in range(n)] for _ in range(2))
+    x[:4], y[:4] = [0x80008000, 0x80FF7F01, 0, 0xFFFFFFFF], [0x80008000, 0x7F018080, 0, 0xFFFFFFFF]
+    compares = [f"{kind}{name}" for kind in ("vcmp", "vset") for name in COMPARISONS]
+    calls = [(name, n) for name in (*LANES, *compares, "vsads", "vsadu") for n in (2, 4)]
+    unary = ("vneg", "vnegss", "vabs", "vabsss")
+    averages = [
+        "__hadd(int(a), int(b))",
+        "__rhadd(int(a), int(b))",
+        "__uhadd(a, b)",
+        "__urhadd(a, b)",
+    ]
+    lines = [f"__{name}{parts}({'a' if name in unary else 'a, b'})" for name, parts in calls]
+    lines += averages
+    source = """
+extern "C" __global__ void k(unsigned* out, const unsigned* x, const unsigned* y, int n)
+{
+    unsigned a = x[threadIdx.x], b = y[threadIdx.x];
+    %s
+}""" % "\n    ".join(f"out[{k} * n + threadIdx.x] = {line};" for k, line in enumerate(lines))
+    words = [torch.tensor([signed(v, 32) for v in values]).int() for values in (x, y)]
+    out, *_ = run(device, source, 1, n, torch.zeros(len(lines), n).int(), *words, n)
+    for (name, parts), row in zip(calls, out.tolist()):
+        bits = 32 // parts
+        sums = name.startswith("vsad")
+        sign, function = (name[-1], None) if sums else lane_function(name)
+        low, high = (0, 2**bits - 1) if sign == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        for a, b, got in zip(x, y, row):
+            pairs = list(zip(lanes(a, bits, sign), lanes(b, bits, sign)))
+            if function is None:
+                expected = sum(abs(p - q) for p, q in pairs)
+            else:
+                values = [function(p, q, low, high) % 2**bits for p, q in pairs]
+                expected = sum(value << i * bits for i, value in enumerate(values))
+            assert got % 2**32 == expected, (name, parts, hex(a), hex(b), hex(got % 2**32))
+    for k, (sign, up) in enumerate([("s", 0), ("s", 1), ("u", 0), ("u", 1)]):
+        (first, second) = ([signed(v, 32) if sign == "s" else v for v in w] for w in (x, y))
+        expected = [(a + b + up) // 2 % 2**32 for a, b in zip(first, second)]
+        assert [got % 2**32 for got in out[len(calls) + k].tolist()] == expected
 
 
 def test_conversions(device):

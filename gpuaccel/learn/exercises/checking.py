@@ -21,6 +21,7 @@ What it does much more often, and what was asked and not done, stands in the res
 """
 
 import copy
+import itertools
 import re
 import secrets
 import time
@@ -76,6 +77,8 @@ COST_SIZE = 600
 PICTURE_SIZE = 100
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d949e")}
+# of a right answer about which something is to be said
+_AMBER = "#e6a700"
 
 
 @dataclass(frozen=True)
@@ -128,16 +131,28 @@ class Result:
         return show(launch, *arguments, **options)
 
     def __str__(self):
-        rows = [*self.lines, *self._cost_lines()]
+        rows = [*self._shown_lines(), *self._cost_lines()]
         width = max((len(trial) for _, trial, _ in rows), default=0)
         text = [f"{self.name}: {self.summary}"]
         text += [f"  and {remark}" for remark in self.remarks[1:]]
         text += [
             f"  {_MARKS[passed][0]} {trial:<{width}}  {outcome}" for passed, trial, outcome in rows
         ]
+        if self.passed is False:
+            text.append(f"  hint: {exercise(self.name).hint}")
         return "\n".join(text)
 
     __repr__ = __str__
+
+    def _shown_lines(self):
+        """The trials; three or more that failed alike, one after the other, in two lines."""
+        shown = []
+        for failed, group in itertools.groupby(self.lines, lambda line: not line[0] and line[2]):
+            first, *others = group
+            if failed and len(others) > 1:
+                others = [(False, f"{len(others)} more", "the same")]
+            shown += [first, *others]
+        return shown
 
     def _cost_lines(self):
         """The cost as one more line, in the form of the others."""
@@ -151,9 +166,10 @@ class Result:
         return [(None, "cost", outcome)]
 
     def _repr_html_(self):
-        rows = "".join(self._row_html(*line) for line in [*self.lines, *self._cost_lines()])
+        rows = [*self._shown_lines(), *self._cost_lines()]
+        colour = _AMBER if self.passed and self.remarks else _MARKS[self.passed][1]
         box = (
-            f"border-left:4px solid {_MARKS[self.passed][1]};padding:4px 14px;font-size:13px;"
+            f"border-left:4px solid {colour};padding:4px 14px;font-size:13px;"
             "font-variant-numeric:tabular-nums"
         )
         remarks = "".join(
@@ -164,8 +180,15 @@ class Result:
             f'<div style="{box}"><div style="padding-bottom:3px">'
             f"<b>{escape(self.name)}</b>: {_html(self.summary)}</div>{remarks}"
             '<table style="border-collapse:collapse;margin:0;font-size:13px">'
-            f"{rows}</table>{self._picture_html()}</div>"
+            f"{''.join(self._row_html(*row) for row in rows)}</table>"
+            f"{self._help_html()}{self._picture_html()}</div>"
         )
+
+    def _help_html(self):
+        """Hint and solution of what is not right, each folded."""
+        if self.passed is not False:
+            return ""
+        return hint(self.name)._repr_html_() + solution(self.name)._repr_html_()
 
     def _picture_html(self):
         """The picture of a kernel, folded; nothing where there is none."""
@@ -178,8 +201,9 @@ class Result:
             # it touches nothing, or the CPU cannot run it
             return ""
         title = f"Which thread touches what, {PICTURE_SIZE} elements"
+        is_open = "" if self.passed else " open"
         return (
-            '<details style="margin-top:4px"><summary style="cursor:pointer">'
+            f'<details style="margin-top:4px"{is_open}><summary style="cursor:pointer">'
             f"{title}</summary>{picture}</details>"
         )
 
@@ -341,17 +365,10 @@ _OUTDATED = (
     "of the last cell that did. Mend that cell, run it, then check again."
 )
 
-# characters of an outcome that is not repeated
-_LONG = 40
-
 
 def _conclude(task, lines, seed, trial) -> Result:
     """The result of all trials. trial: what one is called."""
     failures = sum(not passed for passed, _, _ in lines)
-    # A long sentence is said once.
-    for i in range(len(lines) - 1, 0, -1):
-        if not lines[i][0] and len(lines[i][2]) > _LONG and lines[i][2] == lines[i - 1][2]:
-            lines[i] = (False, lines[i][1], "the same")
     if failures:
         verb = "is" if failures == 1 else "are"
         summary = f"not yet: {failures} of {len(lines)} {trial}s {verb} wrong (seed {seed})."
@@ -620,8 +637,6 @@ def _with_cost(result, task, kernel, seed) -> Result:
         return result
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
     sentences = costs.remarks(my_cost, their_cost)
-    if task.with_shuffles and "__shfl" not in without_comments(kernel.text):
-        sentences.append("it was to add by shuffles, and calls no __shfl_..._sync")
     written_back = _writes_back(task, kernel, seed)
     if written_back:
         same = [

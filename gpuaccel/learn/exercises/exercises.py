@@ -120,11 +120,6 @@ class Exercise:
         """Whether the task asks for a sum, whose order changes the last bits."""
         return re.search(r"\b(sums?|added)\b", self.task) is not None
 
-    @property
-    def with_shuffles(self) -> bool:
-        """Whether the task asks for shuffles between the lanes of a warp."""
-        return "__shfl" in self.task
-
 
 def kernel_exercise(
     name, task, params, stub, hint, solution, wrong_answers, data, per_thread=1, cheats=None

@@ -1,10 +1,9 @@
-"""The exercises of notebook 03: a guarded step, a decaying learning rate, replays over batches."""
+"""The exercises of notebook 03: a guarded step, a decaying learning rate."""
 
 import math
 
 import torch
 
-from ...graphs import Tape
 from .exercises import Exercise, Turns, code, normal
 
 
@@ -65,30 +64,6 @@ def _decay_turns(generator):
         )
 
 
-def _replay_over_cases(generator):
-    for n, lengths in (
-        (1, (1, 1)),
-        (255, (255, 100, 255)),
-        (1000, (1000,) * 4 + (1,)),
-        (96, (7, 96)),
-    ):
-        weight, memory, tape = _weights(n, generator), torch.zeros(n), Tape()
-        # not linear: one replay does not tell what the others would give
-        result = tape.record(lambda: (memory * weight).tanh() + memory.sum())
-        batches = [normal(length, generator) for length in lengths]
-        expected = [
-            (batch.double() * weight[: len(batch)].double()).tanh() + batch.double().sum()
-            for batch in batches
-        ]
-        # detach() makes another tensor of the same memory: an answer that gives it other memory
-        # does not move the graph's.
-        yield (
-            f"batches of {', '.join(map(str, lengths))}",
-            (tape, memory.detach(), result.detach(), [batch.clone() for batch in batches]),
-            torch.cat(expected),
-        )
-
-
 def _decay(lr):
     """An answer with this learning rate."""
     return (
@@ -96,25 +71,6 @@ def _decay(lr):
         f"    lr = {lr}\n"
         "    weight -= lr * grad\n"
         "    count += 1\n"
-    )
-
-
-# Lines of the answers to replay_over.
-_CLEAR = "static.zero_()"
-_FILL = "static[: len(batch)].copy_(batch)"
-_REPLAY = "graph.replay()"
-_KEEP = "results.append(out[: len(batch)].clone())"
-
-
-def _over(*lines):
-    """An answer with these lines in its loop."""
-    body = "".join(f"        {line}\n" for line in lines)
-    return (
-        "def replay_over(graph, static, out, batches):\n"
-        "    results = []\n"
-        "    for batch in batches:\n"
-        f"{body}"
-        "    return torch.cat(results)\n"
     )
 
 
@@ -285,90 +241,6 @@ EXERCISES = {
                 ),
             },
             turns=_decay_turns,
-        ),
-        Exercise(
-            "replay_over",
-            task=(
-                "graph reads the memory of static, n numbers, and writes that of out, n numbers; "
-                "each of them depends on all of static. A batch has n numbers or fewer; what is "
-                "missing counts as 0. For each batch: replay, keep the len(batch) first results. "
-                "Return all of them in one tensor. Expected: four lines in the loop."
-            ),
-            stub=code(
-                """
-                def replay_over(graph, static, out, batches):
-                    results = []
-                    for batch in batches:
-                        graph.replay()
-                        results.append(out)
-                    return torch.cat(results)
-                """
-            ),
-            hint=(
-                "Three questions. What stands in static from the batch before, behind the end of "
-                "a shorter one? How do the numbers of a batch get into memory that exists "
-                "already? And what happens to a result that was kept, when the next replay "
-                "writes to out?"
-            ),
-            solution=code(
-                """
-                def replay_over(graph, static, out, batches):
-                    results = []
-                    for batch in batches:
-                        static.zero_()
-                        static[: len(batch)].copy_(batch)
-                        graph.replay()
-                        results.append(out[: len(batch)].clone())
-                    return torch.cat(results)
-                """
-            ),
-            wrong_answers={
-                "replays only": _over(_REPLAY, _KEEP),
-                "gives a name": _over("static = batch", _REPLAY, _KEEP),
-                "gives other memory": _over(
-                    "static.data = torch.nn.functional.pad(batch, (0, len(static) - len(batch)))",
-                    _REPLAY,
-                    _KEEP,
-                ),
-                "leaves the batch before": _over(_FILL, _REPLAY, _KEEP),
-                "keeps the memory of out": _over(
-                    _CLEAR, _FILL, _REPLAY, "results.append(out[: len(batch)])"
-                ),
-                "keeps all n": _over(_CLEAR, _FILL, _REPLAY, "results.append(out.clone())"),
-                "replays before it fills": _over(_REPLAY, _CLEAR, _FILL, _KEEP),
-                "keeps before it replays": _over(_CLEAR, _FILL, _KEEP, _REPLAY),
-                "fills before it clears": _over(_FILL, _CLEAR, _REPLAY, _KEEP),
-                "adds": _over("static[: len(batch)] += batch", _REPLAY, _KEEP),
-                "one short": _over(
-                    _CLEAR,
-                    "static[: len(batch) - 1].copy_(batch[:-1])",
-                    _REPLAY,
-                    _KEEP,
-                ),
-                "goes through the host": _over(
-                    _CLEAR,
-                    "for i in range(len(batch)): static[i] = batch[i].item()",
-                    _REPLAY,
-                    _KEEP,
-                ),
-                "replays once, multiplies in Python": code(
-                    """
-                    def replay_over(graph, static, out, batches):
-                        static.fill_(1.0)
-                        graph.replay()
-                        weight = out - len(static)
-                        return torch.cat([b * weight[: len(b)] + b.sum() for b in batches])
-                    """
-                ),
-                "skips short batches": _over(
-                    "if len(batch) < len(static): continue",
-                    "static.copy_(batch)",
-                    _REPLAY,
-                    _KEEP,
-                ),
-            },
-            cases=_replay_over_cases,
-            on_device=True,
         ),
     ]
 }

@@ -1,8 +1,17 @@
-"""The exercises of notebook 00: index and guard, an index of another element, a barrier."""
+"""The exercises of notebook 00: a line, index and guard, other elements, a barrier."""
 
 import torch
 
 from .exercises import BLOCK, INDEX, Case, kernel_exercise, normal, unwritten
+
+
+def _saxpy_case(n, generator):
+    y, x = normal(n, generator), normal(n, generator)
+    a = float(torch.rand(1, generator=generator, device=generator.device) - 1.5)
+    product = a * x.double()
+    # The product and the sum are rounded once or twice.
+    least = (product.abs() + y.abs()) * EPS
+    return Case(y, (x,), (a,), product + y.double(), least=least)
 
 
 def _scale_case(n, generator):
@@ -16,16 +25,69 @@ def _reverse_case(n, generator):
     return Case(unwritten(n, generator), (x,), (), x.flip(0).double())
 
 
-def _add_first_case(n, generator):
+def _blur_case(n, generator):
     x = normal(n, generator)
-    # for each element, the index of the first one of its block
-    firsts = torch.arange(n, device=x.device) // BLOCK * BLOCK
-    return Case(unwritten(n, generator), (x,), (), x.double() + x[firsts].double())
+    padded = torch.nn.functional.pad(x.double(), (1, 1))
+    expected = (padded[:-2] + padded[1:-1] + padded[2:]) / 3
+    return Case(unwritten(n, generator), (x,), (), expected, roundings=4, least=EPS * 4)
+
+
+def _block_sum_case(n, generator):
+    x = normal(n, generator)
+    blocks = (n + BLOCK - 1) // BLOCK
+    rows = torch.nn.functional.pad(x.double(), (0, blocks * BLOCK - n)).view(blocks, BLOCK)
+    # of a sum in any order
+    least = rows.abs().sum(1) * EPS * 8
+    return Case(unwritten(blocks, generator), (x,), (), rows.sum(1), least=least)
+
+
+EPS = torch.finfo(torch.float32).eps
+_TREE = """__shared__ float part[256];
+int t = threadIdx.x;
+int i = blockIdx.x * blockDim.x + t;
+part[t] = i < n ? x[i] : 0.0f;
+for (int half = 128; half > 0; half /= 2) {
+    @
+    if (t < half) part[t] += part[t + half];
+}
+if (t == 0) out[blockIdx.x] = part[0];"""
+_BARRIER = "__syncthreads();"
 
 
 EXERCISES = {
     e.name: e
     for e in [
+        kernel_exercise(
+            "saxpy",
+            task="y[i] = a * x[i] + y[i] for every i below n. Expected: one line.",
+            params=("float* y", "const float* x", "float a", "int n"),
+            stub=INDEX + "if (i < n) {\n    // your line\n}",
+            hint=(
+                "It is the line of the Python loop, with a semicolon at its end. Each thread has "
+                "an i of its own."
+            ),
+            solution=INDEX + "if (i < n) y[i] = a * x[i] + y[i];",
+            wrong_answers={
+                "no guard": INDEX + "y[i] = a * x[i] + y[i];",
+                "one too many": INDEX + "if (i <= n) y[i] = a * x[i] + y[i];",
+                "overwrites": INDEX + "if (i < n) y[i] = a * x[i];",
+                "subtracts": INDEX + "if (i < n) y[i] = y[i] - a * x[i];",
+                "forgets a": INDEX + "if (i < n) y[i] += x[i];",
+                "scales y": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
+                "index within the block only": (
+                    "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
+                ),
+                "a loop in every thread": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
+                "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
+            },
+            data=_saxpy_case,
+            cheats={
+                "one thread": (
+                    "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
+                    "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];"
+                ),
+            },
+        ),
         kernel_exercise(
             "scale",
             task=(
@@ -78,70 +140,95 @@ EXERCISES = {
             data=_reverse_case,
         ),
         kernel_exercise(
-            "add_first",
+            "blur",
             task=(
-                "To each element, add the first element of its block of 256. One thread "
-                "reads the first element, all threads of the block use it. Expected: five lines."
+                "out[i] = the mean of x[i - 1], x[i] and x[i + 1]; beyond the ends of x there are "
+                "zeros. Expected: four lines."
             ),
             params=("float* out", "const float* x", "int n"),
-            stub="// your five lines",
+            stub="// your four lines",
             hint=(
-                "Thread 0 of the block writes `first`, and the others read it. What has to stand "
-                "between a write by one thread and a read by another one? Write that line where "
-                "all threads of the block reach it: outside of each `if`."
+                "The guard of i does not guard its neighbours. float left = i > 0 ? x[i - 1] : "
+                "0.0f; reads only where there is something to read: condition ? yes : no."
             ),
             solution=INDEX
             + (
-                "__shared__ float first;\n"
-                "if (threadIdx.x == 0) first = x[i];\n"
-                "__syncthreads();\n"
-                "if (i < n) out[i] = x[i] + first;"
+                "float left = i > 0 && i < n ? x[i - 1] : 0.0f;\n"
+                "float right = i + 1 < n ? x[i + 1] : 0.0f;\n"
+                "if (i < n) out[i] = (left + x[i] + right) / 3.0f;"
             ),
             wrong_answers={
-                "no barrier": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "if (threadIdx.x == 0) first = x[i];\n"
-                    "if (i < n) out[i] = x[i] + first;"
+                "neighbours without a guard": (
+                    INDEX + "if (i < n) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
                 ),
-                "barrier too early": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "__syncthreads();\n"
-                    "if (threadIdx.x == 0) first = x[i];\n"
-                    "if (i < n) out[i] = x[i] + first;"
+                "no zeros at the ends": (
+                    INDEX + "if (i > 0 && i < n - 1) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
                 ),
-                "every thread writes": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "if (i < n) first = x[i];\n"
-                    "__syncthreads();\n"
-                    "if (i < n) out[i] = x[i] + first;"
+                "repeats the ends": (
+                    INDEX + "if (i < n) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + "
+                    "x[i < n - 1 ? i + 1 : i]) / 3.0f;"
                 ),
-                "no guard": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "if (threadIdx.x == 0) first = x[i];\n"
-                    "__syncthreads();\n"
-                    "out[i] = x[i] + first;"
+                "goes around": (
+                    INDEX + "if (i < n) out[i] = (x[(i + n - 1) % n] + x[i] + x[(i + 1) % n]) "
+                    "/ 3.0f;"
                 ),
-                "first of the tensor": INDEX + "if (i < n) out[i] = x[i] + x[0];",
-                "the element before": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "if (threadIdx.x == 0) first = i > 0 ? x[i - 1] : x[0];\n"
-                    "__syncthreads();\n"
-                    "if (i < n) out[i] = x[i] + first;"
+                "divides one only": (
+                    INDEX + "if (i < n) out[i] = (i > 0 ? x[i - 1] : 0.0f) + x[i] + "
+                    "(i < n - 1 ? x[i + 1] : 0.0f) / 3.0f;"
                 ),
-                "adds to what is there": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "if (threadIdx.x == 0) first = x[i];\n"
-                    "__syncthreads();\n"
-                    "if (i < n) out[i] += x[i] + first;"
+                "whole numbers": (
+                    INDEX + "if (i < n) out[i] = ((i > 0 ? x[i - 1] : 0.0f) + x[i] + "
+                    "(i < n - 1 ? x[i + 1] : 0.0f)) * (1 / 3);"
+                ),
+                "the block's neighbours only": (
+                    INDEX + "float left = threadIdx.x > 0 && i < n ? x[i - 1] : 0.0f;\n"
+                    "float right = i + 1 < n ? x[i + 1] : 0.0f;\n"
+                    "if (i < n) out[i] = (left + x[i] + right) / 3.0f;"
                 ),
             },
-            data=_add_first_case,
+            data=_blur_case,
+        ),
+        kernel_exercise(
+            "block_sum",
+            task=(
+                "out[b] = the sum of the 256 elements of x in block b, with no race. Expected: one "
+                "line more."
+            ),
+            params=("float* out", "const float* x", "int n"),
+            stub=_TREE.replace("@", "// your line"),
+            hint=(
+                "What must stand between the write of part[t + half] by one thread and its read by "
+                "another one? Each round reads what the round before has written."
+            ),
+            solution=_TREE.replace("@", _BARRIER),
+            wrong_answers={
+                "barrier before the loop only": _TREE.replace("@", "").replace(
+                    "for (int", f"{_BARRIER}\nfor (int"
+                ),
+                "barrier after the loop only": _TREE.replace("@", "").replace(
+                    "if (t == 0)", f"{_BARRIER}\nif (t == 0)"
+                ),
+                "barrier of the warp": _TREE.replace("@", "__syncwarp();"),
+                "no guard": _TREE.replace("@", _BARRIER).replace("i < n ? x[i] : 0.0f", "x[i]"),
+                "one round too few": _TREE.replace("@", _BARRIER).replace("half > 0", "half > 1"),
+                "begins with 64": _TREE.replace("@", _BARRIER).replace("half = 128", "half = 64"),
+                "every thread writes the first": _TREE.replace("@", _BARRIER).replace(
+                    "if (t == 0) out", "out"
+                ),
+            },
+            data=_block_sum_case,
+            cheats={
+                "barrier inside the if": _TREE.replace("@", "")
+                .replace("if (t < half) part", f"if (t < half) {{ {_BARRIER} part")
+                .replace("part[t + half];", "part[t + half]; }"),
+                "one thread adds": (
+                    "if (threadIdx.x > 0) return;\n"
+                    "float sum = 0.0f;\n"
+                    "for (int i = blockIdx.x * 256; i < n && i < (blockIdx.x + 1) * 256; i++)\n"
+                    "    sum += x[i];\n"
+                    "out[blockIdx.x] = sum;"
+                ),
+            },
         ),
     ]
 }

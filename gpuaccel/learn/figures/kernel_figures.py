@@ -9,7 +9,7 @@ import struct
 from html import escape
 
 from ...compiler import Kernel, kernel_root
-from .drawing import BLUE, GREY, ORANGE, PINK, RED, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
+from .drawing import BLUE, RED, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
 
 KEYWORDS = (
     "extern const if else for return struct void float float2 float4 double int int4 uint2 long "
@@ -147,69 +147,9 @@ def threads(n: int, block: int, per_thread: int = 1) -> Figure:
     return Figure(ink, 146, words)
 
 
-def bits(value: float) -> Figure:
-    """The 32 bits of a float, and the 16 of them that bf16 keeps."""
-    word = float_bits(value)
-    ink = Ink()
-    step = 24.0
-    parts = [("sign", 0, 1, PINK), ("exponent", 1, 9, ORANGE), ("fraction", 9, 32, BLUE)]
-    for name, first, last, colour in parts:
-        anchor = "middle" if first else "start"
-        ink.text((first + last) / 2 * step, 16, name, 12, colour, anchor, 600)
-        for i in range(first, last):
-            in_bf16 = i < 16
-            ink.rect(i * step + 1, 24, step - 3, 28, colour, 1 if in_bf16 else 0.3, rx=4)
-            bit = word >> (31 - i) & 1
-            text_colour = WHITE if in_bf16 else ink.strong
-            ink.text(i * step + step / 2 - 0.5, 43, bit, 13, text_colour, "middle", 600)
-    ink.segment(16 * step - 0.5, 18, 16 * step - 0.5, 76, GREY, 1.6, dash="4 3")
-    ink.text(16 * step - 10, 72, "bf16 keeps these 16 bits", 12, ink.strong, "end")
-    lost = ": a 1 here is lost in bf16" if word & 0xFFFF else ""
-    ink.text(16 * step + 10, 72, "fp32 has these too" + lost, 12, ink.soft)
-    return Figure(ink, 82, f"{value:g} in fp32 is {word:032b}; bf16 keeps the first 16 bits")
-
-
 def float_bits(value) -> int:
     """The bits of a number in fp32, as a whole number."""
     return struct.unpack(">I", struct.pack(">f", value))[0]
-
-
-def warp_sum() -> Figure:
-    """How the 32 lanes of a warp add up in five rounds of __shfl_down_sync.
-
-    Lanes that lane 0 still needs are solid, with the number of elements that their sum holds."""
-    ink = Ink()
-    lanes, left = 32, 76
-    step = (WIDTH - left - 2) / lanes
-    ink.text(0, 14, "lane", 11.5, ink.soft)
-    for lane in range(lanes):
-        ink.text(left + (lane + 0.5) * step, 14, lane, 10, ink.soft, "middle")
-    y = 22.0
-    for k, lane_delta in enumerate((None, 16, 8, 4, 2, 1)):
-        if lane_delta:
-            for lane in range(lane_delta):
-                x = left + (lane + 0.5) * step
-                start = x + lane_delta * step
-                ink.line(x, y, x, y + 30, opacity=0.7)
-                ink.path(
-                    f"M{start:.1f} {y:.1f}C{start:.1f} {y + 19:.1f} {x:.1f} {y + 11:.1f} "
-                    f"{x:.1f} {y + 30:.1f}",
-                    stroke=RUN_COLOURS[(k - 1) % 4],
-                    stroke_width=1.3,
-                    opacity=0.75,
-                )
-            ink.text(0, y + 19, f"delta = {lane_delta}", 11.5, ink.soft)
-            y += 30
-        for lane in range(lanes):
-            needed = lane < (lane_delta or lanes)
-            x = left + lane * step
-            ink.rect(x + 1, y, step - 2, 18, BLUE, 1 if needed else 0.13, rx=3)
-            if needed:
-                ink.text(x + 0.5 * step, y + 13, 2**k, 10.5, WHITE, "middle", 600)
-        y += 20
-    words = "five rounds, no memory, always the same order: lane 0 holds the sum of 32"
-    ink.text(left, y + 16, words, 12, ink.soft)
-    return Figure(ink, y + 24, words)
 
 
 def tree_sum(count: int = 8) -> Figure:
