@@ -165,7 +165,7 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
     "words, expected",
     [
         ([], "required: command"),
-        (["nothing"], "command: is 'nothing'; expected one of train, sample, compare, plan, "),
+        (["nothing"], "command: is 'nothing'; expected one of train, "),
         (["docter"], "kernels, doctor; did you mean 'doctor'?"),
         (["train", "--model", "tinny"], "llama-350m, gpt2-124m; did you mean 'tiny'?"),
         (["kernels", "-D", "x"], "-D: is 'x', expected NAME=VALUE"),

@@ -376,7 +376,7 @@ CHANGES = {
     "dtype of a buffer": (another_dtype, r"size was torch\.float32.*is torch\.float64"),
     "module.double()": (
         lambda model: model.double(),
-        r"(size|embedding\.weight) was torch\.float32.*is torch\.float64",
+        r"((size|embedding\.weight) was torch\.float32.*is torch\.float64|no longer a view)",
     ),
     "module.to(other device)": (
         lambda model: model.to("cpu" if model.size.is_cuda else "meta"),

@@ -318,3 +318,22 @@ def test_a_loss_beside_something_that_is_no_count_is_named():
     step = ga.TrainStep(nn.Linear(8, 8), loss_fn=loss_fn)
     with pytest.raises(ArgumentError, match=r"tokens in a tensor of shape \(4, 8\)"):
         step(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+def test_a_step_whose_model_was_converted_is_told_what_helps(replay):
+    """Not reset(): the arena has the old weights. What the message advises does help."""
+    model = nn.Linear(2, 2)
+    with ga.use_backend("simt"):
+        step = ga.TrainStep(model, loss_fn=loss_fn, replay=replay)
+        step(torch.ones(4, 2))
+        model.double()
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=r"is no longer a view.*call arena.release\(\)"):
+                step(torch.ones(4, 2).double())
+            step.reset()
+        step.arena.release()
+        step = ga.TrainStep(model.float(), loss_fn=loss_fn, replay=replay)
+        before = model.weight.detach().clone()
+        step(torch.ones(4, 2))
+    assert not torch.equal(model.weight, before)
