@@ -92,7 +92,7 @@ def test_the_pages_have_examples():
         "docs/clipping.md": 1,
         "docs/determinism.md": 1,
         "docs/graphs.md": 2,
-        "docs/kernels-on-the-cpu.md": 2,
+        "docs/kernels-on-the-cpu.md": 3,
         "docs/layers.md": 2,
         "docs/lora.md": 1,
         "docs/logging.md": 4,
@@ -211,6 +211,7 @@ def test_the_error_of_the_page_about_kernels_is_the_one_that_comes(capsys, here)
     promised = re.search(r"# (thread 232 .*?) \.\.\.", "".join(blocks(path)))[1]
     assert promised in capsys.readouterr().out
     assert torch.equal(space["x"], torch.ones(1000)), "with an error no tensor is changed"
+    assert space["y"][:4].tolist() == [0.25, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.slow

@@ -615,23 +615,23 @@ class Kernel:
 
     def _explained(self, error: CompileError) -> CompileError:
         """The error, with a first line on names that the host code or a missing header has."""
-        unknown = _UNKNOWN_NAME.findall(error.log)
-        of_host = {
-            name: kind
-            for names, kind in (
-                (self.left_out.functions, "function of the host: write __device__ in front of it"),
-                (self.left_out.variables, "variable of the host: make it const, or __device__"),
-            )
-            for name in names
-            if name in unknown
-        }
-        lines = [f"{self.filename}: {name} is a {kind}" for name, kind in of_host.items()]
+        unknown = list(dict.fromkeys(_UNKNOWN_NAME.findall(error.log)))
+        lines = [
+            f"{self.filename}: {name} is a function of the host: write __device__ in front of it"
+            for name in unknown
+            if name in self.left_out.functions
+        ]
+        lines += [
+            f"{self.filename}: {name} is a variable of the host: make it const, or __device__"
+            for name in unknown
+            if name in self.left_out.variables
+        ]
         if unknown and not lines and self.left_out.headers:
-            names = ", ".join(self.left_out.headers)
-            lines = [
-                f"{self.filename}: {', '.join(dict.fromkeys(unknown))} may be of {names}, "
-                "which is neither beside the source nor in kernels_cu or the working folder"
-            ]
+            lines.append(
+                f"{self.filename}: {', '.join(unknown)} may be of "
+                f"{', '.join(self.left_out.headers)}, which is neither beside the source nor in "
+                "kernels_cu or the working folder"
+            )
         return CompileError("\n".join([*lines, str(error)]), error.log) if lines else error
 
     def compile(self):

@@ -130,7 +130,7 @@ def reached(kernel, source):
 def alone(kernel, source):
     """The source without the functions that the kernel does not call: it compiles faster."""
     # Functions of a header call functions of the source, too.
-    needed = reached(kernel, whole_program(source, "kernel.cu")[0])
+    needed = reached(kernel, whole_program(source, "kernels_cu/kernel.cu")[0])
     for name, places in functions(source).items():
         for a, b in places if name not in needed else ():
             source = source[:a] + re.sub(r"[^\n]", " ", source[a:b]) + source[b:]
