@@ -38,8 +38,8 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __noinline__ __attribute__((noinline))
-// Nothing: a host compiler inlines as it likes, and refuses to call such a function through a
-// pointer, as a template does with one that it gets as an argument.
+// Empty: g++ refuses to call an always_inline function through a pointer, as a template does with a
+// function that it gets as an argument.
 #define __forceinline__
 #ifdef SIMT_CHECKED
 // Inlined into the loop over threads, clang would drop the checks.
