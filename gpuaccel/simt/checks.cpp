@@ -612,7 +612,7 @@ static void access_local(worker* w, char* address, size_t size, int kind, void* 
     uint32_t function;
     int64_t distance;
     if (!simt_same_stack(w, address, stack)) {
-        if (!simt_in_use(w, address)) leave_locals(w, address, size, kind, pc, false);
+        if (!simt_was_used(w, address)) leave_locals(w, address, size, kind, pc, true);
         if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
     } else if (address < stack) {
         // Below all frames in use.

@@ -109,6 +109,7 @@ static void fibre();
 
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
+    if (i >= w->used) w->used = i + 1;
     // Without the shift the tops of all stacks would share few cache lines.
     simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));
 }
@@ -358,11 +359,8 @@ bool simt_same_stack(worker* w, const void* a, const void* b) {
     return first / SLOT == second / SLOT;
 }
 
-bool simt_in_use(worker* w, const void* address) {
-    size_t stack = (size_t)((const char*)address - w->stacks) / SLOT;
-    for (unsigned i = 0; i < w->spares; i++)
-        if (w->spare[i] == stack) return false;
-    return true;
+bool simt_was_used(worker* w, const void* address) {
+    return (size_t)((const char*)address - w->stacks) / SLOT < w->used;
 }
 
 bool simt_near_stacks(worker* w, const void* address) {
@@ -549,7 +547,7 @@ static void prepare_block(worker* w, uint64_t block) {
     blockIdx = {unsigned(block % job->grid[0]), unsigned(block / job->grid[0] % job->grid[1]),
                 unsigned(block / job->grid[0] / job->grid[1])};
     w->next = w->exited = w->waiting = w->arrived = w->votes = w->first = w->count = 0;
-    w->active = 0;
+    w->active = w->used = 0;
     w->start = {0, 0, 0};
     for (unsigned i = 0; i * SIMT_WARP < w->threads; i++) {
         unsigned lanes = w->threads - i * SIMT_WARP;

@@ -59,6 +59,7 @@ struct worker : simt_worker {
     unsigned arrived, votes, last_votes, last_arrived;
     unsigned short spare[SIMT_MAX_THREADS];   // unused stacks
     unsigned spares;
+    unsigned used;                            // stacks that threads of this block have had
     unsigned starting;                        // the stack that a new fibre begins on
     char* stacks;
     size_t reach;                             // unused addresses on both sides of them
@@ -92,7 +93,7 @@ inline void simt_let_go(worker* w) {
 }
 bool simt_on_stack(worker* w, const void* address);
 bool simt_same_stack(worker* w, const void* a, const void* b);
-bool simt_in_use(worker* w, const void* address);         // of a stack: a thread has it
+bool simt_was_used(worker* w, const void* address);       // its stack, by a thread of this block
 bool simt_near_stacks(worker* w, const void* address);    // beside all stacks: see LOCAL_REACH
 void simt_yield(worker* w);       // lets another thread of the block run
 

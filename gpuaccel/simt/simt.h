@@ -38,8 +38,8 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __noinline__ __attribute__((noinline))
-// Nothing: a host compiler inlines as it likes, and refuses to call such a function through a
-// pointer, as a template does with one that it gets as an argument.
+// Empty: g++ refuses to call an always_inline function through a pointer, as a template does with a
+// function that it gets as an argument.
 #define __forceinline__
 #ifdef SIMT_CHECKED
 // Inlined into the loop over threads, clang would drop the checks.
@@ -223,14 +223,14 @@ SIMT_NEAREST(double, d, __fma_rn)
 // Rounded down (rd), up (ru) or towards zero (rz): the processor has these modes, too. A mode is set
 // for one operation. The empty asm keeps the operation behind that, and in front of the next change.
 #if defined(__x86_64__)
-enum { SIMT_DOWN = 1 << 13, SIMT_UP = 2 << 13, SIMT_ZERO = 3 << 13 };
+enum { SIMT_MODE_DOWN = 1 << 13, SIMT_MODE_UP = 2 << 13, SIMT_MODE_ZERO = 3 << 13 };
 template <class T> SIMT_PART void simt_keep_one(T& x) {
     __asm__ __volatile__("" : "+x"(x)::"memory");
 }
 SIMT_PART unsigned simt_rounding() { return __builtin_ia32_stmxcsr(); }
 SIMT_PART void simt_set_rounding(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
 #else
-enum { SIMT_UP = 1 << 22, SIMT_DOWN = 2 << 22, SIMT_ZERO = 3 << 22 };
+enum { SIMT_MODE_UP = 1 << 22, SIMT_MODE_DOWN = 2 << 22, SIMT_MODE_ZERO = 3 << 22 };
 template <class T> SIMT_PART void simt_keep_one(T& x) {
     __asm__ __volatile__("" : "+w"(x)::"memory");
 }
@@ -263,9 +263,9 @@ template <class... T> SIMT_PART void simt_keep(T&... x) { (simt_keep_one(x), ...
     SIMT_ROUNDED(T, __##prefix##sqrt_##suffix, mode, (T x), (x), sqrt(x))                          \
     SIMT_ROUNDED(T, fma_name##_##suffix, mode, (T x, T y, T z), (x, y, z), fma(x, y, z))
 #define SIMT_DIRECTIONS(T, prefix, fma_name)                                                       \
-    SIMT_DIRECTED(T, prefix, fma_name, rd, SIMT_DOWN)                                              \
-    SIMT_DIRECTED(T, prefix, fma_name, ru, SIMT_UP)                                                \
-    SIMT_DIRECTED(T, prefix, fma_name, rz, SIMT_ZERO)
+    SIMT_DIRECTED(T, prefix, fma_name, rd, SIMT_MODE_DOWN)                                         \
+    SIMT_DIRECTED(T, prefix, fma_name, ru, SIMT_MODE_UP)                                           \
+    SIMT_DIRECTED(T, prefix, fma_name, rz, SIMT_MODE_ZERO)
 SIMT_DIRECTIONS(float, f, __fmaf)
 SIMT_DIRECTIONS(double, d, __fma)
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }

@@ -137,7 +137,7 @@ LOCAL_CASES = [
     ("one", 100_000, 4, "writes"),
     ("two", 64, 4, "local array through p"),
     ("member", 64, 4, "local array through p"),
-    ("reads", 70_000, 6, "beyond a local array"),
+    ("reads", 70_000, 6, "beyond a local array through p"),
     ("reads", -70_000_000, 6, "beyond a local array through p"),
     ("waits", 80_000_000, 6, "beyond a local array through p"),
     ("scaled", 2**31 - 1, 6, "beyond a local array through p"),
