@@ -8,6 +8,7 @@ line.
 A *trace* is such a launch that also records each access, and copies nothing back.
 """
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -166,6 +167,9 @@ class Memory:
     def __init__(self, size: int):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.map = mmap.mmap(-1, max(size, 1), flags=flags)
+        # Without them page faults take a third of a launch over large tensors.
+        with contextlib.suppress(OSError):
+            self.map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
