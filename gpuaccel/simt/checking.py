@@ -185,14 +185,21 @@ MAP_NORESERVE = 0x4000
 
 
 class Memory:
-    """Zeroed pages and their address, as long as this object lives."""
+    """Zeroed pages and their address, as long as this object lives.
 
-    def __init__(self, size: int):
+    Args:
+        size: in bytes
+        apart: what is used of it lies far apart
+    """
+
+    def __init__(self, size: int, apart: bool = False):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.map = mmap.mmap(-1, max(size, 1), flags=flags)
-        # A tensor far from all others would get, and clear, a huge page of its own.
+        # Without huge pages page faults take a third of a launch over large tensors. One that is far
+        # from all others would get, and clear, a huge page of its own.
+        advice = "MADV_NOHUGEPAGE" if apart else "MADV_HUGEPAGE"
         with contextlib.suppress(AttributeError, OSError):
-            self.map.madvise(mmap.MADV_NOHUGEPAGE)
+            self.map.madvise(getattr(mmap, advice))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
@@ -212,7 +219,7 @@ def _with_space(size: int, count: int, dynamic: int) -> "tuple[Memory, int, int]
         below, above = (max(int(reach * share), ZONE) for reach in (BELOW, ABOVE))
         total = size + count * (below + above + 256) + dynamic + 2 * ZONE + 256
         try:
-            return Memory(total), below, above
+            return Memory(total, apart=above > ZONE), below, above
         except OSError:
             if above == ZONE:
                 raise

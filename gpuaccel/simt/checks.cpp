@@ -130,10 +130,11 @@ static uint32_t warp_time[SIMT_WARP], lane_time[SIMT_WARP][SIMT_WARP][SIMT_WARP]
 // seen: the latest atomic operation or volatile write of which a thread has seen the result
 static uint32_t fence_time[SIMT_MAX_THREADS], fence_barrier[SIMT_MAX_THREADS];
 static uint32_t seen[SIMT_MAX_THREADS], last_seen;
-static bool partial_sync;         // lane_time is in use in this block
+static bool partial_sync, fenced; // lane_time, or fence_time, is in use in this block
 static uint64_t first_thread;     // of the block, in the grid
 static char *known_lo, *known_hi; // threadIdx and its like
-static simt_region* last_found;
+// The region that each place in the source accessed last, which is mostly the next one, too.
+static simt_region* last_region[4096];
 
 // A write that is about to happen, and what will be known of it afterwards.
 struct pending_write {
@@ -142,7 +143,7 @@ struct pending_write {
     char old[64];
     char* address;
     size_t size;                  // 0: there is no write to look at
-    int region;
+    simt_region* region;
     uint64_t thread;
     void* pc;
     bool waits;                   // for the read of the struct that it copies
@@ -172,7 +173,7 @@ static bool is_guess(uint32_t pc) {
 extern "C" __attribute__((visibility("default"))) void simt_check_with(simt_checks* checks) {
     now = checks;
     clock_ = 1;
-    last_found = 0;
+    memset(last_region, 0, sizeof last_region);
     guess_count = 0;
     pending.race = pattern_read = false;
     pending.size = replaced.size = 0;
@@ -241,6 +242,7 @@ static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
     keep_callers(r);
     return r;
 }
+__attribute__((noinline, cold))
 static simt_report* report(int kind, void* pc, uint32_t other_pc = 0) {
     return report_of(kind, offset(pc), other_pc);
 }
@@ -252,11 +254,16 @@ static void place(simt_report* r, int region, void* address, size_t size, int ac
     r->access = access == VOLATILE ? (int)READ : access == VOLATILE_WRITE ? (int)WRITE : access;
 }
 
-static bool holds_pattern(const char* address, size_t size) {
+static inline bool holds_pattern(const char* address, size_t size) {
     if (!now->pattern || size < 4 || size > 16) return false;
     for (size_t i = 0; i + 4 <= size; i += 4)
         if (memcmp(address + i, &now->pattern, 4)) return false;
     return true;
+}
+
+static inline bool begins_with_pattern(const char* address, size_t size) {
+    if (size >= 4) return !memcmp(address, &now->pattern, 4);
+    return !memcmp(address, &now->pattern, 1) && !memcmp(address, &now->pattern, size);
 }
 
 static void invert(char* address, size_t size) {
@@ -313,11 +320,11 @@ static void finish_write() {
     pending.read_race = 0;
     if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pending.pc)) {
-            place(r, pending.region, pending.address, pending.size, WRITE);
+            place(r, pending.region - now->region, pending.address, pending.size, WRITE);
             r->thread = pending.thread;
             r->callers = 0;
         }
-        bool shared = now->region[pending.region].kind == REGION_SHARED;
+        bool shared = pending.region->kind == REGION_SHARED;
         if (now->flip && shared) invert(pending.address, pending.size);
     }
     pending.size = 0;
@@ -332,6 +339,17 @@ static void finish_write() {
     *r = *p;
     r->kind = kind;
     r->value = 0;
+}
+
+// What is pending before an access. Returns whether the access is a part of it: to copy a struct is
+// announced as its write, then its read, and only then is it written.
+static bool settle(worker* w, char* address, size_t size, int kind) {
+    undisturbed check(w);
+    bool apart = address + size <= pending.address || address >= pending.address + pending.size;
+    bool is_copy = kind == READ && pending.waits && size == pending.size && apart;
+    pending.waits = false;
+    if (!is_copy) finish_write();
+    return is_copy;
 }
 
 // At the end of a launch: reports of what turned out to be harmless are taken back.
@@ -357,7 +375,8 @@ void check_block(worker* w) {
     memset(warp_time, 0, sizeof warp_time);
     if (partial_sync) memset(lane_time, 0, sizeof lane_time);
     partial_sync = false;
-    memset(fence_time, 0, sizeof fence_time);
+    if (fenced) memset(fence_time, 0, sizeof fence_time);
+    fenced = false;
     memset(seen, 0, sizeof seen);
     last_seen = 0;
     // Shared memory is not initialised: it holds NaN.
@@ -438,6 +457,7 @@ void simt_fence(void*) {
     undisturbed check(me());
     finish_write();
     unsigned t = me()->current;
+    fenced = true;
     fence_time[t] = ++clock_;
     fence_barrier[t] = barrier_time;
 }
@@ -458,13 +478,15 @@ static void add_publication(publication* p, uint32_t until, uint32_t at) {
     p->at[i] = at;
 }
 
+__attribute__((noinline))
 static bool is_published(const publication& p, uint32_t time, uint32_t seen_by_reader) {
     for (int i = 0; i < 4; i++)
         if (time < p.until[i] && seen_by_reader >= p.at[i]) return true;
     return false;
 }
 
-static bool ordered(const record& r, unsigned t, uint64_t thread) {
+static inline __attribute__((always_inline))
+bool ordered(const record& r, unsigned t, uint64_t thread) {
     uint64_t other = r.thread - 1;
     if (other == thread) return true;
     if (other >= first_thread) {                          // the same block
@@ -488,7 +510,7 @@ static void publish(unsigned t) {
     worker* w = me();
     ++clock_;
     if (last_barrier) last_barrier->needed = 1;
-    for (unsigned o = 0; o < w->threads; o++) {
+    for (unsigned o = 0; fenced && o < w->threads; o++) {
         uint32_t until = o == t ? fence_time[t] : fence_time[t] ? fence_barrier[t] : 0;
         bool in_step = fence_time[o] < barrier_time
             || (o / SIMT_WARP == t / SIMT_WARP && fence_time[o] < warp_time[t / SIMT_WARP]);
@@ -521,7 +543,6 @@ static bool both_synchronise(const record& other, unsigned t, int kind) {
 // ---- an access ----
 
 static simt_region* find(char* address) {
-    if (last_found && address >= last_found->lo && address < last_found->hi) return last_found;
     int lo = 0, hi = now->regions;
     // Find the first region that begins behind the address.
     while (lo < hi) {
@@ -537,8 +558,9 @@ static simt_region* find(char* address) {
 }
 
 // Returns the report, where there is one.
-static simt_report* race(const record& other, void* pc, int region, char* address, size_t size,
-                         int access, int other_access, bool may_be_same) {
+__attribute__((noinline, cold))
+static simt_report* race(const record& other, void* pc, simt_region* region, char* address,
+                         size_t size, int access, int other_access, bool may_be_same) {
     uint32_t other_pc = other.pc & PC;
     if (other_access == WRITE && other.pc & ATOMIC_BIT) other_access = ATOMIC;
     simt_report* r = &pending.report;
@@ -553,7 +575,7 @@ static simt_report* race(const record& other, void* pc, int region, char* addres
         r = report(REPORT_RACE, pc, other_pc);
         if (!r) return existing(REPORT_RACE, offset(pc), other_pc);
     }
-    place(r, region, address, size, access);
+    place(r, region - now->region, address, size, access);
     r->other_thread = other.thread - 1;
     r->other_access = other_access;
     return r;
@@ -606,7 +628,19 @@ static void leave_locals(worker* w, char* address, size_t size, int kind, void* 
     simt_stop(w, SIMT_CHECK, pc, address, 0);
 }
 
+// Whether an access is of a local variable in use, and reads none that is not set.
+static inline __attribute__((always_inline))
+bool is_quiet_local(worker* w, char* address, size_t size, int kind) {
+    char* stack = (char*)__builtin_frame_address(0);
+    char* end = w->stacks + ((stack - w->stacks) / SLOT + 1) * SLOT;
+    uint32_t function;
+    int64_t distance;
+    return address >= stack && address < end && (is_write(kind) || !holds_pattern(address, size))
+        && !is_between_frames(address, size, &function, &distance);
+}
+
 // A local variable or array.
+__attribute__((noinline))
 static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
     char* stack = (char*)__builtin_frame_address(0);
     uint32_t function;
@@ -625,19 +659,110 @@ static void access_local(worker* w, char* address, size_t size, int kind, void* 
     }
 }
 
-static void access(void* pointer, size_t size, int kind, void* pc) {
-    char* address = (char*)pointer;
-    worker* w = me();
-    if (!w || !w->inside) return;
-    if (address >= known_lo && address < known_hi) return;
+// The region of an access; null where there is nothing more to check.
+static simt_region* locate(worker* w, char* address, size_t size, int kind, void* pc) {
+    simt_region* region = find(address);
+    if (!region) {
+        // Gaps between shared variables, the program's constants, the runtime's own data.
+        if (address >= now->shared_lo && address < now->shared_hi) return 0;
+        if (address >= now->base && address < now->end) return 0;
+        if (address >= (char*)w && address < (char*)(w + 1)) return 0;
+        if (simt_in_heap(address)) {
+            const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
+            simt_check_heap(w, address, size, verbs[kind], pc);
+            return 0;
+        }
+        if (simt_near_stacks(w, address)) leave_locals(w, address, size, kind, pc, true);
+        bool null = (size_t)address < 65536;
+        if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
+            place(r, -1, address, size, kind);
+        simt_stop(w, SIMT_CHECK, pc, address, 0);
+    }
+    int index = region - now->region;
+    bool outside = address < region->lo || address + size > region->hi;
+    if (outside) {
+        if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
+        // Without a zone around it the access would damage a neighbour.
+        if (region->zone == 0 || address + size > region->hi + region->zone
+            || address + region->zone < region->lo)
+            simt_stop(w, SIMT_CHECK, pc, address, 0);
+    }
+    keep(w, pc, index, address - region->lo, size, kind);
+    if (outside) return 0;
+    if (is_write(kind) && region->readonly)
+        if (simt_report* r = report(REPORT_CONST, pc)) place(r, index, address, size, kind);
+    // A trace keeps all accesses.
+    if (!now->event) last_region[(size_t)pc % 4096] = region;
+    return region;
+}
+
+// Records of up to this thread do not count: in shared memory they are of earlier blocks.
+static inline uint32_t oldest_thread(const simt_region* region) {
+    return region->kind == REGION_SHARED ? (uint32_t)first_thread : 0;
+}
+
+// Keeps the last reader, and those before it that a write must be compared with as well.
+static inline void add_reader(cell& c, const record& self, uint32_t oldest) {
+    if (c.read.thread > oldest && c.read.thread != self.thread) {
+        uint32_t ours = (uint32_t)first_thread + 1, warp = (self.thread - ours) / SIMT_WARP;
+        if (c.read.thread < ours) c.far = c.read;
+        else if ((c.read.thread - ours) / SIMT_WARP != warp || c.near.thread < ours
+                 || c.near.time < barrier_time || (c.near.thread - ours) / SIMT_WARP == warp)
+            c.near = c.read;
+    }
+    c.read = self;
+}
+
+// Whether an access is as nearly all are: of whole cells, with nothing to report. Then the cells
+// are up to date. Else check_access() sees them again, which changes nothing in those that are.
+template <int kind> static inline __attribute__((always_inline))
+bool is_quiet(simt_region* region, char* address, size_t size, unsigned t, record self) {
+    size_t at = address - region->lo;
+    uint32_t granule = region->granule;
+    if ((at | size) & (granule - 1)) return false;
+    bool shared = region->kind == REGION_SHARED;
+    uint32_t oldest = oldest_thread(region);
+    uint64_t thread = first_thread + t;
+    int shift = __builtin_ctz(granule);
+    self.pc |= ((1u << granule) - 1) << 26;
+    cell *c = &region->cells[at >> shift], *end = c + (size >> shift);
+    // The next threads want the cells behind these.
+    __builtin_prefetch(c + 4, 1);
+    do {
+        bool written = c->write.thread > oldest;
+        if (written && !ordered(c->write, t, thread)) return false;
+        if (kind == READ) {
+            if (shared && !written) return false;
+            add_reader(*c, self, oldest);
+            continue;
+        }
+        const record* readers[] = {&c->read, &c->near, &c->far};
+        for (const record* r : readers)
+            if (r->thread > oldest && !ordered(*r, t, thread)) return false;
+        c->write = self;
+        c->read.thread = c->near.thread = c->far.thread = 0;
+    } while (++c != end);
+    return kind == WRITE ? !region->readonly : !begins_with_pattern(address, size);
+}
+
+// What is written is seen at the next access.
+static inline void wait_for_write(simt_region* region, char* address, size_t size, int kind,
+                                  unsigned t, void* pc) {
+    pending.address = address;
+    pending.region = region;
+    pending.thread = first_thread + t;
+    pending.pc = pc;
+    pending.waits = kind == WRITE;
+    pending.read_race = 0;
+    pending.atomic = false;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    pending.size = size;
+}
+
+// Any access that is not quiet.
+template <int kind> __attribute__((noinline))
+static void check_access(worker* w, char* address, size_t size, void* pc, bool is_copy) {
     undisturbed check(w);
-    // To copy a struct is announced as its write, then its read: only then is it written.
-    bool apart = address + size <= pending.address || address >= pending.address + pending.size;
-    bool is_copy = kind == READ && pending.waits && size == pending.size && apart;
-    pending.waits = false;
-    if (replaced.size) restore_read();
-    if (!is_copy) finish_write();
-    w->last_pc = pc;
     if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
     // It may wait in a loop for what another thread will write.
     if ((kind == ATOMIC || kind == VOLATILE) && ++w->looks % 64 == 0) {
@@ -647,36 +772,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         idle += 64;
         if (idle > MOST_IDLE) simt_stop(w, SIMT_SPIN, pc, address, 0);
     }
-    simt_region* region = find(address);
-    if (!region) {
-        // Gaps between shared variables, the program's constants, the runtime's own data.
-        if (address >= now->shared_lo && address < now->shared_hi) return;
-        if (address >= now->base && address < now->end) return;
-        if (address >= (char*)w && address < (char*)(w + 1)) return;
-        if (simt_in_heap(address)) {
-            const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
-            return simt_check_heap(w, address, size, verbs[kind], pc);
-        }
-        if (simt_near_stacks(w, address)) leave_locals(w, address, size, kind, pc, true);
-        bool null = (size_t)address < 65536;
-        if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
-            place(r, -1, address, size, kind);
-        simt_stop(w, SIMT_CHECK, pc, address, 0);
-    }
-    int index = region - now->region;
-    if (address < region->lo || address + size > region->hi) {
-        if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
-        // Without a zone around it the access would damage a neighbour.
-        if (region->zone == 0 || address + size > region->hi + region->zone
-            || address + region->zone < region->lo)
-            simt_stop(w, SIMT_CHECK, pc, address, 0);
-        keep(w, pc, index, address - region->lo, size, kind);
-        return;
-    }
-    last_found = region;
-    keep(w, pc, index, address - region->lo, size, kind);
-    if (is_write(kind) && region->readonly)
-        if (simt_report* r = report(REPORT_CONST, pc)) place(r, index, address, size, kind);
+    simt_region* region = locate(w, address, size, kind, pc);
+    if (!region) return;
     unsigned t = w->current;
     uint64_t thread = first_thread + t;
     if (kind == ATOMIC || kind == VOLATILE_WRITE) publish(t);
@@ -686,6 +783,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     size_t from = (size_t)(address - region->lo) / granule;
     size_t to = (size_t)(address + size - 1 - region->lo) / granule;
     bool shared = region->kind == REGION_SHARED;
+    uint32_t oldest = oldest_thread(region);
     bool raced = false;                       // it is reported once per access
     const record* racing_write = 0;
     simt_report* read_race = 0;               // of a plain write and a plain read
@@ -695,46 +793,35 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         char* place_of_cell = region->lo + i * granule;
         uint32_t bytes = bytes_of(address, size, place_of_cell, granule);
         self.pc = (self.pc & ~BYTES) | bytes;
+        bool written = c.write.thread > oldest;
         if (shared) {
-            // Forget the accesses of earlier blocks.
-            if (c.write.thread && c.write.thread - 1 < first_thread) c.write.thread = 0;
-            if (c.read.thread && c.read.thread - 1 < first_thread)
-                c.read.thread = c.near.thread = 0;
-            c.far.thread = 0;
             bool is_padding = region->padding && region->padding[i % region->element];
-            if (!c.write.thread && !is_padding && !unset) unset = place_of_cell;
-            if (c.write.thread) set = place_of_cell;
+            if (!written && !is_padding && !unset) unset = place_of_cell;
+            if (written) set = place_of_cell;
         }
-        if (kind == ATOMIC || kind == VOLATILE) see(t, c.write);
-        if (!raced && c.write.thread && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
+        if (written && (kind == ATOMIC || kind == VOLATILE)) see(t, c.write);
+        if (!raced && written && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
             && !ordered(c.write, t, thread)) {
             raced = true;
             bool two_writes = is_write(kind) && kind != ATOMIC && !(c.write.pc & ATOMIC_BIT);
-            simt_report* r = race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
+            simt_report* r = race(
+                c.write, pc, region, place_of_cell, size, kind, WRITE, two_writes);
             pending.race |= two_writes;
             racing_write = &c.write;
             if (kind == READ && !(c.write.pc & (ATOMIC_BIT | VOLATILE_BIT))) read_race = r;
         }
         if (!is_write(kind)) {
-            if (c.read.thread && c.read.thread != self.thread) {
-                uint32_t ours = (uint32_t)first_thread + 1, warp = (self.thread - ours) / SIMT_WARP;
-                if (c.read.thread < ours) c.far = c.read;
-                else if ((c.read.thread - ours) / SIMT_WARP != warp || c.near.thread < ours
-                         || c.near.time < barrier_time
-                         || (c.near.thread - ours) / SIMT_WARP == warp)
-                    c.near = c.read;
-            }
-            c.read = self;
+            add_reader(c, self, oldest);
         } else {
             const record* readers[] = {&c.read, &c.near, &c.far};
             for (const record* r : readers)
-                if (!raced && r->thread && r->pc & bytes && !both_synchronise(*r, t, kind)
+                if (!raced && r->thread > oldest && r->pc & bytes && !both_synchronise(*r, t, kind)
                     && !ordered(*r, t, thread)) {
                     raced = true;
                     // It read what it had written itself.
                     bool own = kind == WRITE && c.write.thread == r->thread;
                     simt_report* found = race(
-                        *r, pc, index, place_of_cell, size, kind, READ, own);
+                        *r, pc, region, place_of_cell, size, kind, READ, own);
                     pending.race = own;
                     if (kind == WRITE && !own && !(r->pc & VOLATILE_BIT)) read_race = found;
                     break;
@@ -744,21 +831,17 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         }
     }
     if (is_write(kind)) {
-        pending.address = address;
-        pending.size = size;
-        pending.region = index;
-        pending.thread = thread;
-        pending.pc = pc;
-        pending.waits = kind == WRITE;
+        wait_for_write(region, address, size, kind, t, pc);
         pending.read_race = read_race;
         pending.atomic = kind == ATOMIC;
-        if (pending.atomic)
-            memcpy(&pending.before, address, size < sizeof pending.before ? size : sizeof pending.before);
-    } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
+        size_t kept = size < sizeof pending.before ? size : sizeof pending.before;
+        if (pending.atomic) memcpy(&pending.before, address, kept);
+    } else if (begins_with_pattern(address, size)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;
-    if (shared && unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set)) {
-        if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, unset, size, kind);
+    if (unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set)) {
+        if (simt_report* r = report(REPORT_UNINITIALISED, pc))
+            place(r, region - now->region, unset, size, kind);
         // atomicExch may be the first to set it, and drop what was there.
         if (kind == ATOMIC && now->flip) invert(address, size);
     }
@@ -771,6 +854,31 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     }
 }
 
+template <int kind> static inline __attribute__((always_inline))
+void access(void* pointer, size_t size, void* pc) {
+    char* address = (char*)pointer;
+    worker* w = me();
+    if (!w || !w->inside) return;
+    simt_region* region = last_region[(size_t)pc % 4096];
+    bool is_there = region && address >= region->lo && address + size <= region->hi;
+    if (!is_there && address >= known_lo && address < known_hi) return;
+    if (replaced.size) restore_read();
+    bool is_copy = pending.size && settle(w, address, size, kind);
+    bool quiet = false;
+    if (!is_there) quiet = is_quiet_local(w, address, size, kind);
+    else if (kind == READ || kind == WRITE) {
+        unsigned t = w->current;
+        record self = {(uint32_t)first_thread + t + 1, clock_, offset(pc)};
+        quiet = is_quiet<kind>(region, address, size, t, self);
+        // In a relaunch, what a racing read gets may have to be replaced.
+        if (kind == READ && now->pairs) quiet = false;
+        if (quiet && kind == WRITE) wait_for_write(region, address, size, kind, t, pc);
+    }
+    w->last_pc = pc;
+    if (quiet) return;
+    check_access<kind>(w, address, size, pc, is_copy);
+}
+
 void simt_atomic(void* address, size_t size, void* pc) {
     undisturbed check(me());
     if ((size_t)address % size) {
@@ -779,7 +887,7 @@ void simt_atomic(void* address, size_t size, void* pc) {
             r->value = size;
         }
     }
-    access(address, size, ATOMIC, pc);
+    access<ATOMIC>(address, size, pc);
 }
 
 // atomicCAS: where this thread has just read the place, a stale value does no harm.
@@ -814,46 +922,48 @@ unsigned long long check_lane(
 
 // ---- what the thread sanitizer's instrumentation calls ----
 
-extern "C" {
-#pragma GCC visibility push(default)
-#define ACCESS(n)                                                                                  \
-    void __tsan_read##n(void* p) { access(p, n, READ, SIMT_PC); }                                  \
-    void __tsan_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                                \
-    void __tsan_unaligned_read##n(void* p) { access(p, n, READ, SIMT_PC); }                        \
-    void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                      \
-    void __tsan_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); }                     \
-    void __tsan_unaligned_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); }           \
-    void __tsan_unaligned_volatile_write##n(void* p) { access(p, n, VOLATILE_WRITE, SIMT_PC); }    \
-    void __tsan_volatile_write##n(void* p) { access(p, n, VOLATILE_WRITE, SIMT_PC); }              \
-    void __tsan_read_write##n(void* p) { \
-        access(p, n, READ, SIMT_PC); \
-        access(p, n, WRITE, SIMT_PC); \
-    } \
-    void __tsan_unaligned_read_write##n(void* p) { \
-        access(p, n, READ, SIMT_PC); \
-        access(p, n, WRITE, SIMT_PC); \
-    }
-ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
-void __tsan_read_range(void* p, size_t n) { access(p, n, READ, SIMT_PC); }
-void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
 // Parameters are copied too, from memory of Python's.
-static void part_of_copy(const void* p, size_t n, int kind, void* pc) {
+template <int kind> static void part_of_copy(const void* p, size_t n, void* pc) {
     if (!me() || !me()->inside || !n) return;
     if ((size_t)p >= 65536 && !find((char*)p) && !simt_in_heap(p)) return;
-    for (size_t i = 0; i < n; i += 16) access((char*)p + i, n - i < 16 ? n - i : 16, kind, pc);
+    for (size_t i = 0; i < n; i += 16) access<kind>((char*)p + i, n - i < 16 ? n - i : 16, pc);
 }
+
+extern "C" {
+#pragma GCC visibility push(default)
+#define ACCESS(name, n, kind) void __tsan_##name##n(void* p) { access<kind>(p, n, SIMT_PC); }
+#define ACCESSES(n)                                                                                \
+    ACCESS(read, n, READ)                                                                          \
+    ACCESS(write, n, WRITE)                                                                        \
+    ACCESS(unaligned_read, n, READ)                                                                \
+    ACCESS(unaligned_write, n, WRITE)                                                              \
+    ACCESS(volatile_read, n, VOLATILE)                                                             \
+    ACCESS(volatile_write, n, VOLATILE_WRITE)                                                      \
+    ACCESS(unaligned_volatile_read, n, VOLATILE)                                                   \
+    ACCESS(unaligned_volatile_write, n, VOLATILE_WRITE)                                            \
+    void __tsan_read_write##n(void* p) {                                                           \
+        access<READ>(p, n, SIMT_PC);                                                               \
+        access<WRITE>(p, n, SIMT_PC);                                                              \
+    }                                                                                              \
+    void __tsan_unaligned_read_write##n(void* p) {                                                 \
+        access<READ>(p, n, SIMT_PC);                                                               \
+        access<WRITE>(p, n, SIMT_PC);                                                              \
+    }
+ACCESSES(1) ACCESSES(2) ACCESSES(4) ACCESSES(8) ACCESSES(16)
+void __tsan_read_range(void* p, size_t n) { access<READ>(p, n, SIMT_PC); }
+void __tsan_write_range(void* p, size_t n) { access<WRITE>(p, n, SIMT_PC); }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
-    part_of_copy(from, n, READ, SIMT_PC);
-    part_of_copy(to, n, WRITE, SIMT_PC);
+    part_of_copy<READ>(from, n, SIMT_PC);
+    part_of_copy<WRITE>(to, n, SIMT_PC);
     return memcpy(to, from, n);
 }
 void* __tsan_memmove(void* to, const void* from, size_t n) {
-    part_of_copy(from, n, READ, SIMT_PC);
-    part_of_copy(to, n, WRITE, SIMT_PC);
+    part_of_copy<READ>(from, n, SIMT_PC);
+    part_of_copy<WRITE>(to, n, SIMT_PC);
     return memmove(to, from, n);
 }
 void* __tsan_memset(void* to, int value, size_t n) {
-    part_of_copy(to, n, WRITE, SIMT_PC);
+    part_of_copy<WRITE>(to, n, SIMT_PC);
     return memset(to, value, n);
 }
 void __tsan_init() {}

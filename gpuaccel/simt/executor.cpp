@@ -23,8 +23,6 @@ SIMT_TLS __thread uint3 threadIdx, blockIdx;
 SIMT_TLS __thread dim3 blockDim, gridDim;
 SIMT_TLS __thread simt_worker* simt_me;
 
-// The system maps a page of a stack when it is first used. The guard page is below each stack.
-static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;
 // Addresses on both sides of the stacks that stay unused: an access there is one far beyond a local
 // array, whose index has 32 bits.
 #ifdef SIMT_CHECKED
@@ -33,6 +31,7 @@ static const size_t LOCAL_REACH = (size_t)1 << 36;
 static const size_t LOCAL_REACH = 0;
 #endif
 static const int MAX_WORKERS = 64;
+static int most_workers = MAX_WORKERS;        // fewer where there is no memory for more
 static worker* workers[MAX_WORKERS];
 static uint64_t next_block, total_blocks;
 static volatile int stopping;
@@ -350,15 +349,6 @@ extern "C" __attribute__((visibility("default"))) void __ubsan_handle_missing_re
     simt_trap("a function that returns a value ends without a return statement", SIMT_PC);
 }
 
-bool simt_on_stack(worker* w, const void* address) {
-    return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
-}
-
-bool simt_same_stack(worker* w, const void* a, const void* b) {
-    size_t first = (const char*)a - w->stacks, second = (const char*)b - w->stacks;
-    return first / SLOT == second / SLOT;
-}
-
 bool simt_was_used(worker* w, const void* address) {
     return (size_t)((const char*)address - w->stacks) / SLOT < w->used;
 }
@@ -572,6 +562,7 @@ static void* run_worker(void* argument) {
     blockDim = dim3(job->block[0], job->block[1], job->block[2]);
     gridDim = dim3(job->grid[0], job->grid[1], job->grid[2]);
     w->threads = job->block[0] * job->block[1] * job->block[2];
+    w->index = &threadIdx;
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
     w->late = w->inside = w->held = 0;
@@ -648,8 +639,15 @@ static worker* ready_worker(int i, size_t shared) {       // kept between launch
         }
         if (memory == MAP_FAILED) { free(w); return 0; }
         w->stacks = (char*)memory + w->reach;
-        if (mprotect(w->stacks, size, PROT_READ | PROT_WRITE)) { free(w); return 0; }
-        for (int s = 0; s < SIMT_MAX_THREADS; s++) mprotect(w->stacks + s * SLOT, GUARD, PROT_NONE);
+        bool usable = !mprotect(w->stacks, size, PROT_READ | PROT_WRITE);
+        // A process has a limited number of ranges with a protection of their own.
+        for (int s = 0; usable && s < SIMT_MAX_THREADS; s++)
+            usable = !mprotect(w->stacks + s * SLOT, GUARD, PROT_NONE);
+        if (!usable) {
+            munmap(memory, size + 2 * w->reach);
+            free(w);
+            return 0;
+        }
         workers[i] = w;
     }
     worker* w = workers[i];
@@ -672,10 +670,14 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
     total_blocks = (uint64_t)job->grid[0] * job->grid[1] * job->grid[2];
     stopping = interrupted = 0;
     memset(&job->fault, 0, offsetof(simt_fault, waiting));
-    if (job->workers > MAX_WORKERS) job->workers = MAX_WORKERS;
+    if (job->workers > most_workers) job->workers = most_workers;
     for (int i = 0; i < job->workers; i++) {
         worker* w = ready_worker(i, dynamic ? 0 : job->shared);
-        if (!w) return -1;
+        if (!w && i == 0) return -1;
+        if (!w) {
+            job->workers = most_workers = i;
+            break;
+        }
         w->job = job;
         if (dynamic) w->dynamic_memory = (char*)dynamic;
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <pthread.h>
 
+#define SIMT_EXECUTOR
 #include "runtime.h"
 
 enum simt_fault_kind {            // driver.py has the same list
@@ -35,6 +36,11 @@ struct simt_job {
     double seconds;               // time limit; 0: none
     simt_fault fault;
 };
+
+// The stacks of a worker's fibres, each above a guard. The system maps a page when it is used.
+// The guard consists of whole pages where a page has 4, 16 or 64 KiB, and is as large as compilers
+// for ARM expect: they touch each 64 KiB of a large frame (-fstack-clash-protection).
+static const size_t GUARD = 64 << 10, STACK = 256 << 10, SLOT = GUARD + STACK;
 
 struct warp_group { unsigned mask, arrived; int kind; };
 
@@ -91,8 +97,13 @@ inline void simt_let_go(worker* w) {
     w->held = 0;
     if (w->late) simt_end_late(w);
 }
-bool simt_on_stack(worker* w, const void* address);
-bool simt_same_stack(worker* w, const void* a, const void* b);
+inline bool simt_on_stack(worker* w, const void* address) {
+    return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
+}
+inline bool simt_same_stack(worker* w, const void* a, const void* b) {
+    size_t first = (const char*)a - w->stacks, second = (const char*)b - w->stacks;
+    return first / SLOT == second / SLOT;
+}
 bool simt_was_used(worker* w, const void* address);       // its stack, by a thread of this block
 bool simt_near_stacks(worker* w, const void* address);    // beside all stacks: see LOCAL_REACH
 void simt_yield(worker* w);       // lets another thread of the block run

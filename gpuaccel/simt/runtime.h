@@ -15,6 +15,14 @@
 #define SIMT_TLS __attribute__((tls_model("initial-exec")))
 #endif
 
+// threadIdx and its like are constants in a checked kernel, as in CUDA, and no access to them is
+// instrumented. A fast kernel becomes a part of the loop that sets them: there they are variables.
+#if defined(SIMT_CHECKED) && !defined(SIMT_EXECUTOR)
+#define SIMT_INDEX const
+#else
+#define SIMT_INDEX
+#endif
+
 struct uint3 { unsigned x, y, z; };
 struct dim3 {
     unsigned x, y, z;
@@ -44,14 +52,15 @@ struct simt_worker {
     unsigned live[SIMT_WARP];     // per warp: lanes that have not exited
     uint3 start;                  // threadIdx of `next`
     uint3 at[SIMT_MAX_THREADS];   // threadIdx of each started thread
+    uint3* index;                 // threadIdx of this operating-system thread
     void** arguments;             // as cuLaunchKernel takes them
     char* dynamic;                // dynamic shared memory
 };
 
 #pragma GCC visibility push(default)
 extern "C" {
-extern SIMT_TLS __thread uint3 threadIdx, blockIdx;
-extern SIMT_TLS __thread dim3 blockDim, gridDim;
+extern SIMT_TLS __thread SIMT_INDEX uint3 threadIdx, blockIdx;
+extern SIMT_TLS __thread SIMT_INDEX dim3 blockDim, gridDim;
 extern SIMT_TLS __thread simt_worker* simt_me;
 
 // `pc`: an address in the caller, which becomes a source line in messages.
@@ -99,7 +108,7 @@ template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
         simt_worker* w = simt_me;
         while (w->next < w->threads) {
             w->current = w->next++;
-            threadIdx = w->at[w->current] = w->start;
+            *w->index = w->at[w->current] = w->start;
             if (++w->start.x == blockDim.x) {
                 w->start.x = 0;
                 if (++w->start.y == blockDim.y) { w->start.y = 0; ++w->start.z; }

@@ -93,3 +93,24 @@ def test_folders_go_with_their_process_also_when_it_is_killed(tmp_path):
         assert not first.exists() and second.is_dir()
         living.communicate("\n")
     assert list(tmp_path.iterdir()) == []
+
+
+# A process in which there is memory for the stacks of one worker, and of no second one.
+LITTLE = """
+import resource
+import torch
+import gpuaccel as ga
+ones = ga.compile('extern "C" __global__ void ones(int* x) { x[blockIdx.x] = 1; }')
+x = torch.zeros(64, dtype=torch.int32)
+with ga.use_backend("simt"), ga.checked(False):
+    ones[1, 1](x)
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (200 << 20),) * 2)
+    ones[64, 256](x)
+print(x.sum().item())
+"""
+
+
+def test_a_launch_has_as_many_workers_as_there_is_memory_for():
+    done = subprocess.run([sys.executable, "-c", LITTLE], capture_output=True, text=True)
+    assert done.stdout.split() == ["64"], done.stderr
