@@ -586,8 +586,9 @@ def main():
 
     for number, mutant in enumerate(mutants):
         if number in options.only if options.only else str(mutant) not in results:
-            # A line that ranks run is recorded for the test that started them, not for all.
-            whole_room = bool(options.only) or mutant.room == "distributed"
+            # What ranks run is recorded for the test that started them, not for all, and what
+            # NVRTC compiles is not recorded.
+            whole_room = bool(options.only) or mutant.room in ("distributed", "kernels")
             keep({mutant: trial.alone(mutant, whole_room)}, "fast")
             print(f"{number:3} {results[str(mutant)] or 'survives'}", flush=True)
     for words in () if options.only else ("fast", "all")[: 1 + options.all]:

@@ -14,7 +14,8 @@ from test_sums import (
     words,
 )
 
-from gpuaccel.distributed.machines import machine_name
+from gpuaccel.distributed.machines import Machines, machine_name
+from gpuaccel.distributed.p2p import in_words
 
 SIZES = [[2, 2], [1, 1, 1], [1, 1, 1, 1], [1, 1]]
 
@@ -222,3 +223,15 @@ def test_gpus_of_two_machines_eager_and_captured(gpu_workers, sizes, options):
         assert all(one["copies"] for one in results)
     if gpus > 2:
         assert all(one["levels"] == 2 for one in results)
+
+
+@pytest.mark.parametrize(
+    "count, size, words",
+    [
+        (1, 4, "peer-to-peer copies of 4 ranks"),
+        (2, 4, "peer-to-peer copies of 4 ranks on each machine, and NCCL between 2 machines"),
+        (8, 1, "NCCL between 8 machines"),
+    ],
+)
+def test_the_log_says_what_adds_up_gradients(count, size, words):
+    assert in_words(Machines(count, size, 0, 0, None, None), "nccl") == words

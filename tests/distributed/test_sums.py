@@ -9,6 +9,8 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
+from gpuaccel.distributed.light_gradients import MAX_LIGHT, LightGradients
+from gpuaccel.optim.arena import Arena
 
 SIMT = pytest.param(
     "simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
@@ -345,3 +347,10 @@ def test_gpus_eager_and_captured(gpu_workers, gpus, options):
     check_transformers(results, options)
     copies = not options.keys() & {"dtype", "ordered"} and options.get("peer_to_peer", True)
     assert all(one["copies"] == copies for one in results)
+
+
+def test_a_tensor_is_light_up_to_a_size():
+    sizes = (1, MAX_LIGHT, MAX_LIGHT + 1, 0)
+    arena = Arena(torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(n)) for n in sizes))
+    light = LightGradients(arena, set(), None)
+    assert {arena.segments[i].numel for i in light.tensors} == {1, MAX_LIGHT}

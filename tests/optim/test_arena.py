@@ -550,6 +550,18 @@ def test_an_arena_refuses_and_changes_nothing(make, message):
     assert Arena.of(module) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_kernels_wrote_are_another_version(dtype):
+    """A graph that saved a weight must not be run backward behind a collective that wrote it."""
+    model = nn.Linear(2, 2).to(dtype)
+    arena = Arena(model)
+    losses = [t.square().sum() for t in (*model.parameters(), *arena.masters)]
+    arena.weights_written()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_parameters_that_meet_in_memory_do_not_overlap():
     module, base = nn.Module(), torch.arange(10.0)
     module.a, module.b = nn.Parameter(base[:4]), nn.Parameter(base[4:])
