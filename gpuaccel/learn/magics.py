@@ -11,7 +11,8 @@
     twice[4, 256](x, 1000)                   # in the next cell
 
 A cell may be a whole .cu file: its host code is left out (see ga.compile). `%%cuda scale<float>`
-makes `scale` an instance of a kernel template. `%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
+makes `scale` an instance of a kernel template. `%%cuda accumulate
+-D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
 does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 

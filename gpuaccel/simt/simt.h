@@ -220,7 +220,7 @@ SIMT_NEAREST(float, f, __fmaf_rn)
 SIMT_NEAREST(double, d, __fma_rn)
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
 
-// Rounded down, up and towards zero: the nearest number, or its neighbour, as `rest` says, which has
+// Rounded down, up and towards zero: the nearest number, or its neighbour, as `rest` says. That has
 // the sign of what the nearest number lacks of the exact result.
 #define SIMT_DIRECTED(T, name, rest, ...)                                                          \
     inline T __##name##_rd(SIMT_OPERANDS##__VA_ARGS__(T)) {                                        \
