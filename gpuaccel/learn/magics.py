@@ -64,14 +64,21 @@ class Compiled:
     def _rows(self):
         """(signature, what it costs) of each kernel."""
         for name, kernel in self.kernels.items():
-            cost = kernel.resources()
-            spilled = cost.spill_store_bytes + cost.spill_load_bytes
-            facts = [f"{cost.registers} registers"]
-            if cost.shared_bytes:
-                facts.append(f"{cost.shared_bytes:,} bytes shared")
-            facts.append(f"{spilled:,} bytes spilled" if cost.spill_store_bytes else "no spills")
-            on_gpu = backend().name == "cuda"
-            facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
+            try:
+                cost = kernel.resources()
+            except CompileError:
+                # Without the headers of CUDA only the CPU has compiled it.
+                facts = ["compiled for the CPU"]
+            else:
+                spilled = cost.spill_store_bytes + cost.spill_load_bytes
+                facts = [f"{cost.registers} registers"]
+                if cost.shared_bytes:
+                    facts.append(f"{cost.shared_bytes:,} bytes shared")
+                facts.append(
+                    f"{spilled:,} bytes spilled" if cost.spill_store_bytes else "no spills"
+                )
+                on_gpu = backend().name == "cuda"
+                facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
             facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
             yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
         if self.left_out:
