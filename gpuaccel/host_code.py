@@ -160,22 +160,22 @@ def _declared(text, start, end, head, body, macros) -> _Declaration:
     start += len(text[start:end]) - len(text[start:end].lstrip())
     words = frozenset(re.findall(r"\w+", head))
 
-    def found(kind, *names):
+    def declaration(kind, *names):
         return _Declaration(start, end, kind, tuple(names), words, body)
 
     plain = head.strip()
     if used := re.match(r"using\s+namespace\s+([\w:]+)", plain):
-        return found("namespace", used[1].split("::")[-1])
+        return declaration("namespace", used[1].split("::")[-1])
     if alias := re.match(r"(?:using|namespace)\s+(?:typename\s+)?(?:[\w:]*::)?\s*(\w+)", plain):
-        return found("names", alias[1])
+        return declaration("names", alias[1])
     if plain.startswith("static_assert"):
-        return found("assertion")
+        return declaration("assertion")
     if plain.startswith("typedef"):
         pointers = re.findall(r"\(\s*[\w:]*\s*\*\s*(\w+)\s*\)\s*\(", text[start:end])
         behind = plain.rpartition("{}")[2].split(",")
         last = [names[-1] for part in behind if (names := re.findall(r"\w+", part))]
         tag = re.match(r"typedef\s+(?:struct|class|union|enum)\s+(\w+)", plain)
-        return found(
+        return declaration(
             "type", *pointers, *last, *([tag[1]] if tag else []), *_enumerators(text, body, words)
         )
     if body and _TYPE.match(plain) and "(" not in plain:
@@ -183,9 +183,9 @@ def _declared(text, start, end, head, body, macros) -> _Declaration:
         tag = re.search(r"\b(?:struct|class|union|enum)\b[\s\[\]]*([^:{<]*)", before)
         names = re.findall(r"\w+", tag[1]) if tag else []
         names += re.findall(r"\w+", behind)
-        return found("type", *names, *_enumerators(text, body, words))
+        return declaration("type", *names, *_enumerators(text, body, words))
     if re.fullmatch(r"(?:friend\s+)?(?:struct|class|union|enum)\s+(?:class\s+)?\w+", plain):
-        return found("type", plain.split()[-1])
+        return declaration("type", plain.split()[-1])
     is_operator = "operator" in words
     value = None if is_operator else _INITIALISER.search(plain)
     before = plain[: value.start()] if value else plain
@@ -193,13 +193,13 @@ def _declared(text, start, end, head, body, macros) -> _Declaration:
     if function and (body is None or not _TYPE.match(plain) or "(" in plain):
         owner = re.search(r"(\w+)\s*(?:<[^()]*>)?\s*::\s*$", before[: function.start()])
         name = owner[1] if owner else "operator" if is_operator else function[1]
-        return found("function", name)
+        return declaration("function", name)
     names = []
     for part in split_list(before if "," not in plain else re.sub(r"\{\}", "", plain)):
         declarator = re.search(r"(\w+)\s*(?:\[\]\s*)*(?:[={(:].*)?$", part.strip(), re.S)
         if declarator:
             names.append(declarator[1])
-    return found("variable", *names)
+    return declaration("variable", *names)
 
 
 def _enumerators(text, body, words) -> "list[str]":

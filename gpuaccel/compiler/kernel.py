@@ -734,6 +734,12 @@ def _number_types(param) -> tuple:
 class Module:
     """The kernels of one text: `module["name"]` is a Kernel, as `ga.compile` returns it.
 
+    Args:
+        text: CUDA C.
+        filename: what messages call it.
+        options: for NVRTC.
+        defines: macro -> value.
+
     Attributes:
         names: its kernels, in order. templates: its kernel templates; module["scale<float>"] is an
             instance of `scale`.

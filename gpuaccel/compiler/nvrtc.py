@@ -203,7 +203,7 @@ def compile_cubin(
     options: "tuple[str, ...]" = (),
     expressions: "tuple[str, ...]" = (),
 ) -> "tuple[bytes, str, dict[str, str]]":
-    """(cubin, ptxas report, symbols) of a whole program for one architecture, perhaps from the cache.
+    """(cubin, ptxas report, symbols) of a whole program for one architecture, or from the cache.
 
     Args:
         source: CUDA C with everything it needs, so that the cache key covers it; the key covers
@@ -358,8 +358,8 @@ HINTS = {
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
     r'open source file "(crt/)?mma': "tensor cores (wmma) need the headers mma.h and crt/mma.h of "
     "the wheel nvidia-cuda-nvcc-cu12, or of a toolkit (CUDA_HOME)",
-    r'cub/[^\n]*error: cannot open source file "c': "NVRTC compiles headers of single block or warp "
-    "functions of cub, as <cub/block/block_reduce.cuh>, and not <cub/cub.cuh>",
+    r'cub/[^\n]*error: cannot open source file "c': "NVRTC compiles headers of single block or "
+    "warp functions of cub, as <cub/block/block_reduce.cuh>, and not <cub/cub.cuh>",
     r'open source file "curand': "curand_kernel.h is in the wheel nvidia-curand-cu12, or in a "
     "toolkit (CUDA_HOME)",
     # More than 49,152 bytes, in the words of NVRTC and of ptxas.

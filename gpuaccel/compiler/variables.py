@@ -169,10 +169,10 @@ class Variables(Mapping):
 
 
 class _Memory:
-    """Bytes of a GPU's memory, as torch takes them. owner: lives as long as they are used."""
+    """Bytes of a GPU's memory, as torch takes them. module: lives as long as they are used."""
 
-    def __init__(self, address: int, size: int, owner):
-        self.owner = owner
+    def __init__(self, address: int, size: int, module):
+        self.module = module
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",

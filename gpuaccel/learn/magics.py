@@ -11,7 +11,8 @@
     twice[4, 256](x, 1000)                   # in the next cell
 
 A cell may be a whole .cu file: its host code is left out (see ga.compile). `%%cuda scale<float>`
-makes `scale` an instance of a kernel template. `%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
+makes `scale` an instance of a kernel template. `%%cuda accumulate
+-D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
 does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 
@@ -71,14 +72,21 @@ class Compiled:
     def _rows(self):
         """(signature, what it costs) of each kernel."""
         for name, kernel in self.kernels.items():
-            cost = kernel.resources()
-            spilled = cost.spill_store_bytes + cost.spill_load_bytes
-            facts = [f"{cost.registers} registers"]
-            if cost.shared_bytes:
-                facts.append(f"{cost.shared_bytes:,} bytes shared")
-            facts.append(f"{spilled:,} bytes spilled" if cost.spill_store_bytes else "no spills")
-            on_gpu = backend().name == "cuda"
-            facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
+            try:
+                cost = kernel.resources()
+            except CompileError:
+                # Without the headers of CUDA only the CPU has compiled it.
+                facts = ["compiled for the CPU"]
+            else:
+                spilled = cost.spill_store_bytes + cost.spill_load_bytes
+                facts = [f"{cost.registers} registers"]
+                if cost.shared_bytes:
+                    facts.append(f"{cost.shared_bytes:,} bytes shared")
+                facts.append(
+                    f"{spilled:,} bytes spilled" if cost.spill_store_bytes else "no spills"
+                )
+                on_gpu = backend().name == "cuda"
+                facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
             facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
             yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
         if self.left_out:

@@ -129,9 +129,7 @@ RETURNS = ("-fsanitize=return",)
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
-    r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t|CUtexObject|CUsurfObject": (
-        "textures"
-    ),
+    r"\btex[123]D\w*|\bsurf[123]D\w*|cuda\w*(?:ture|face)Object_t|CU\w+Object": "textures",
     r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bcuda/pipeline\b": "asynchronous copies",
     r"\bcuda/(?!pipeline\b)[\w/]+": "a header of libcu++",
     r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",

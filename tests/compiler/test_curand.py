@@ -1,4 +1,4 @@
-"""curand_kernel.h, NVIDIA's own header, compiles for a GPU and draws the same numbers on the CPU."""
+"""NVIDIA's curand_kernel.h compiles for a GPU and draws the same numbers on the CPU."""
 
 import math
 

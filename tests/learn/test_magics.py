@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpuaccel as ga
+from gpuaccel.compiler import nvrtc
 from gpuaccel.learn.magics import compile_cell, parse_line
 
 InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
@@ -153,6 +154,13 @@ def test_a_cell_may_be_a_whole_file(shell, capsys):
     with ga.use_backend("simt"):
         shell.user_ns["of"][1, 32](x, 3.0)
     assert (x == 3).all()
+
+
+def test_a_cell_that_only_the_cpu_can_compile_is_shown(monkeypatch):
+    monkeypatch.setattr(nvrtc, "include_folders", lambda: ())
+    source = "#include <cuda_fp16.h>\n__global__ void zero(half* x) { x[threadIdx.x] = half(0); }\n"
+    with ga.use_backend("simt"):
+        assert "zero(half* x)    compiled for the CPU" in str(compile_cell("", source))
 
 
 @pytest.mark.gpu
