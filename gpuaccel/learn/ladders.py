@@ -1,9 +1,8 @@
-"""The encoder's first two backwards, for lessons, benchmarks and tests.
+"""The encoder's first two backwards, for benchmarks and tests.
 
 The package itself uses only encoder_backward_v3. Version 1 adds with atomics, so its result differs
 from run to run; version 2 needs buckets that the CPU makes.
 
-    embedding = ladders.AtomicEmbedding(256, 128)      # an nn.Embedding with version 1
     buckets, items = reference_buckets(tokens, C, lane=8)
     launch_buckets(dwte, dout, buckets.cuda(), items.cuda())
 
@@ -11,7 +10,7 @@ Source: llm.c's encoder_backward.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compiler import C_TYPES
 from ..ops import NO_ROUNDING, encoder_kernel, pack_rounding
@@ -64,40 +63,3 @@ def launch_buckets(dwte: Tensor, dout: Tensor, buckets: Tensor, items: Tensor):
     encoder_kernel("encoder_backward_v2", **macros)[len(buckets), 256](
         dwte, dout, buckets, items, dout.shape[-1], pack_rounding(*NO_ROUNDING)
     )
-
-
-# Its own numbers, so that torch.manual_seed does not make two runs alike.
-_chance = torch.Generator().manual_seed(0)
-
-
-class _AtomicRows(torch.autograd.Function):
-    """weight[tokens]; backward launches encoder_backward_v1."""
-
-    @staticmethod
-    def forward(ctx, tokens, weight):
-        ctx.save_for_backward(tokens)
-        ctx.shape = weight.shape
-        return weight[tokens]
-
-    @staticmethod
-    def backward(ctx, dout):
-        tokens = ctx.saved_tensors[0].reshape(-1)
-        rows = dout.reshape(len(tokens), -1)
-        if not dout.is_cuda:
-            order = torch.randperm(len(tokens), generator=_chance)
-            rows, tokens = rows[order], tokens[order]
-        sums = torch.zeros(ctx.shape, device=dout.device)
-        # Every row is position 0 of a batch of its own: the sum over positions is not used.
-        unused = torch.zeros(1, ctx.shape[1], device=dout.device)
-        launch_atomic(sums, unused, rows.contiguous(), tokens[:, None])
-        return None, sums.to(dout.dtype)
-
-
-class AtomicEmbedding(nn.Embedding):
-    """nn.Embedding whose gradients atomics add, in no fixed order; for lessons.
-
-    On a GPU the order is chance. A CPU runs the threads one after the other, always in one order:
-    there the rows are handed over in a random order, which torch.manual_seed does not fix."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return _AtomicRows.apply(tokens, self.weight)

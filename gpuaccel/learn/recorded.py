@@ -258,34 +258,6 @@ def _times(ms, ours):
     return f"{ms / ours:,.1f}x" if ms < 100 * ours else f"{ms / ours:,.0f}x"
 
 
-def encoder() -> "Table | Recorded":
-    """The embedding's backward: times of each variant, and sums that differ between runs."""
-    run = recorded("encoder")
-    backward = run.get("backward") or {}
-    kinds = {
-        kind: result
-        for kind, result in _dicts(backward).items()
-        if isinstance(result.get("variants"), dict)
-    }
-    variants = [
-        name for name in _names(r["variants"] for r in kinds.values()) if "bf16" not in name
-    ]
-    if not variants:
-        return run
-    rows = []
-    for name in variants:
-        results = [kind["variants"].get(name) or {} for kind in kinds.values()]
-        differ = max(result.get("differ") or 0 for result in results)
-        rows.append([name, *map(_backward_ms, results), f"{differ:,}"])
-    buckets = [
-        f"{kind['buckets_ms']:.1f} ms" if "buckets_ms" in kind else "-" for kind in kinds.values()
-    ]
-    rows.append(["making the buckets, CPU", *buckets, ""])
-    tokens, channels = backward.get("tokens") or 0, backward.get("C") or 0
-    what = f"{tokens:,} tokens, {channels} channels in bf16, sums in fp32"
-    return Table(("", *kinds, "sums that differ, at most"), rows, f"{run.label}; {what}")
-
-
 def _backward_ms(result):
     """A time of the embedding's backward, replayed if there is one."""
     times = result.get("ms") or {}

@@ -35,7 +35,8 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         lr: learning rate, 0 or more; a number or a one-element tensor.
         betas: decay of the moments, each from 0 to below 1, as torch's.
         eps: added to the denominator, 0 or more.
-        weight_decay: 0 or more, decoupled as torch's. Over an arena only matrices decay (its
+        weight_decay: 0 or more, decoupled as torch's. Over an arena only tensors
+            of two or more dimensions decay (its
             segments say so: Arena(decay=...)).
         amsgrad: divide by the largest second moment so far, as torch's.
         max_norm: clip the gradients to this norm inside the step; None: no clipping.

@@ -189,15 +189,15 @@ class Memory:
 
     Args:
         size: in bytes
-        apart: what is used of it lies far apart
+        sparse: what is used of it lies far from each other
     """
 
-    def __init__(self, size: int, apart: bool = False):
+    def __init__(self, size: int, sparse: bool = False):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.map = mmap.mmap(-1, max(size, 1), flags=flags)
-        # Without huge pages page faults take a third of a launch over large tensors. One that is far
-        # from all others would get, and clear, a huge page of its own.
-        advice = "MADV_NOHUGEPAGE" if apart else "MADV_HUGEPAGE"
+        # Without huge pages page faults take a third of a launch over large tensors. A tensor that
+        # is far from all others would get, and clear, a huge page of its own.
+        advice = "MADV_NOHUGEPAGE" if sparse else "MADV_HUGEPAGE"
         with contextlib.suppress(AttributeError, OSError):
             self.map.madvise(getattr(mmap, advice))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
@@ -219,7 +219,7 @@ def _with_space(size: int, count: int, dynamic: int) -> "tuple[Memory, int, int]
         below, above = (max(int(reach * share), ZONE) for reach in (BELOW, ABOVE))
         total = size + count * (below + above + 256) + dynamic + 2 * ZONE + 256
         try:
-            return Memory(total, apart=above > ZONE), below, above
+            return Memory(total, sparse=above > ZONE), below, above
         except OSError:
             if above == ZONE:
                 raise
@@ -846,7 +846,7 @@ class Session:
         return words
 
     def is_far(self) -> bool:
-        """Whether an access ended the launch because it was far from everything, or from its array."""
+        """Whether an access ended the launch: it was far from everything, or from its array."""
         return any(
             KINDS[raw.kind] == "far"
             or KINDS[raw.kind] == "out of bounds"

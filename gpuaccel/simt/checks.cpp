@@ -152,8 +152,8 @@ struct pending_write {
     bool atomic;
 };
 static pending_write pending;
-// Volatile reads and atomic operations of the block since something was written last. Above the limit
-// its threads wait in loops for what only another block could write.
+// Volatile reads and atomic operations of the block since something was written last. Above the
+// limit its threads wait in loops for what only another block could write.
 static uint32_t idle;
 static const uint32_t MOST_IDLE = 1 << 24;
 // What a plain read got the value of another order for, until it has happened.

@@ -220,8 +220,8 @@ inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.
 SIMT_NEAREST(float, f, __fmaf_rn)
 SIMT_NEAREST(double, d, __fma_rn)
 
-// Rounded down (rd), up (ru) or towards zero (rz): the processor has these modes, too. A mode is set
-// for one operation. The empty asm keeps the operation behind that, and in front of the next change.
+// Rounded down (rd), up (ru) or towards zero (rz): the processor has these modes, too. A mode is
+// set for one operation. The empty asm keeps the operation behind that, and before the next change.
 #if defined(__x86_64__)
 enum { SIMT_MODE_DOWN = 1 << 13, SIMT_MODE_UP = 2 << 13, SIMT_MODE_ZERO = 3 << 13 };
 template <class T> SIMT_PART void simt_keep_one(T& x) {

@@ -39,7 +39,7 @@ def mistakes(source, name, args, block=4, grid=1, tensors=()):
 # ---- wild indices --------------------------------------------------------------------------------
 
 WILD = """
-extern "C" __global__ void product(float* x, int row, int stride) { x[row * stride + threadIdx.x] = 1; }
+__global__ void product(float* x, int row, int stride) { x[row * stride + threadIdx.x] = 1; }
 extern "C" __global__ void earlier(float* x, int row, int stride)
 {
     int i = row * stride;
@@ -121,7 +121,7 @@ extern "C" __global__ void member(float* x, int n)
     s.m = 1;
     x[0] = s.v[1] + s.m;
 }
-extern "C" __global__ void reads(float* x, int n) { float a[4]; fill(a, 4); x[threadIdx.x] = at(a, n); }
+__global__ void reads(float* x, int n) { float a[4]; fill(a, 4); x[threadIdx.x] = at(a, n); }
 extern "C" __global__ void waits(float* x, int n)
 {
     float a[4];
@@ -269,7 +269,7 @@ extern "C" __global__ void barrier(int* out, int* count)
     while (atomicAdd(count, 0) < gridDim.x) __nanosleep(10);
     out[blockIdx.x] = 1;
 }
-extern "C" __global__ void locked(int* out, int* lock) { while (atomicCAS(lock, 0, 1)) { } out[0] = 1; }
+__global__ void locked(int* out, int* lock) { while (atomicCAS(lock, 0, 1)) { } out[0] = 1; }
 extern "C" __global__ void bounded(int* out, volatile int* flag)
 {
     int i = 0;

@@ -310,7 +310,7 @@ def solution(name: str) -> Folded:
     Example:
         >>> source = ga.solution("scale").text
         >>> source.splitlines()[0]
-        'extern "C" __global__ void scale(float* out, const float* x, float factor, int n)'
+        '__global__ void scale(float* out, const float* x, float factor, int n)'
     """
     return Folded("A solution", exercise(name).solution, code=True)
 

@@ -33,29 +33,24 @@ def _run_starts_case(n, generator):
     )
 
 
-def _piece_sums_case(n, generator):
+def _embedding_backward_case(n, generator):
     C = CHANNELS.get(n, 1)
-    size = (
-        2
-        if n > 100_000
-        else int(torch.randint(20, 33, (), generator=generator, device=generator.device))
-    )
-    rows = (n // C - 1) * size + int(
-        torch.randint(1, size + 1, (), generator=generator, device=generator.device)
+    rows = 3 if n > 100_000 else whole_number(90, 120, generator)
+    # Few of the tokens, so that their rows meet.
+    most = min(n // C, 7)
+    tokens = torch.randint(
+        0, most, (rows,), generator=generator, device=generator.device, dtype=torch.int32
     )
     dout = normal(rows * C, generator)
-    padded = torch.cat([dout, dout.new_zeros(n * size - rows * C)]).view(
-        n // C, size, C
-    )  # adding a zero changes no bit
-    total = padded[:, 0]
-    for r in range(1, size):
-        total = total + padded[:, r]
+    total = dout.new_zeros(n // C, C)
+    for token, row in zip(tokens.tolist(), dout.view(rows, C)):
+        total[token] += row
     return Case(
         unwritten(n, generator),
-        (dout,),
-        (rows, C, size),
+        (dout, tokens),
+        (rows, C),
         total.flatten().double(),
-        f"from {plural(rows, 'row')} of {plural(C, 'channel')}, in pieces of {size} rows",
+        f"{plural(n // C, 'token')}, {plural(rows, 'row')} of {plural(C, 'channel')}",
         roundings=0,
     )
 
@@ -122,15 +117,12 @@ def _safe_rows_case(n, generator):
 _STARTS = INDEX + "if (i < n) starts[i] = {};"
 
 
-_PIECE = """int i = blockIdx.x * blockDim.x + threadIdx.x;
-int piece = i / C, c = i % C;
-"""
-
-
-_SUM = """if (i >= n) return;
+_IN_ORDER = """int i = blockIdx.x * blockDim.x + threadIdx.x;
+if (i >= n) return;
 float sum = 0.0f;
-for (int row = piece * size; row < min(piece * size + size, rows); row++) sum += dout[row * C + c];
-sums[i] = sum;"""
+for (int row = 0; row < rows; row++)
+    if (tokens[row] == i / C) sum += dout[row * C + i % C];
+dwte[i] = sum;"""
 
 
 _BITS = (
@@ -189,61 +181,47 @@ EXERCISES = {
             data=_run_starts_case,
         ),
         kernel_exercise(
-            "piece_sums",
+            "embedding_backward",
             task=(
-                "dout: (rows, C), all of one token, in pieces of `size` rows; the last may be "
-                "shorter. sums[piece * C + c] = channel c of the piece's rows, added one after "
-                "the other, first row first: bit-identical in every run. One thread per sum, n of "
-                "them. Expected: four lines."
+                "dwte[i] is channel i % C of token i / C: the sum of channel i % C of the rows of "
+                "dout whose token that is, first row first, so that it is bit-identical in every "
+                "run. A token without a row gets 0. One thread per sum. Expected: six lines."
             ),
-            params=("float* sums", "const float* dout", "int rows", "int C", "int size", "int n"),
-            stub="// sum i belongs to piece i / C and channel i % C\n// your lines",
+            params=(
+                "float* dwte",
+                "const float* dout",
+                "const int* tokens",
+                "int rows",
+                "int C",
+                "int n",
+            ),
+            stub="// dwte[i] is channel i % C of token i / C\n// your lines",
             hint=(
-                "The piece's rows are piece * size up to, but not including, min(piece * size +"
-                " size, rows); element c of a row is dout[row * C + c]. One float, one loop: "
-                "any other order gives other bits."
+                "A loop over all rows: where tokens[row] is the thread's token, add "
+                "dout[row * C + i % C] to a float of the thread's own. Write it once, at the end."
             ),
-            solution=_PIECE + _SUM,
+            solution=_IN_ORDER,
             wrong_answers={
-                "no guard": _PIECE + _SUM.replace("if (i >= n) return;\n", ""),
-                "ignores the end": _PIECE
-                + _SUM.replace("min(piece * size + size, rows)", "piece * size + size"),
-                "one too many": _PIECE
-                + _SUM.replace(
-                    "row < min(piece * size + size, rows)", "row <= min(piece * size + size, rows)"
+                "no guard": _IN_ORDER.replace("if (i >= n) return;\n", ""),
+                "last row first": _IN_ORDER.replace(
+                    "int row = 0; row < rows; row++", "int row = rows - 1; row >= 0; row--"
                 ),
-                "one too few": _PIECE + _SUM.replace("row < min(", "row + 1 < min("),
-                "last row first": _PIECE
-                + _SUM.replace(
-                    "int row = piece * size; row < min(piece * size + size, rows); row++",
-                    "int row = min(piece * size + size, rows) - 1; row >= piece * size; row--",
+                "one too few": _IN_ORDER.replace("row < rows", "row < rows - 1"),
+                "one too many": _IN_ORDER.replace("row < rows", "row <= rows"),
+                "the last row only": _IN_ORDER.replace("sum += dout", "sum = dout"),
+                "every row": _IN_ORDER.replace("if (tokens[row] == i / C) ", ""),
+                "the first channel": _IN_ORDER.replace("row * C + i % C", "row * C"),
+                "token and channel exchanged": _IN_ORDER.replace("i / C", "i % C").replace(
+                    "row * C + i % C", "row * C + i / C"
                 ),
-                "adds to what was there": _PIECE + _SUM.replace("sums[i] = sum", "sums[i] += sum"),
-                "adds in memory": _PIECE
-                + _SUM.replace("float sum = 0.0f;\n", "")
-                .replace("sum += dout", "sums[i] += dout")
-                .replace("\nsums[i] = sum;", ""),
-                "only the first row": _PIECE + "if (i < n) sums[i] = dout[piece * size * C + c];",
-                "in two halves": _PIECE
-                + _SUM.replace(
-                    "sum += dout[row * C + c]", "(row % 2 ? odd : sum) += dout[row * C + c]"
-                )
-                .replace("= 0.0f", "= 0.0f, odd = 0.0f")
-                .replace("sums[i] = sum", "sums[i] = sum + odd"),
-                "in double": _PIECE
-                + _SUM.replace("float sum", "double sum").replace(
-                    "sums[i] = sum", "sums[i] = (float)sum"
+                "adds to what was there": _IN_ORDER.replace("dwte[i] = sum", "dwte[i] += sum"),
+                "in double precision": _IN_ORDER.replace("float sum = 0.0f", "double sum = 0"),
+                "atomics": (
+                    INDEX + "if (i < rows * C) "
+                    "atomicAdd(&dwte[tokens[i / C] * C + i % C], dout[i]);"
                 ),
-                "rounds to bf16": _PIECE
-                + _SUM.replace(
-                    "sum += dout[row * C + c]", "sum = as_float(as_bf16(sum + dout[row * C + c]))"
-                ),
-                "32 rows whatever the size": _PIECE
-                + _SUM.replace("piece * size", "piece * 32").replace("32 + size", "32 + 32"),
-                "rows and channels swapped": _PIECE
-                + _SUM.replace("dout[row * C + c]", "dout[(c * rows + row) % (rows * C)]"),
             },
-            data=_piece_sums_case,
+            data=_embedding_backward_case,
         ),
         kernel_exercise(
             "stochastic",

@@ -132,7 +132,7 @@ def kernel_exercise(
 
     def source(body):
         lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
-        return f'extern "C" __global__ void {name}({", ".join(params)})\n{{\n{lines}\n}}\n'
+        return f"__global__ void {name}({', '.join(params)})\n{{\n{lines}\n}}\n"
 
     return Exercise(
         name,

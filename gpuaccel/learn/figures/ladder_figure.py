@@ -72,9 +72,10 @@ RUNGS = (
     Rung(
         "04_encoder",
         "Embedding gradients",
-        "why two runs differ, and how a sum in a fixed order makes them equal",
-        "a sum in a fixed order",
-        ("01",),
+        "why two runs differ, and the kernel whose sums are the same in every bit",
+        "two runs, every bit equal",
+        ("02",),
+        minutes=35,
     ),
     Rung(
         "04b_rounding",

@@ -1,11 +1,8 @@
-"""Pictures of an embedding's gradients: rows that meet, a sort, segments, bits of sums, rounding.
+"""Pictures of an embedding's gradients: rows that meet, a sort, bits of sums, rounding.
 
     token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
     token_figures.counting(words)                          # counted, and put in their places
-    token_figures.segments(words)                          # sorted stably, and the runs
-    token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
     token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
-    token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
     token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
     token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
 
@@ -13,16 +10,12 @@ Each is a Figure. Words stand for tokens, so that a picture can be read; their n
 places in the alphabet.
 """
 
-import itertools
-import math
 import struct
 
 import torch
 
-from ...ops import PIECE, Segments, reference_segments
 from .drawing import (
     BLUE,
-    GREEN,
     GREY,
     ORANGE,
     PINK,
@@ -33,7 +26,6 @@ from .drawing import (
     Figure,
     Ink,
     plural,
-    power_of_ten,
     spread,
     text_width,
 )
@@ -145,101 +137,6 @@ def counting(words: "list[str]") -> Figure:
     return Figure(ink, 238, f"counted: {summary}; rows in their places: {listed}")
 
 
-def segments(words: "list[str]") -> Figure:
-    """A batch of words, sorted stably, and what begins at each place.
-
-    Args:
-        words: 16 at most, so that each run is one piece of ga.ops.find_segments.
-    """
-    ink = Ink()
-    tokens, names = _tokens_of(words)
-    result = reference_segments(tokens, len(names))
-    _draw_label(ink, 34, "batch", "row")
-    edges, step = _draw_batch(ink, words, tokens, 18)
-    _draw_label(ink, 122, "order", "its row")
-    for place, (row, token) in enumerate(result.order.tolist()):
-        x = edges[place]
-        middle = x + step / 2 - 3
-        ink.curve(edges[row] + step / 2 - 3, 46, middle, 104, _colour(token))
-        ink.box(x, 106, step - 6, 26, _colour(token), names[token])
-        ink.text(middle, 148, row, 11, ink.soft, "middle")
-    _draw_label(ink, 182, "runs", "their rows")
-    for place, piece in enumerate(result.pieces.tolist()):
-        x = edges[place]
-        colour, weight = ink.soft, 400
-        if piece:
-            colour, weight = _colour(int(result.order[place, 1])), 600
-            width = abs(piece) * step - 6
-            ink.path(f"M{x:.1f} 156v8h{width:.1f}v-8", stroke=colour, stroke_width=2)
-        ink.text(x + step / 2 - 3, 182, piece, 12.5, colour, "middle", weight)
-    summary = (
-        f"{len(result.runs())} runs; equal tokens stay in the order of their rows; "
-        "0: no run begins here"
-    )
-    ink.text(LEFT, 204, summary, 12, ink.soft)
-    return Figure(ink, 212, summary)
-
-
-def pieces(batches: "dict[str, Segments]") -> Figure:
-    """Each batch as a bar of its sorted rows: runs in colours, cut where a piece begins.
-
-    Below, where the sums of the pieces meet. For 400 rows at most."""
-    ink = Ink()
-    y = 16.0
-    summaries = []
-    for name, batch in batches.items():
-        runs = _runs_of(batch)
-        step = WIDTH / max(batch.n, 1)
-        count = sum(map(len, runs))
-        summary = f"{batch.n} rows, {plural(len(runs), 'run')}, {count} pieces"
-        summaries.append(f"{name}: {summary}")
-        ink.title(y, name)
-        ink.text(text_width(name, 13) * 1.08 + 14, y, summary, 12, ink.soft)
-        x = 0.0
-        for i, run in enumerate(runs):
-            colour = _colour(i)
-            middle = x + sum(run) * step / 2
-            for rows in run:
-                width = rows * step
-                ink.rect(x, y + 12, max(width - 1.2, 0.8), 22, colour, rx=2.5)
-                if width > text_width(rows, 11) + 6:
-                    ink.text(x + width / 2 - 0.6, y + 27, rows, 11, WHITE, "middle", 600)
-                if len(run) > 1:
-                    ink.curve(x + width / 2, y + 35, middle, y + 66, colour)
-                x += width
-            radius = 3.6
-            if len(run) == 1:
-                path = f"M{middle:.1f} {y + 35:.1f}V{y + 66:.1f}"
-                ink.path(path, stroke=colour, stroke_width=1, opacity=0.45)
-                radius = min(2.6, 0.4 * run[0] * step + 0.8)
-            ink.dot(middle, y + 68, radius, colour)
-        y += 104
-    legend = (
-        f"a bar: a piece of at most {PIECE} rows, added by one warp; a dot: a row of dwte. "
-        "Pieces of one run are added up by a second kernel"
-    )
-    ink.text(0, y - 8, legend, 12, ink.soft)
-    return Figure(ink, y, "; ".join(summaries))
-
-
-def _runs_of(batch) -> "list[list[int]]":
-    """For each run of equal tokens, how many rows its pieces have."""
-    runs: "list[list[int]]" = []
-    for piece in filter(None, batch.pieces.tolist()):
-        if piece <= PIECE:
-            runs.append([])
-        # below 0: a full piece, more pieces follow; above PIECE: one of them
-        if piece < 0:
-            rows = PIECE
-        else:
-            rows = piece if piece <= PIECE else piece - PIECE
-        runs[-1].append(rows)
-    return runs
-
-
-# ---- the same sum, other bits -------------------------------------------------------------------
-
-
 def bits(values: "dict[str, float]") -> Figure:
     """The 32 bits of several fp32 numbers, one below the other; bits that differ are red."""
     ink = Ink()
@@ -265,72 +162,6 @@ def bits(values: "dict[str, float]") -> Figure:
     ink.text(left, y + 12, result, 12, ink.soft)
     summary = ", ".join(f"{name} {value:.9g}" for name, value in values.items())
     return Figure(ink, y + 20, f"{summary}: {result}")
-
-
-def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") -> Figure:
-    """The losses of two runs for each name, and their difference by step on a logarithmic axis.
-
-    Args:
-        runs: name -> (losses, losses of the second run). A difference of 0 lies on the floor.
-    """
-    ink = Ink()
-    pairs = {name: [[float(x) for x in run] for run in pair] for name, pair in runs.items()}
-    gaps = {name: [abs(a - b) for a, b in zip(*pair)] for name, pair in pairs.items()}
-    ink.title(16, title)
-    steps = max(len(run) for pair in pairs.values() for run in pair)
-    losses = [x for pair in pairs.values() for run in pair for x in run if math.isfinite(x)]
-    low, high = min(losses), max(losses)
-    nonzero = [gap for line in gaps.values() for gap in line if gap > 0 and math.isfinite(gap)]
-    # powers of ten; 0 has a place of its own, below the smallest difference
-    floor, roof = -8, 0
-    if nonzero:
-        floor = math.floor(math.log10(min(nonzero))) - 1
-        roof = math.floor(math.log10(max(nonzero))) + 1
-    top, bottom = 62, 238
-    loss_left, loss_right = 34, 280
-    gap_left, gap_right = 356, WIDTH - 130
-
-    def place_loss(i, loss):
-        across = i / max(steps - 1, 1)
-        up = (loss - low) / ((high - low) or 1.0)
-        return loss_left + across * (loss_right - loss_left), bottom - up * (bottom - top)
-
-    def place_gap(i, gap):
-        across = i / max(steps - 1, 1)
-        up = (math.log10(gap) - floor) / (roof - floor) if gap > 0 else 0.0
-        return gap_left + across * (gap_right - gap_left), bottom - up * (bottom - top)
-
-    ink.text(0, top - 18, "loss", 12, ink.soft)
-    ink.text(gap_left - 36, top - 18, "difference of the two losses", 12, ink.soft)
-    for loss in sorted({round(low, 1), round((low + high) / 2, 1), round(high, 1)}):
-        y = place_loss(0, min(max(loss, low), high))[1]
-        ink.line(loss_left, y, loss_right, y, opacity=0.45)
-        ink.text(loss_left - 6, y + 4, f"{loss:g}", 11, ink.soft, "end")
-    for power in range(floor, roof + 1, max(1, (roof - floor) // 5)):
-        y = place_gap(0, 10.0**power)[1]
-        ink.line(gap_left, y, gap_right, y, opacity=0.9 if power == floor else 0.45)
-        words = power_of_ten(power) if power > floor else "0"
-        ink.text(gap_left - 8, y + 4, words, 11, ink.soft, "end")
-    for x in (loss_right, gap_right):
-        ink.text(x, bottom + 17, f"{steps} steps", 11, ink.soft, "end")
-    ends = []
-    summaries = []
-    for (name, pair), colour in zip(pairs.items(), itertools.cycle((ORANGE, GREEN, *RUN_COLOURS))):
-        for run, width, dash in zip(pair, (2.0, 1.2), (None, "3 2")):
-            points = [place_loss(i, loss) for i, loss in enumerate(run) if math.isfinite(loss)]
-            ink.polyline(points, colour, width, dash=dash)
-        points = [place_gap(i, gap) for i, gap in enumerate(gaps[name]) if math.isfinite(gap)]
-        ink.polyline(points, colour, 2.4)
-        ends.append((name, colour, points[-1][1]))
-        largest = max(gaps[name])
-        result = f"differ by {largest:.1g} at most" if largest else "differ in no step"
-        summaries.append(f"{name} {result}")
-    for (name, colour, _), y in zip(ends, spread([y for _, _, y in ends], 16, top, bottom)):
-        ink.text(gap_right + 10, y + 4, name, 12, colour, weight=600)
-    return Figure(ink, bottom + 26, f"{title}: {'; '.join(summaries)}")
-
-
-# ---- rounding at random -------------------------------------------------------------------------
 
 
 def carry(value: float, noises: "list[int]") -> Figure:
