@@ -17,8 +17,17 @@ LETTERS = ".abcdefghijklmnopqrstuvwxyz"
 def words(device: "torch.device | str" = "cpu") -> "tuple[Tensor, Tensor]":
     """Every four letters of every word, and the letter behind them.
 
+    Args:
+        device: of the tensors.
+
     Returns:
-        inputs (N, 4) and targets (N), int64: indices into LETTERS, of about 60,000 places.
+        Two int64 tensors, inputs (N, 4) and targets (N), of indices into LETTERS; N is about
+        60,000.
+
+    Example:
+        >>> inputs, targets = ga.learn.words()
+        >>> inputs.shape[1], len(inputs) == len(targets)
+        (4, True)
     """
     library = pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
     text = " ".join(path.read_text(errors="ignore") for path in library)
