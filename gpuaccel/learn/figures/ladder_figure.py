@@ -80,10 +80,10 @@ RUNGS = (
     Rung(
         "04b_rounding",
         "Rounding at random",
-        "how numbers of 16 bits can keep small gradients; tokens out of range",
-        "small numbers in 16 bits",
-        ("04",),
-        minutes=45,
+        "how a network with weights of 16 bits learns as one with 32; tokens out of range",
+        "weights in 16 bits",
+        ("01",),
+        minutes=20,
     ),
     Rung(
         "05_dispatch",
