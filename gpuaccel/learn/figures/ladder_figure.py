@@ -102,10 +102,10 @@ RUNGS = (
     Rung(
         "06_ddp",
         "More than one process",
-        "one training on several processes: how gradients are added, and what if one stops",
-        "gradients of several GPUs",
-        ("01",),
-        minutes=45,
+        "your sum of gradients trains two processes as one; torch's DDP beside it; a rank dies",
+        "your sum over processes",
+        ("02",),
+        minutes=35,
     ),
     Rung(
         "07_everything",
