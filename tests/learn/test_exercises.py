@@ -515,7 +515,7 @@ def test_an_element_that_kept_its_value_is_told_from_one_not_written(where):
 @on_cpu_and_gpu
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 def test_a_sum_in_another_order_is_told_from_a_sum_of_other_numbers(where):
-    e = EXERCISES["embedding_backward"]
+    e = EXERCISES["embedding_gradient"]
     result = ga.check(e.name, ga.compile(e.wrong_answers["last row first"], e.name))
     assert "it differs by roundings, as a sum in another order or type does" in str(result)
     result = ga.check(e.name, ga.compile(e.wrong_answers["one too few"], e.name))
