@@ -18,8 +18,6 @@ from gpuaccel.backends import find_gpu  # noqa: E402
 
 # In the fast set, of a parametrised function.
 MOST_OF_A_FUNCTION = 8
-# It takes more than 40 s on an idle core.
-SLOW_NOTEBOOKS = {"06_ddp.ipynb"}
 GPU_ITEMS = pytest.StashKey[str]()
 # GPUACCEL_TEST_GIB=15: as on GPUs with 15 GiB of memory.
 GIB = os.environ.get("GPUACCEL_TEST_GIB")
@@ -78,7 +76,7 @@ def fast_items(items) -> set:
     These have every value of each parameter where that is possible, and as many pairs of values."""
     by_function = {}
     for item in items:
-        if "slow" not in item.keywords and item.path.name not in SLOW_NOTEBOOKS:
+        if "slow" not in item.keywords:
             function = (item.path, item.nodeid.split("[")[0])
             by_function.setdefault(function if hasattr(item, "callspec") else item, []).append(item)
     return {item for group in by_function.values() for item in spread(group, MOST_OF_A_FUNCTION)}

@@ -4,7 +4,6 @@
     spans[:2]
     # [Span(lane='computes', name='forward', start=0.0, stop=8412.5),
      # Span(lane='computes', name='backward', start=8412.5, stop=25016.1)]
-    rank_figures.overlap({"buckets": [spans, spans_of_rank_1]})          # drawn
 
 Times are the host's clock on CPUs and CUDA events on GPUs. There is no profiler, so that the step
 takes as long as it does.

@@ -1,6 +1,6 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    recorded.ddp()                        # a table of the run of benchmarks/ddp.py
+    recorded.dispatch()                   # a table of the run of benchmarks/dispatch.py
     run = recorded.recorded("accumulate") # the result of benchmarks/accumulate.py
     run.label                             # "Recorded, not run here: NVIDIA H200, ..."
     run.get("addition", "elements")       # a value of the results; None where the file has none
@@ -263,61 +263,3 @@ def _backward_ms(result):
     times = result.get("ms") or {}
     value = times.get("replayed", times.get("launched"))
     return "-" if value is None else f"{value:.3f} ms"
-
-
-def ddp(gpus: int = 2) -> "Table | Recorded":
-    """Data-parallel steps of a large model on several GPUs, with 4 micro-batches and with 1.
-
-    Cells are the tokens/s of each GPU and their share of one GPU's rate. Of steps replayed from a
-    CUDA graph there is also the time that communication adds (of others the host's noise hides it).
-    Where the recording has steps of torch's, the last column compares with the fastest.
-
-    Args:
-        gpus: of the recording.
-    """
-    run = recorded(f"ddp_{gpus}gpus")
-    rows = []
-    fastest = {}
-    for ranks, result in _dicts(run.get()).items():
-        fastest.update(dict.fromkeys((result.get("fastest_torch") or {}).values()))
-        for group, by_count in (result.get("groups") or {}).items():
-            rows += _ddp_rows(f"{ranks} GPUs: {group}", group, _dicts(by_count))
-    if not rows:
-        return run
-    columns = ["tokens/s of each GPU, and of one alone", "4 micro-batches", "1 micro-batch"]
-    columns += ["communication that nothing hides", "of torch's fastest"]
-    caption = f"{run.label}; llama-350m, batch 4 on each GPU, T=1024"
-    if fastest:
-        caption += f"; torch's fastest: {', '.join(fastest)}"
-    else:
-        columns = columns[:-1]
-        rows = [row[:-1] for row in rows]
-    return Table(columns, rows, caption)
-
-
-def _ddp_rows(heading, group, by_count):
-    """A row for each variant of a group. by_count: number of micro-batches -> variant -> result."""
-    names = _names(
-        [name for name, result in _dicts(variants).items() if "exposed_ms" in result]
-        for variants in by_count.values()
-    )
-    is_graph = "replayed" in group or "captured" in group
-    rows = []
-    for name in names:
-        if name.startswith(("one GPU", "each for itself")):
-            continue
-        results = [(by_count.get(count) or {}).get(name) or {} for count in ("4", "1")]
-        exposed = "-"
-        if is_graph and "exposed_ms" in results[0]:
-            exposed = f"{results[0]['exposed_ms']:.1f} ms"
-        times = [f"{row['times_torch']:.2f}x" for row in results if "times_torch" in row]
-        compared = ", ".join(times) or "-"
-        rows.append([f"{heading}, {name}", *map(_ddp_rate, results), exposed, compared])
-    return rows
-
-
-def _ddp_rate(result):
-    """Tokens per second of each GPU, and the share of one GPU's rate, in words."""
-    if "of_one_gpu" not in result:
-        return "-"
-    return f"{result['tokens_per_s_per_gpu'] / 1e3:,.0f}K, {result['of_one_gpu']:.1%}"

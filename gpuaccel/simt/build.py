@@ -608,7 +608,15 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
                 stub.write_text(content)
             headers.append(f"-I{folder}/headers")
         compiling, linking = _commands(host, flags, source, output, headers)
-        _run(compiling, filename, explain_log)
+        try:
+            _run(compiling, filename, explain_log)
+        except CompileError as error:
+            if "always_inline" not in str(error):
+                raise
+            # A __forceinline__ function is called through a pointer.
+            headers.insert(0, "-DSIMT_NO_FORCED_INLINE")
+            compiling, linking = _commands(host, flags, source, output, headers)
+            _run(compiling, filename, explain_log)
         _run((*linking, executor.path), filename, explain_log)
         return output.read_bytes()
 

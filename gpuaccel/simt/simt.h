@@ -38,9 +38,14 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __noinline__ __attribute__((noinline))
-// Empty: g++ refuses to call an always_inline function through a pointer, as a template does with a
-// function that it gets as an argument.
+// Inlined: g++ does not instrument the read of a struct that is an argument of a call. Without
+// `inline`, which a function may have once only: `inline __forceinline__` is usual. g++ refuses a
+// call of such a function through a pointer: then build.py compiles again without it.
+#ifdef SIMT_NO_FORCED_INLINE
 #define __forceinline__
+#else
+#define __forceinline__ __attribute__((always_inline))
+#endif
 #ifdef SIMT_CHECKED
 // Inlined into the loop over threads, clang would drop the checks.
 #define __global__ __attribute__((noinline))

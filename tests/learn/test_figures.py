@@ -134,8 +134,10 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
 
 def test_what_is_damaged_counts_as_none(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    write_result(tmp_path / "h200" / "ddp.json", json.dumps({**RESULT, "results": {"bits": [1]}}))
-    assert recorded.ddp().label
+    write_result(
+        tmp_path / "h200" / "dispatch.json", json.dumps({**RESULT, "results": {"curves": [1]}})
+    )
+    assert recorded.dispatch().label
 
 
 def test_there_are_enough_colours_for_nine_lines():
@@ -148,7 +150,7 @@ def test_there_are_enough_colours_for_nine_lines():
 
 def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert "no recorded run in this checkout" in str(recorded.ddp())
+    assert "no recorded run in this checkout" in str(recorded.dispatch())
     assert recorded.recorded("accumulate").get("addition", "elements") is None
 
 

@@ -2,7 +2,6 @@
 
 import re
 
-import torch
 from pictures import text_of
 
 from gpuaccel.learn import token_figures
@@ -52,11 +51,3 @@ def test_random_bits_carry_where_the_sum_of_the_lower_halves_is_65536_or_more():
     assert "8,192 + 57,344 = 65,536: carries 1" in figure.drawn
     exact = text_of(token_figures.carry(258.0, [65_535]))
     assert exact == "258, lower half 0: with 65,535, which does not carry, 258"
-
-
-def test_draws_are_counted_and_their_mean_is_given():
-    words = text_of(token_figures.draws([256.0] * 7 + [258.0], 256.25, 256.0))
-    assert words == (
-        "Rounded at random: 256 7 times, 258 1 times; mean 256.25, exact 256.25, to the nearest 256"
-    )
-    text_of(token_figures.draws(torch.tensor([1.0]), 1.0))

@@ -637,7 +637,7 @@ def exercise_run(task):
 
 # kernel -> its source, and the runs with their macros: one of the runs has to notice a change
 SOURCES = {name: good.source for name, good in GOOD.items()} | {
-    task.name: task.solution for task in EXERCISES.values() if task.params
+    task.name: f'extern "C" {task.solution}' for task in EXERCISES.values() if task.params
 }
 
 

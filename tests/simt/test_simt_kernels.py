@@ -138,7 +138,8 @@ def test_every_exercise_compiles_for_gpus(arch):
     sources = [
         source
         for task in KERNEL_EXERCISES
-        for source in (task.stub, task.solution, *task.wrong_answers.values())
+        for answer in (task.stub, task.solution, *task.wrong_answers.values())
+        for source in [f'extern "C" {answer}']
     ]
     assert len(sources) > 20
     compiles_for(arch, "\n".join(renamed(source, f"_{k}") for k, source in enumerate(sources)))

@@ -180,9 +180,11 @@ def test_tensorboard_reads_what_the_page_writes(page):
 @pytest.mark.slow
 def test_wandb_keeps_what_the_page_writes(page):
     folder, space = page
-    assert list(folder.glob("wandb/offline-run-*/*.wandb"))
     # A step is written when a later one begins.
     space["run"].log({}, step=7)
     summary = space["run"].summary
     assert summary["step"] == 6 and summary["loss"] == pytest.approx(space["reading"].loss)
     assert summary["stages"]["forward"] > 0
+    # Another process writes the file.
+    space["run"].finish()
+    assert list(folder.glob("wandb/offline-run-*/*.wandb"))

@@ -33,7 +33,7 @@ def _run_starts_case(n, generator):
     )
 
 
-def _embedding_backward_case(n, generator):
+def _embedding_gradient_case(n, generator):
     C = CHANNELS.get(n, 1)
     rows = 3 if n > 100_000 else whole_number(90, 120, generator)
     # Few of the tokens, so that their rows meet.
@@ -181,7 +181,7 @@ EXERCISES = {
             data=_run_starts_case,
         ),
         kernel_exercise(
-            "embedding_backward",
+            "embedding_gradient",
             task=(
                 "dwte[i] is channel i % C of token i / C: the sum of channel i % C of the rows of "
                 "dout whose token that is, first row first, so that it is bit-identical in every "
@@ -221,7 +221,7 @@ EXERCISES = {
                     "atomicAdd(&dwte[tokens[i / C] * C + i % C], dout[i]);"
                 ),
             },
-            data=_embedding_backward_case,
+            data=_embedding_gradient_case,
         ),
         kernel_exercise(
             "stochastic",

@@ -1,4 +1,4 @@
-"""The exercises of notebook 06: deal batches to ranks, fill buckets, add in global order."""
+"""The exercises of notebook 06: deal batches to ranks, add in global order."""
 
 import torch
 
@@ -18,40 +18,6 @@ def _deal_cases(generator):
             (order, rank, ranks),
             expected.double(),
         )
-
-
-def _blocks_per_bucket(sizes, least):
-    counts, blocks, size = [], 0, 0
-    for i, block in enumerate(sizes):
-        blocks += 1
-        size += block
-        if size >= least or i == len(sizes) - 1:
-            counts.append(blocks)
-            blocks = size = 0
-    return torch.tensor(counts)
-
-
-def _bucket_cases(generator):
-    some = torch.randint(1, 60, (40,), generator=generator).tolist()
-    for label, sizes, least in (
-        ("one small block", [3], 10),
-        ("each exactly enough", [10, 10, 10], 10),
-        ("two make one", [5, 5, 5, 5], 10),
-        ("a large one behind a small one", [2, 90, 2, 2], 10),
-        ("little is left", [12, 30, 4, 3], 10),
-        ("40 blocks", some, 100),
-        ("40 blocks, all in one", some, 10_000),
-    ):
-        yield label, (sizes, least), _blocks_per_bucket(sizes, least).double()
-
-
-def _blocks_lost(arguments, result):
-    """How many blocks a wrong answer has in all buckets, where these are not all blocks."""
-    there = len(arguments[0])
-    count = result.sum().item()
-    if count == there:
-        return ""
-    return f"its buckets have {count:g} block{'s' * (count != 1)}, but there are {there}"
 
 
 def _in_turn(grads):
@@ -94,21 +60,6 @@ def deal(order, rank, ranks):
     mine = order[rank::ranks]
     longest = -(-len(order) // ranks)
     return torch.cat([mine, torch.full((longest - len(mine),), -1)])
-"""
-
-
-_BUCKETS = """\
-def fill_buckets(sizes, least):
-    counts, blocks, size = [], 0, 0
-    for block in sizes:
-        blocks += 1
-        size += block
-        if size >= least:
-            counts.append(blocks)
-            blocks = size = 0
-    if blocks:
-        counts.append(blocks)
-    return torch.tensor(counts)
 """
 
 
@@ -180,74 +131,6 @@ EXERCISES = {
                 ),
             },
             cases=_deal_cases,
-        ),
-        Exercise(
-            "fill_buckets",
-            task=(
-                "sizes: bytes of the blocks, in the order in which backward finishes them. Join"
-                " neighbours: a bucket is closed as soon as it has `least` bytes; the last one "
-                "may have less. Return how many blocks each bucket has, a tensor."
-            ),
-            stub=code(
-                """
-                def fill_buckets(sizes, least):
-                    counts = []
-                    for size in sizes:
-                        counts.append(1)                     # yours: when is a bucket closed?
-                    return torch.tensor(counts)
-                """
-            ),
-            hint=(
-                "Keep two numbers: the blocks and the bytes of the bucket that is open. When the "
-                "loop is over, a bucket may still be open. Its blocks have gradients too."
-            ),
-            solution=_BUCKETS,
-            wrong_answers={
-                "forgets the rest": _BUCKETS.replace(
-                    "    if blocks:\n        counts.append(blocks)\n", ""
-                ),
-                "more than enough only": _BUCKETS.replace("size >= least", "size > least"),
-                "closes before it is full": code(
-                    """
-                    def fill_buckets(sizes, least):
-                        counts, blocks, size = [], 0, 0
-                        for block in sizes:
-                            if blocks and size + block > least:
-                                counts.append(blocks)
-                                blocks = size = 0
-                            blocks += 1
-                            size += block
-                        return torch.tensor(counts + [blocks])
-                    """
-                ),
-                "the rest joins the last": _BUCKETS.replace(
-                    "    if blocks:\n        counts.append(blocks)\n",
-                    (
-                        "    if blocks and counts:\n"
-                        "        counts[-1] += blocks\n"
-                        "    elif blocks:\n"
-                        "        counts.append(blocks)\n"
-                    ),
-                ),
-                "in the order of forward": _BUCKETS.replace("in sizes", "in reversed(sizes)"),
-                "a bucket for each block": code(
-                    """
-                    def fill_buckets(sizes, least):
-                        return torch.ones(len(sizes))
-                    """
-                ),
-                "all in one": code(
-                    """
-                    def fill_buckets(sizes, least):
-                        return torch.tensor([len(sizes)])
-                    """
-                ),
-                "does not empty the bucket": _BUCKETS.replace(
-                    "blocks = size = 0\n    if", "blocks = 0\n    if"
-                ),
-            },
-            cases=_bucket_cases,
-            explain=_blocks_lost,
         ),
         Exercise(
             "ordered_sum",

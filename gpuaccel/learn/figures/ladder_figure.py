@@ -80,10 +80,10 @@ RUNGS = (
     Rung(
         "04b_rounding",
         "Rounding at random",
-        "how numbers of 16 bits can keep small gradients; tokens out of range",
-        "small numbers in 16 bits",
-        ("04",),
-        minutes=45,
+        "how a network with weights of 16 bits learns as one with 32; tokens out of range",
+        "weights in 16 bits",
+        ("01",),
+        minutes=20,
     ),
     Rung(
         "05_dispatch",
@@ -102,10 +102,10 @@ RUNGS = (
     Rung(
         "06_ddp",
         "More than one process",
-        "one training on several processes: how gradients are added, and what if one stops",
-        "gradients of several GPUs",
-        ("01",),
-        minutes=45,
+        "your sum of gradients trains two processes as one; torch's DDP beside it; a rank dies",
+        "your sum over processes",
+        ("02",),
+        minutes=35,
     ),
     Rung(
         "07_everything",

@@ -4,7 +4,6 @@
     token_figures.counting(words)                          # counted, and put in their places
     token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
     token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
-    token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
 
 Each is a Figure. Words stand for tokens, so that a picture can be read; their numbers are their
 places in the alphabet.
@@ -26,7 +25,6 @@ from .drawing import (
     Figure,
     Ink,
     plural,
-    spread,
     text_width,
 )
 from .kernel_figures import float_bits
@@ -206,63 +204,3 @@ def carry(value: float, noises: "list[int]") -> Figure:
         )
         y += 68
     return Figure(ink, y - 8, f"{value:g}, lower half {lower:,}: {'; '.join(results)}")
-
-
-def draws(
-    values, exact: float, nearest: "float | None" = None, title: str = "Rounded at random"
-) -> Figure:
-    """How often each bf16 number came out of many stochastic roundings, and the mean so far.
-
-    Args:
-        values: the rounded numbers. exact: the number that was rounded.
-        nearest: what rounding to the nearest gives, or None.
-    """
-    ink = Ink()
-    values = [float(x) for x in values]
-    ink.title(16, title)
-    counts = {x: values.count(x) for x in sorted(set(values))}
-    y = 54
-    for x, count in counts.items():
-        width = count / len(values) * 150
-        ink.text(46, y + 16, f"{x:g}", 12.5, anchor="end", weight=600)
-        ink.rect(56, y, max(width, 1), 22, BLUE, rx=3)
-        ink.text(62 + width, y + 16, f"{count:,} times", 12)
-        y += 30
-
-    means = []
-    total = 0.0
-    for i, x in enumerate(values, 1):
-        total += x
-        means.append(total / i)
-    # (name, value, colour, dashes)
-    references: "list[tuple[str, float, str, str | None]]" = [("exact", exact, GREY, "5 4")]
-    if nearest is not None:
-        references.append(("to the nearest", nearest, RED, None))
-    left, right, top, bottom = 340, WIDTH - 120, 48, 190
-    # the first means are too far off to set the axis
-    visible = [value for _, value, _, _ in references] + means[5:]
-    margin = 0.06 * (max(visible) - min(visible) or 1)
-    low, high = min(visible) - margin, max(visible) + margin
-
-    def place(i, x):
-        across = i / max(len(means) - 1, 1)
-        up = (min(max(x, low), high) - low) / (high - low)
-        return left + across * (right - left), bottom - up * (bottom - top)
-
-    ink.text(left - 42, top - 12, "mean so far", 12, ink.soft)
-    labels = []
-    for name, value, colour, dash in references:
-        y = place(0, value)[1]
-        ink.segment(left, y, right, y, colour, 1.8, dash)
-        ink.text(left - 8, y + 4, f"{value:g}", 11, ink.soft, "end")
-        labels.append((name, ink.soft if colour == GREY else colour, y))
-    ink.polyline([place(i, mean) for i, mean in enumerate(means)], BLUE, 2.2)
-    labels.append(("at random", BLUE, place(0, means[-1])[1]))
-    for (name, colour, _), y in zip(labels, spread([y for _, _, y in labels], 16, top, bottom)):
-        ink.text(right + 10, y + 4, name, 12, colour, weight=600)
-    ink.text(right, bottom + 17, f"{len(values):,} draws", 11, ink.soft, "end")
-    words = ", ".join(f"{x:g} {count:,} times" for x, count in counts.items())
-    words = f"{title}: {words}; mean {means[-1]:.6g}, exact {exact:g}"
-    if nearest is not None:
-        words += f", to the nearest {nearest:g}"
-    return Figure(ink, bottom + 26, words)
