@@ -212,11 +212,6 @@ def _dicts(values) -> dict:
     return {name: value for name, value in items if isinstance(value, dict)}
 
 
-def _names(variants) -> list:
-    """All keys of several dictionaries, in their order."""
-    return list(dict.fromkeys(name for by_name in variants for name in by_name))
-
-
 # What dispatch() shows: name, keys down to the milliseconds of each variant, one of their phases.
 _CURVES = ("curves", "bfloat16, 16,384 x 4,096", "glu")
 _DISPATCHED = [
@@ -256,10 +251,3 @@ def _times(ms, ours):
     if ms is None:
         return "-"
     return f"{ms / ours:,.1f}x" if ms < 100 * ours else f"{ms / ours:,.0f}x"
-
-
-def _backward_ms(result):
-    """A time of the embedding's backward, replayed if there is one."""
-    times = result.get("ms") or {}
-    value = times.get("replayed", times.get("launched"))
-    return "-" if value is None else f"{value:.3f} ms"
