@@ -1,4 +1,4 @@
-"""Exercises of 05 and 05b: backwards by hand, a Richards curve, polynomial attention."""
+"""The exercises of shelf_activation and shelf_attention: backwards by hand, tiles of keys."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The rungs of notebook 07: rates here and on a recorded GPU, side by side.
+"""The rungs of notebook 06: rates here and on a recorded GPU, side by side.
 
 pairs({"host": (100.0, 4e4), "arena": (120.0, 9e4)}, ("here", "NVIDIA H200"), "Rates")
 """
