@@ -110,16 +110,18 @@ RUNGS = (
     Rung(
         "shelf_activation",
         "An activation that learns",
-        "a layer's backward by hand, a check that finds a wrong one, then the speed",
+        "a backward by hand, a wrong one that trains as well, and a check that finds it",
         "a backward by hand",
         ("01",),
+        minutes=25,
     ),
     Rung(
         "shelf_attention",
         "Attention without a softmax",
-        "attention computed piece by piece, without a large table of all pairs of tokens",
-        "attention, piece by piece",
+        "attention key by key, then by a table of fixed size, and how much the table holds",
+        "a memory of fixed size",
         ("01",),
+        minutes=25,
     ),
 )
 
