@@ -5,8 +5,8 @@ used. ipywidgets and IPython are imported where a view is displayed, and only th
 
 from . import figures, recorded
 from .access_view import AccessView, show
-from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
-from .figures import layer_figures, rank_figures, token_figures
+from .exercises import BLOCK, EXERCISES, check, exercise
+from .figures import rank_figures, token_figures
 from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
@@ -22,17 +22,14 @@ __all__ = [
     "check",
     "exercise",
     "figures",
-    "hint",
     "launched",
     "launches",
-    "layer_figures",
     "load_ipython_extension",
     "rank_figures",
     "recorded",
     "replaced",
     "restore",
     "show",
-    "solution",
     "token_figures",
     "words",
 ]

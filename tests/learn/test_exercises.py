@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from html import escape
 
 import pytest
 import torch
@@ -322,12 +323,13 @@ def test_an_unknown_exercise_or_an_answer_of_another_kind_is_an_error_in_words()
         ga.check("token_mean", 3)
 
 
-@pytest.mark.parametrize("name", EXERCISES)
-def test_hint_and_solution_are_folded_in_a_notebook_and_plain_elsewhere(name):
-    for shown in (ga.hint(name), ga.solution(name)):
-        assert shown._repr_html_().startswith("<details><summary")
-        assert "<" not in str(shown).split("\n")[0] and shown.text in str(shown)
-    assert ga.solution(name).text.strip() == EXERCISES[name].solution.strip()
+@pytest.mark.parametrize("e", EXERCISES.values(), ids=lambda e: e.name)
+def test_a_wrong_answer_gets_hint_and_solution_folded(e):
+    html = checking.Result(e.name, False, "not yet.")._repr_html_()
+    folded = re.findall(r"<details><summary.*?</details>", html, re.DOTALL)
+    assert [">A hint<" in folded[0], ">A solution<" in folded[1]] == [True, True]
+    assert escape(e.hint) in folded[0] and escape(e.solution.strip()) in folded[1]
+    assert "<details>" not in checking.Result(e.name, True, "right.")._repr_html_()
 
 
 def test_a_result_is_a_table_in_html_and_lines_in_text():
@@ -748,51 +750,15 @@ def test_a_cheat_is_right_and_said_to_be_one(e, what):
     assert result.passed and result.remarks, result
 
 
-def test_autograd_and_loops_over_elements_are_named_in_a_python_answer(monkeypatch):
+def test_a_loop_over_elements_is_named_in_a_python_answer(monkeypatch):
     def cases(generator):
         x, dy = torch.randn(2, 100, generator=generator)
         yield "100", (dy, x), 2.0 * x.double() * dy.double()
 
     solution = "def slope(dy, x):\n    return 2.0 * x * dy\n"
-    task = checking.Exercise(
-        "slope", "The gradient of x * x. By hand, in one line.", "", "", solution, {}, cases=cases
-    )
+    task = checking.Exercise("slope", "The slope.", "", "", solution, {}, cases=cases)
     monkeypatch.setitem(checking.EXERCISES, "slope", task)
     assert ga.check("slope", python(solution, "slope")).remarks == []
-
-    def by_backward(dy, x):
-        x = x.clone().requires_grad_()
-        (x * x).backward(dy)
-        return x.grad
-
-    def by_grad(dy, x):
-        x = x.clone().requires_grad_()
-        return torch.autograd.grad(x * x, x, dy)[0]
-
-    def by_func(dy, x):
-        return torch.func.vjp(lambda x: x * x, x)[1](dy)[0]
-
-    for function in (by_backward, by_grad, by_func):
-        result = ga.check("slope", function)
-        assert result.passed
-        assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
-
-    def by_difference(dy, x):
-        x = x.double()
-        return dy * ((x + 1e-6) ** 2 - (x - 1e-6) ** 2) / 2e-6
-
-    def by_aten(dy, x):
-        return torch.ops.aten.threshold_backward(2.0 * x * dy, x, float("-inf"))
-
-    for function, words in (
-        (by_difference, "it computes in float64, the solution in float32"),
-        (
-            by_aten,
-            "it was to be computed by hand, and it calls torch.ops.aten.threshold_backward",
-        ),
-    ):
-        result = ga.check("slope", function)
-        assert result.passed and result.remarks == [words]
 
     def loop(dy, x):
         return torch.stack([2.0 * x[i] * dy[i] for i in range(len(x))])
