@@ -274,6 +274,7 @@ def test_the_menu_and_the_colour_scheme_can_be_changed(chromium, served):
 
 # ---- troubleshooting ----------------------------------------------------------------------------
 
+
 def text_in(node) -> str:
     """The text of a string in the source; … where it has a value."""
     if isinstance(node, ast.Constant):

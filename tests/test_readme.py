@@ -197,6 +197,18 @@ def test_the_kernel_of_the_readme_reads_every_second_element():
 
 
 @pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)
+def test_the_race_of_the_readme_is_the_one_that_comes():
+    kernel, report = re.findall(
+        r"^```\n((?:%%cuda|add_rows).*?)```", README.read_text(), re.M | re.S
+    )
+    tokens = torch.tensor([2, 0, 1, 2, 3, 2, 1, 0], dtype=torch.int32)
+    add_rows = ga.compile(kernel.replace("%%cuda", ""))
+    with ga.use_backend("simt"), pytest.raises(ga.errors.KernelError) as error:
+        add_rows[1, 32](torch.zeros(4, 4), torch.ones(8, 4), tokens, 8, 4)
+    assert str(error.value).replace("<source>", "cell").startswith(report.rstrip())
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)
 def test_the_error_of_the_page_about_kernels_is_the_one_that_comes(capsys, here):
     path, space = ROOT / "docs" / "kernels.md", {}
     for code in blocks(path):
