@@ -17,10 +17,8 @@ from ..nn import PolyAttention, RichardsCurve
 from ..ops import (
     CHUNK,
     SQUARES_THREADS,
-    WeightGradient,
     accumulate_,
     add_gradients,
-    add_lora_gradients_,
     find_segments,
     launch_forward,
     reference_encoder,
@@ -349,24 +347,6 @@ def _rotary(n, device, generator, dtypes) -> Results:
     return results
 
 
-def _lora_gradients(n, device, generator, dtypes) -> Results:
-    normal = _Normal(device, generator)
-    results: Results = {}
-    for dtype in dtypes:
-        # Sums of as many ranks as there are registers for, and of few that are no quad.
-        for rank in (16, 8, 3):
-            N = n // 32 + 1
-            x, dy = (normal(N, width, dtype=dtype) for width in (32, 48))
-            u, du = (normal(N, rank + 4, dtype=dtype)[:, 4:] for _ in range(2))
-            dA, dB = normal(rank, 32), normal(48, rank)
-            add_lora_gradients_(
-                [WeightGradient(dA, du, x), WeightGradient(dB, dy, u, alpha=0.5, overwrite=True)]
-            )
-            words = f"{N:,} tokens in {dtype}, rank {rank}"
-            results |= {f"dA of {words}": dA, f"dB of {words}": dB}
-    return results
-
-
 # ---- learned layers ------------------------------------------------------------------------------
 
 
@@ -442,7 +422,6 @@ _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
 _ROTARY = Case(_rotary, roundings=4)
-_LORA_GRADIENTS = Case(_lora_gradients, roundings=64)
 _CURVE = Case(_curve, roundings=256, stored_roundings=4)
 _GLU = Case(_glu, roundings=256, stored_roundings=4)
 _HEADS = Case(_attention(16, torch.float32), roundings=2048)
@@ -476,7 +455,6 @@ CASES: "dict[str, tuple[Case, ...]]" = {
     "rotary_v2": (_ROTARY,),
     "rotary_backward_v1": (_ROTARY,),
     "rotary_backward_v2": (_ROTARY,),
-    "lora_gradients_v2": (_LORA_GRADIENTS,),
     "richards_forward": (_CURVE,),
     "richards_backward": (_CURVE,),
     "richards_finish": (_CURVE, _GLU),

@@ -40,7 +40,6 @@ WHAT_IT_DOES = {
     "rotary_v2": "rotates queries and keys by their positions, 16 bytes at a time",
     "rotary_backward_v1": "rotates their gradients back, beside those of the values",
     "rotary_backward_v2": "the same, 16 bytes at a time",
-    "lora_gradients_v2": "adds the gradients of LoRA's factors to the sums in the arena",
     "richards_forward": "a learned activation: the curve, for each element",
     "richards_backward": "the gradients of that curve",
     "richards_finish": "adds up the gradients of the curve's nine parameters",

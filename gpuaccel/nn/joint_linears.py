@@ -6,11 +6,7 @@ With rotary positions one kernel rotates what the product has written, in place,
 gradients of q, k and v side by side, where the product's backward reads them:
 
     q, k, v = fused_rotary(x, self.w_q, self.w_k, self.w_v, table)
-
-Frozen layers of one input are one product, too, with LoRA (LoRALinear) around some of them or none.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,23 +15,10 @@ from torch import Tensor, nn
 from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError
 from ..ops import reference_rotary_backward, rotate
-from .fused_forward import FusedForward, Joint, adds_to_arena, fused_forward
+from .fused_forward import Joint, fused_forward
 from .gradient_slice import slice_of
 from .gradient_use import RETURNED, backward_may_add, has_second_derivative
-from .lora import LoRALinear
-from .lora_linears import lora_linears, lora_linears_backward
-from .weight_gradient import add_or_return_each, add_product, side_by_side, weight_gradient
-
-
-class FrozenLinear(FusedForward):
-    """forward of a layer that is frozen, with LoRA or without, and part of a joint product.
-
-    Called by itself, the layer runs the forward of its class.
-    """
-
-    @staticmethod
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return type(layer).forward(layer, *args, **kwargs)
+from .weight_gradient import add_product, side_by_side, weight_gradient
 
 
 def _as_autocast(x: Tensor) -> Tensor:
@@ -104,77 +87,15 @@ class _LinearsIntoArena(torch.autograd.Function):
         return dx, None, None, None, None, *grads
 
 
-class _FrozenLinears(torch.autograd.Function):
-    """The outputs of several layers with frozen weights from one product, of which some have LoRA.
-
-    joint, widths, table: as for _LinearsIntoArena, but the joint weights have no gradient.
-    starts: the first column of each layer with LoRA in the joint output. scalings: of these layers.
-    tensors: A and B of each of these layers, and before them their gradients' slices of the arena.
-    """
-
-    @staticmethod
-    def forward(ctx, x, joint, widths, table, starts, scalings, *tensors):
-        joint = _as_autocast(joint)
-        ctx.table = table
-        ctx.starts = starts
-        ctx.scalings = scalings
-        ctx.accs = tensors[: len(tensors) // 2]
-        factors = tensors[len(tensors) // 2 :]
-        if not factors:
-            ctx.save_for_backward(joint)
-            return _rotated_parts(F.linear(x, joint), widths, table)
-        a, bs = _side_by_side_factors(factors, joint.dtype)
-        u = F.linear(x, a)
-        y = lora_linears(x, joint, u, bs, starts, scalings)
-        ctx.save_for_backward(joint, x, a, u, *factors)
-        return _rotated_parts(y, widths, table)
-
-    @staticmethod
-    def backward(ctx, *dys):
-        joint, *saved = ctx.saved_tensors
-        dy = side_by_side(_rotated_back(dys, ctx.table))
-        if not saved:
-            return dy @ joint, *[None] * 5
-        x, a, u, *factors = saved
-        if has_second_derivative():
-            # `a` and `u` do not lead back to x and the factors.
-            a, bs = _side_by_side_factors(factors, joint.dtype)
-            u = F.linear(x, a)
-            dus = [
-                scaling * dy[..., start : start + len(b)] @ b
-                for b, start, scaling in zip(bs, ctx.starts, ctx.scalings)
-            ]
-            du = torch.cat(dus, -1)
-            dx = dy @ joint + du @ a
-        else:
-            bs = [b.to(joint.dtype) for b in factors[1::2]]
-            dx, du = lora_linears_backward(dy, joint, a, bs, ctx.starts, ctx.scalings)
-        ranks = [b.shape[1] for b in bs]
-        products = []
-        for k, (du_k, u_k) in enumerate(zip(du.split(ranks, -1), u.split(ranks, -1))):
-            start = ctx.starts[k]
-            dy_k = dy[..., start : start + len(bs[k])]
-            products += [(du_k, x, 1.0), (dy_k, u_k, ctx.scalings[k])]
-        grads = add_or_return_each(ctx, ctx.accs, products)
-        return dx, *[None] * (5 + len(factors)), *grads
-
-
-def _side_by_side_factors(factors, dtype: torch.dtype) -> "tuple[Tensor, list[Tensor]]":
-    """(each A as one tensor, each B), of A and B in turn."""
-    factors = [factor.to(dtype) for factor in factors]
-    return torch.cat(factors[::2]), factors[1::2]
-
-
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
     It is possible while products add into the arena (optim/products.py), for layers that a module
-    lists in this order in FUSED_LINEARS, and whose weights lie side by side in the arena, or are
-    all frozen.
+    lists in this order in FUSED_LINEARS, and whose weights lie side by side in the arena.
 
     Args:
         x: (..., in).
-        *layers: nn.Linear or LoRALinear, all of the same input.
+        *layers: nn.Linear, all of the same input.
 
     Returns:
         The output of each layer.
@@ -195,19 +116,8 @@ def _linears(
     layers = layers[::-1]
     widths = [layer.out_features for layer in layers]
     parts = [sum(widths)] if whole else widths
-    if joint.grad is not None:
-        weights = [layer.weight for layer in layers]
-        return _LinearsIntoArena.apply(x, joint.weight, joint.grad, parts, table, *weights)[::-1]
-    starts, scalings, accs, factors = [], [], [], []
-    for k, layer in enumerate(layers):
-        if isinstance(layer, LoRALinear):
-            starts.append(sum(widths[:k]))
-            scalings.append(layer.scaling)
-            for factor in (layer.lora_A, layer.lora_B):
-                accs.append(factor.gpuaccel_fused.grad)
-                factors.append(factor.weight)
-    tensors = [*accs, *factors]
-    return _FrozenLinears.apply(x, joint.weight, parts, table, starts, scalings, *tensors)[::-1]
+    weights = [layer.weight for layer in layers]
+    return _LinearsIntoArena.apply(x, joint.weight, joint.grad, parts, table, *weights)[::-1]
 
 
 def fused_rotary(
@@ -222,7 +132,7 @@ def fused_rotary(
 
     Args:
         x: (B, T, in).
-        w_q: nn.Linear or LoRALinear, in -> heads * head_dim.
+        w_q: nn.Linear, in -> heads * head_dim.
         w_k, w_v: likewise, in -> kv_heads * head_dim.
         table: (2, at least T, head_dim), ga.ops.rotary_table.
 
@@ -281,7 +191,7 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
     Args:
         x: (..., in). torch.compile makes one kernel of what follows the product.
-        gate, up: nn.Linear or LoRALinear, (..., in) -> (..., out).
+        gate, up: nn.Linear, (..., in) -> (..., out).
     """
     joint = _joint_of(gate, up) if torch.compiler.is_compiling() else None
     if joint is None or gate.out_features != up.out_features:
@@ -294,7 +204,7 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
     """The layers' weights as one tensor; None where each layer has to be called by itself.
 
     That is so without a joint of these layers in this order, without gradients, under torch.func,
-    for a weight that was replaced or unfrozen, merged LoRA, and hooks."""
+    for a weight that was replaced, and for hooks."""
     first = fused_forward(layers[0])
     joint = None if first is None else first.joint
     if joint is None or not backward_may_add():
@@ -303,19 +213,8 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
         return None
     for layer in layers:
         fused = fused_forward(layer)
-        linear = layer
-        if isinstance(layer, LoRALinear):
-            linear = layer.base_layer
-            if layer.merged or any(map(_has_hooks, layer.children())):
-                return None
-            if not all(map(adds_to_arena, (layer.lora_A, layer.lora_B))):
-                return None
-        if fused is None or linear.weight is not fused.weight or _has_hooks(layer):
+        if fused is None or layer.weight is not fused.weight:
             return None
-        if joint.grad is None and fused.weight.requires_grad:
+        if layer._forward_hooks or layer._forward_pre_hooks:
             return None
     return joint
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)

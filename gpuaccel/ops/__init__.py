@@ -50,11 +50,6 @@ from .embedding_backward import (
     reference_encoder,
     reference_encoder_backward,
 )
-from .lora_gradients import (
-    WeightGradient,
-    add_lora_gradients_,
-    reference_weight_gradient,
-)
 from .rotary import (
     reference_rotary,
     reference_rotary_backward,
@@ -108,11 +103,9 @@ __all__ = [
     "Segments",
     "StepInputs",
     "UpdateRule",
-    "WeightGradient",
     "accumulate_",
     "accumulate_kernel",
     "add_gradients",
-    "add_lora_gradients_",
     "arena_launches",
     "check_gradient",
     "check_gradients",
@@ -150,7 +143,6 @@ __all__ = [
     "reference_round",
     "reference_scale",
     "reference_segments",
-    "reference_weight_gradient",
     "rotary_",
     "rotary_backward",
     "rotary_kernel",

@@ -469,7 +469,7 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
     models = [Block(config).to(device) for _ in range(2)]
     x = torch.randn(2, 8, 64, device=device)
     models[1].load_state_dict(models[0].state_dict())
-    add = weight_gradient.reference_weight_gradient
+    add = weight_gradient.accumulate_product
     rope, weight = rotary_table(8, 16, 10_000.0).to(device), torch.randn(2, 8, 64, device=device)
     found, joined = [], []
     try:
@@ -480,13 +480,12 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
                     model.compile(dynamic=False)
                 joint = fused_forward(model.gate).joint.grad
 
-                def add_and_note(gradient, joint=joint, compiled=compiled):
-                    acc = gradient.acc
+                def add_and_note(acc, *rest, joint=joint, compiled=compiled):
                     if acc.data_ptr() == joint.data_ptr() and acc.shape == joint.shape:
                         joined.append(compiled)
-                    add(gradient)
+                    add(acc, *rest)
 
-                monkeypatch.setattr(weight_gradient, "reference_weight_gradient", add_and_note)
+                monkeypatch.setattr(weight_gradient, "accumulate_product", add_and_note)
                 y = model(given, rope)
                 (y * weight).sum().backward()
                 found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))
@@ -593,13 +592,13 @@ def test_conv1d_has_the_values_and_gradients_of_transformers(
     conv1d, device, dtype, tied, monkeypatch
 ):
     """Over two backwards; the weight is (in, out), as its slice of the arena."""
-    add, products = weight_gradient.reference_weight_gradient, []
+    add, products = weight_gradient.accumulate_product, []
 
-    def add_and_note(gradient):
-        products.append(tuple(gradient.acc.shape))
-        add(gradient)
+    def add_and_note(acc, *rest):
+        products.append(tuple(acc.shape))
+        add(acc, *rest)
 
-    monkeypatch.setattr(weight_gradient, "reference_weight_gradient", add_and_note)
+    monkeypatch.setattr(weight_gradient, "accumulate_product", add_and_note)
     model, plain = mlps(conv1d, device, dtype, tied=tied)
     arena = Arena(model)
     with products_add(arena):

@@ -2974,79 +2974,6 @@ def run(kernel, seed, device, DATA_T="float", TABLE_T="float", HEADS=4):
         yield Outcome(label, out.cpu(), want)
 
 
-# ---- lora ----
-
-
-def _factor_gradients(launch):
-    """A run of four products with their addresses in one struct.
-
-    launch(kernel, struct, products, tokens, tensors): products are (width, rank) of each."""
-
-    def run(kernel, seed, device, DATA_T="float", RANKS=16):
-        dtype, random = DTYPES[DATA_T], rng(seed)
-        # Width and rank of each, whether it is a dA (else a dB), and whether it adds. Tiles that
-        # are cut off; ranks with a rest. The last one ends where the memory ends.
-        some = ((16, RANKS, True, True), (72, 5, False, False))
-        others = ((40, 3, True, False), (8, 4, False, True))
-        for tokens, products in ((300, some + others), (1, others + some)):
-            wide = torch.from_numpy(normal(random, tokens, 136)).to(dtype)
-            thin = torch.from_numpy(normal(random, tokens, RANKS + 12)).to(dtype)
-            on_device = wide.to(device), thin.to(device)
-            # Behind each sum an element that stays.
-            sums, wanted, entries = [], [], []
-            column, row, tile = 0, 0, 0
-            for i, (width, rank, transposed, adds) in enumerate(products):
-                alpha = 1.0 + i
-                acc = torch.from_numpy(normal(random, width * rank + 1))
-                product = wide[:, column : column + width].double().t() @ (
-                    thin[:, row : row + rank].double()
-                )
-                product = alpha * (product.t() if transposed else product).flatten()
-                want = acc.double()
-                want[:-1] = want[:-1] + product if adds else product
-                if not adds:
-                    acc[:-1] = float("nan")
-                sums.append(acc.to(device, copy=True))
-                wanted.append(want)
-                entries.append(
-                    struct.pack(
-                        "<3Q2q5if",
-                        on_device[0][:, column:].data_ptr(),
-                        on_device[1][:, row:].data_ptr(),
-                        sums[-1].data_ptr(),
-                        136,
-                        RANKS + 12,
-                        width,
-                        rank,
-                        tile,
-                        transposed,
-                        not adds,
-                        alpha,
-                    )
-                )
-                column, row, tile = column + width, row + rank, tile + -(-width // 32)
-            packed = b"".join(entries).ljust(8 * len(entries[0]), b"\0")
-            launch(kernel, packed, products, tokens, [*on_device, *sums])
-            for (width, rank, *_), acc, want in zip(products, sums, wanted):
-                yield Outcome(f"{tokens} x {width}, rank {rank}", acc.cpu(), want, 2e-6)
-
-    return run
-
-
-@ours("lora", "lora_gradients_v1")
-@_factor_gradients
-def run(kernel, packed, products, tokens, tensors):
-    most = max(width * rank for width, rank, *_ in products)
-    kernel[(-(-most // 256), len(products)), 256](packed, tokens, tensors=tensors)
-
-
-@ours("lora", "lora_gradients_v2")
-@_factor_gradients
-def run(kernel, packed, products, tokens, tensors):
-    tiles = sum(-(-width // 32) for width, *_ in products)
-    kernel[tiles, kernel.bound](packed, len(products), tokens, tensors=tensors)
-
-
 # (file, kernel) -> macros that are tried besides the default ones; `run` gets them by name as well
 VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("adamw", "adamw_v2"): [
@@ -3078,7 +3005,6 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
         {"DATA_T": "bf16", "TABLE_T": "bf16"},
         {"DATA_T": "fp16", "HEADS": 2},
     ],
-    ("lora", "lora_gradients_v2"): [{"DATA_T": "bf16", "RANKS": 8}, {"DATA_T": "bf16"}],
 }
 
 VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]

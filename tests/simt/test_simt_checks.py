@@ -462,10 +462,6 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
         "rotary_backward_v2",
         "< -> <= in `for (int k = 0; k < HEADS; k++) {` (2)",
     ): "one round more, for a head that no row has",
-    (
-        "lora_gradients_v2",
-        "< -> <= in `for (int start = 0; start < tokens; start += 2 * PIECE) {`",
-    ): "one round more, of zeros",
 }
 # What clang's instrumentation does not see, and the values do not show: copies of whole structs
 # past an array's end or at a wrong address, reads of what is never used, one place past the end of
