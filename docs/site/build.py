@@ -40,7 +40,6 @@ GUIDES = (
     "graphs",
     "determinism",
     "layers",
-    "lora",
     "several-gpus",
     "planning",
     "kernels-on-the-cpu",

@@ -12,7 +12,7 @@ from .fused_forward import FusedForward, Joint, fused_forward, has_class_forward
 from .fused_linear import FusedConv1D, FusedLinear
 from .gradient_slice import GradientSlice, SlicePart
 from .gradient_use import GradientUse, gradient_uses
-from .joint_linears import fused_linears, fused_rotary, fused_swiglu
+from .joint_linears import fused_linears, fused_swiglu
 from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .richards_glu import (
     DEFAULTS,
@@ -47,7 +47,6 @@ __all__ = [
     "deterministic_embeddings",
     "fused_forward",
     "fused_linears",
-    "fused_rotary",
     "fused_swiglu",
     "gradient_uses",
     "has_class_forward",

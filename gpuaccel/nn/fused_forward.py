@@ -26,13 +26,11 @@ class Joint(NamedTuple):
     Attributes:
         weight: (sum of out, in), of an arena.
         grad: the same range of arena.grads, fp32.
-        kernels: whether our kernels run on its device. It is known before torch.compile asks.
         layers: in the order of fused_linears().
     """
 
     weight: Tensor
     grad: Tensor
-    kernels: bool
     layers: "tuple[nn.Module, ...]"
 
 

@@ -50,15 +50,6 @@ from .embedding_backward import (
     reference_encoder,
     reference_encoder_backward,
 )
-from .rotary import (
-    reference_rotary,
-    reference_rotary_backward,
-    rotary_,
-    rotary_backward,
-    rotary_kernel,
-    rotary_table,
-    rotate,
-)
 from .rounding import reference_round
 from .token_sort import (
     MAX_TOKENS,
@@ -138,16 +129,9 @@ __all__ = [
     "reference_encoder",
     "reference_encoder_backward",
     "reference_norms",
-    "reference_rotary",
-    "reference_rotary_backward",
     "reference_round",
     "reference_scale",
     "reference_segments",
-    "rotary_",
-    "rotary_backward",
-    "rotary_kernel",
-    "rotary_table",
-    "rotate",
     "segments_on_host",
     "span",
     "tensors_of_launch",

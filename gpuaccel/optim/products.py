@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 
-from ..backends import takes
 from ..errors import ArgumentError
 from ..nn import (
     FusedConv1D,
@@ -188,7 +187,7 @@ class Products:
         start = segments[0].offset
         weight = weights[start : start + grad.numel()].view_as(grad)
         # fused_linears() looks at the first layer of forward, which is the last one here.
-        self._fused[layers[0]].joint = Joint(weight, grad, takes(weight.device), tuple(layers))
+        self._fused[layers[0]].joint = Joint(weight, grad, tuple(layers))
 
     # ---- while backward runs ----
 

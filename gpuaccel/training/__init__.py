@@ -13,7 +13,7 @@ from .data import (
     val_batches,
 )
 from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
-from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
+from .models import GPT2, Config, Transformer, flops_per_token, generate, preset, rotate
 from .replay import Replay, ReplayMode
 from .results import StepOutput
 from .step import Divide, TrainStep, token_loss
@@ -40,6 +40,7 @@ __all__ = [
     "load_text",
     "make_dataset",
     "preset",
+    "rotate",
     "save_checkpoint",
     "shard",
     "token_loss",

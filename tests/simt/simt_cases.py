@@ -2888,92 +2888,6 @@ def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 
-# ---- rotary ----
-
-
-# B, T, positions of the table, heads of k and v, heads of q, head_dim: one that 16-byte accesses
-# cannot be used for, and one that they can.
-ROTARY_SIZES = {
-    "rotary_v1": ((1, 1, 1, 1, 1, 2), (2, 5, 7, 2, 6, 6)),
-    "rotary_v2": ((1, 1, 1, 1, 1, 16), (2, 5, 7, 2, 7, 32), (1, 3, 3, 1, 1, 64)),
-}
-
-
-def _rotary(name, seed, device, DATA_T, TABLE_T):
-    """(label, sizes, table on the device, gradients or heads of v, k, q, all rotated, all back)."""
-    dtypes = DTYPES | {"fp16": torch.float16}
-    for B, T, P, kv_heads, heads, D in ROTARY_SIZES[name]:
-        random = rng(seed)
-        angle = torch.from_numpy(normal(random, P, D // 2))
-        cos, sin = (f(angle).to(dtypes[TABLE_T]) for f in (torch.cos, torch.sin))
-        table = torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)]).to(device)
-        v, k, q = (
-            torch.from_numpy(normal(random, B, T, n, D)).to(dtypes[DATA_T])
-            for n in (kv_heads, kv_heads, heads)
-        )
-        cos, sin = (t[:T, None].float() for t in (cos, sin))
-
-        def rotated(x, sin, cos=cos):
-            a, b = x.float().chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-        forth, back = (
-            torch.cat([v, rotated(k, s), rotated(q, s)], 2).flatten(2) for s in (sin, -sin)
-        )
-        label = f"B, T, P, heads, D = {B, T, P, (kv_heads, heads), D}"
-        sizes = (B * T, T, P, kv_heads, heads, D)
-        yield label, sizes, table, (v, k, q), forth, back
-
-
-def _blocks_of_rotary(heads, rows, D, dtype, per_thread):
-    """Blocks of 128 threads that take `rows` rows, 16 bytes of up to `per_thread` heads each."""
-    return -(-rows * -(-heads // per_thread) * (D // 2 * dtype.itemsize // 16) // 128)
-
-
-@ours("rotary", "rotary_v1")
-def run(kernel, seed, device, DATA_T="float", TABLE_T="float"):
-    for label, sizes, table, parts, want, _ in _rotary("rotary_v1", seed, device, DATA_T, TABLE_T):
-        rows, T, P, kv_heads, heads, D = sizes
-        vkq = torch.cat(parts, 2).flatten(2).to(device)
-        pairs = rows * (kv_heads + heads) * (D // 2)
-        kernel[-(-pairs // 64), 64](vkq, table, pairs, T, P, kv_heads * D, kv_heads + heads, D)
-        yield Outcome(label, vkq.cpu(), want)
-
-
-@ours("rotary", "rotary_backward_v1")
-def run(kernel, seed, device, DATA_T="float", TABLE_T="float"):
-    for label, sizes, table, parts, _, want in _rotary("rotary_v1", seed, device, DATA_T, TABLE_T):
-        rows, T, P, kv_heads, heads, D = sizes
-        out = torch.full_like(want, -7.0).to(device)
-        pairs = rows * (2 * kv_heads + heads) * (D // 2)
-        kernel[-(-pairs // 64), 64](
-            out, *(t.to(device) for t in parts), table, pairs, T, P, kv_heads, heads, D
-        )
-        yield Outcome(label, out.cpu(), want)
-
-
-@ours("rotary", "rotary_v2")
-def run(kernel, seed, device, DATA_T="float", TABLE_T="float", HEADS=4):
-    for label, sizes, table, parts, want, _ in _rotary("rotary_v2", seed, device, DATA_T, TABLE_T):
-        rows, T, P, kv_heads, heads, D = sizes
-        vkq = torch.cat(parts, 2).flatten(2).to(device)
-        blocks = _blocks_of_rotary(kv_heads + heads, rows, D, vkq.dtype, HEADS)
-        kernel[blocks, 128](vkq, table, rows, T, P, kv_heads * D, kv_heads + heads, D)
-        yield Outcome(label, vkq.cpu(), want)
-
-
-@ours("rotary", "rotary_backward_v2")
-def run(kernel, seed, device, DATA_T="float", TABLE_T="float", HEADS=4):
-    for label, sizes, table, parts, _, want in _rotary("rotary_v2", seed, device, DATA_T, TABLE_T):
-        rows, T, P, kv_heads, heads, D = sizes
-        out = torch.full_like(want, -7.0).to(device)
-        blocks = _blocks_of_rotary(2 * kv_heads + heads, rows, D, out.dtype, HEADS)
-        kernel[blocks, 128](
-            out, *(t.to(device) for t in parts), table, rows, T, P, kv_heads, heads, D
-        )
-        yield Outcome(label, out.cpu(), want)
-
-
 # (file, kernel) -> macros that are tried besides the default ones; `run` gets them by name as well
 VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("adamw", "adamw_v2"): [
@@ -2995,16 +2909,6 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
         {"ACC_T": "bf16", "STOCHASTIC": 1},
     ],
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
-    ("rotary", "rotary_v1"): [{"DATA_T": "bf16"}, {"DATA_T": "fp16", "TABLE_T": "bf16"}],
-    ("rotary", "rotary_backward_v1"): [{"DATA_T": "bf16"}, {"DATA_T": "fp16", "TABLE_T": "bf16"}],
-    ("rotary", "rotary_v2"): [
-        {"DATA_T": "bf16", "TABLE_T": "bf16"},
-        {"DATA_T": "fp16", "HEADS": 2},
-    ],
-    ("rotary", "rotary_backward_v2"): [
-        {"DATA_T": "bf16", "TABLE_T": "bf16"},
-        {"DATA_T": "fp16", "HEADS": 2},
-    ],
 }
 
 VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
