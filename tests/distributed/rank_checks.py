@@ -90,14 +90,16 @@ class ProductsOnly(nn.Module):
 
 
 def adapted(tied=False, seed=0):
-    """Frozen layers of one input, which products that add make one, with LoRA."""
+    """With adapters of peft on the queries and values; all else is frozen."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(seed)
     sizes = dict(vocab=VOCAB, hidden=WIDTH, intermediate=WIDTH, layers=2, heads=2, kv_heads=1)
     model = ga.preset("tiny", head_dim=8, T=8, **sizes).build()
-    ga.apply_lora(model, rank=2, seed=seed, also=ga.training.BLOCK_NORMS)
-    for block in model.blocks:
-        for layer in (block.w_q, block.w_v):
-            nn.init.normal_(layer.lora_B.weight, std=0.1)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["w_q", "w_v"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
     return model
 
 

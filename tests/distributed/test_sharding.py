@@ -3,7 +3,7 @@
 import pytest
 import rank_checks as checks
 import torch
-from test_sums import SIMT, is_one_process, near_one_process, words
+from test_sums import NEEDS_PEFT, SIMT, is_one_process, near_one_process, words
 
 
 @pytest.mark.slow
@@ -13,7 +13,9 @@ from test_sums import SIMT, is_one_process, near_one_process, words
         dict(),
         dict(backend="simt"),
         dict(backend="simt", deterministic=True, tied=True),
-        dict(backend="simt", deterministic=True, net=checks.adapted),
+        pytest.param(
+            dict(backend="simt", deterministic=True, net=checks.adapted), marks=NEEDS_PEFT
+        ),
         dict(backend="simt", low=torch.bfloat16, bound=2e-3),
         dict(low=torch.bfloat16, bound=2e-3),
         dict(backend="simt", config=dict(dtype=torch.bfloat16), bound=2e-2),

@@ -1,5 +1,6 @@
 """Data-parallel training: ranks are one process, bit for bit where that is promised."""
 
+import importlib.util
 import math
 import shutil
 
@@ -14,6 +15,9 @@ from gpuaccel.optim.arena import Arena
 
 SIMT = pytest.param(
     "simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+)
+NEEDS_PEFT = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft, of the extra `test`, is not installed"
 )
 
 
@@ -95,7 +99,7 @@ def test_what_a_compiled_backward_sends_early(workers, options, backend):
         dict(),
         dict(deterministic=True, tied=True),
         dict(deterministic=True, config=dict(find_nonfinite_rank=False, bucket_mb=0.02)),
-        dict(deterministic=True, net=checks.adapted),
+        pytest.param(dict(deterministic=True, net=checks.adapted), marks=NEEDS_PEFT),
     ],
     ids=words,
 )

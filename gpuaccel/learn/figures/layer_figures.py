@@ -44,7 +44,7 @@ from ...nn import (
     reference_richards,
 )
 from ...notebook import notebook_shell
-from ...ops import rotate
+from ...training import rotate
 from .drawing import (
     BLUE,
     GREEN,
