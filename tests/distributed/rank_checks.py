@@ -616,11 +616,13 @@ def state_dict_of_shards(rank: Rank):
         opt = step.optimizers[0]
         before = error_of(opt.state_dict)
         with step.gathered():
-            states = opt.state_dict()["state"]
-            # Some tensors have no gradient, and no state.
-            sizes = {i: p.shape for i, p in enumerate(step.arena.masters)}
-            whole = len(states) > 3 and all(
-                state["exp_avg"].shape == sizes[i] for i, state in states.items()
+            state = opt.state_dict()
+            names = [name for group in state["param_groups"] for name in group["param_names"]]
+            shapes = {name: p.shape for name, p in step.model.named_parameters()}
+            # Tensors without a gradient have no state.
+            whole = len(state["state"]) > 3 and all(
+                moments["exp_avg"].shape == shapes[names[i]]
+                for i, moments in state["state"].items()
             )
         return before, whole, error_of(opt.state_dict)
 
