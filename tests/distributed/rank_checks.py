@@ -235,9 +235,13 @@ def copies_between_files(slab):
 
 
 def machine_of(rank: Rank, machines):
-    """Whose ranks stand on machines with these numbers, as torchrun counts them; None: on one."""
-    number = {} if machines is None else {"GROUP_RANK": str(machines[rank.rank])}
-    return mock.patch.dict(os.environ, number)
+    """The environment of torchrun on several machines. machines: the number of each rank's; None:
+    there is one."""
+    if machines is None:
+        return contextlib.nullcontext()
+    number = machines[rank.rank]
+    variables = {"GROUP_RANK": number, "LOCAL_WORLD_SIZE": str(machines.count(number))}
+    return mock.patch.dict(os.environ, variables)
 
 
 # ---- checks: sums --------------------------------------------------------------------------------
