@@ -45,7 +45,6 @@ class Benchmark(NamedTuple):
 ALL = {
     "step": Benchmark(340),
     "transformers_step": Benchmark(260, 1, ("transformers",)),
-    "lora": Benchmark(110, 1, ("peft",)),
     "graphs": Benchmark(160),
     "accumulate": Benchmark(25),
     "clip": Benchmark(20),

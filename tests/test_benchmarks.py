@@ -438,7 +438,7 @@ def test_cpu_runs(scripts):
             ["cudnn_generated_fort_native_sdpa", "pytorch_flash::flash_bwd<cutlass::half>"],
         ),
         ("tail", ["adamw_v3", "at::native::multi_tensor_apply_kernel", "triton_for_fused_foreach"]),
-        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "rotary_backward_v2"]),
+        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "richards_backward"]),
         (
             "communication",
             ["Memcpy PtoP (Device -> Device)", "ncclDevKernel_AllReduce", "peers_sum"],
@@ -455,8 +455,8 @@ def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside
         {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
         {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
         # From 900 to 1,000 us beside a product.
-        {"name": "rotary_backward_v2", "ts": 900.0, "dur": 200.0},
-        {"name": "rotary_backward_v2", "ts": 1600.0, "dur": 100.0},
+        {"name": "richards_backward", "ts": 900.0, "dur": 200.0},
+        {"name": "richards_backward", "ts": 1600.0, "dur": 100.0},
     ]
     assert scripts("traces").in_groups(events, 2) == {
         "products": 0.5,
@@ -1104,11 +1104,7 @@ def test_ddp_runs(ddp, groups, scripts):
     assert set(column(made["replayed"], "4: of one GPU")) == {
         f"{ddp.CAPTURED}: DDP",
         f"{ddp.CAPTURED_FSDP}: FSDP2",
-        *(
-            f"{ddp.REPLAYED}: {n}"
-            for n in groups[ddp.REPLAYED]
-            if n not in (ddp.ONE, ddp.HIERARCHICAL)
-        ),
+        *(f"{ddp.REPLAYED}: {n}" for n in groups[ddp.REPLAYED] if n != ddp.ONE),
     }
 
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from ..backends import takes
 from ..measure import Meter
+from ..nn import accumulate_product
 from ..ops import (
     MAX_TENSORS,
-    WeightGradient,
     accumulate_kernel,
     reference_scale,
-    reference_weight_gradient,
 )
 from ..optim import Arena
 from ..training import StepOutput, token_loss
@@ -126,8 +125,7 @@ class AddingLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        product = WeightGradient(ctx.total, dy.flatten(0, -2), x.flatten(0, -2))
-        reference_weight_gradient(product)  # total += dy.T @ x
+        accumulate_product(ctx.total, dy, x)  # total += dy.T @ x
         return dy @ weight, None, None
 
 

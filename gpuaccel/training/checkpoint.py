@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, GpuaccelError
 from ..files import remove_folder
-from ..nn import frozen_state_dict
 from ..optim import Arena
 from .checkpoint_file import (
     Contents,
@@ -64,7 +63,7 @@ def _class_name(thing) -> str:
 
 def _model_tensors(path, model) -> "dict[str, Tensor]":
     tensors = {}
-    for name, value in frozen_state_dict(uncompiled(model)).items():
+    for name, value in uncompiled(model).state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{path}: model.{name} is a {_class_name(value)}; expected a tensor"

@@ -28,7 +28,7 @@ from gpuaccel.compiler.kernel import (
     zero_,
 )
 from gpuaccel.errors import ArgumentError, CompileError
-from gpuaccel.ops import clip, lora_gradients, update_rule
+from gpuaccel.ops import clip, update_rule
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops import token_sort as segments
 from gpuaccel.ops.accumulate import (
@@ -87,7 +87,6 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
                 "MAX_UPDATES": update_rule.MAX_UPDATES,
             },
         ),
-        ("lora", {"MAX_PRODUCTS": lora_gradients.MAX_PRODUCTS, "TILE": lora_gradients.TILE}),
         ("settings", {"MAX_VALUES": update_rule.MAX_VALUES}),
         ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
         (
@@ -127,10 +126,6 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
             for name in ("squares_v2", "scale_v2")
             for most in (clip.MAX_TENSORS, clip.MANY_TENSORS)
         ],
-        (
-            lora_gradients.lora_kernel("lora_gradients_v2", torch.bfloat16, 8),
-            [lora_gradients._PRODUCTS.pack],
-        ),
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
         (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
         (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),
