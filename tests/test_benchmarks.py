@@ -1095,11 +1095,7 @@ def test_ddp_runs(ddp, groups, scripts):
     assert set(column(made["replayed"], "4: of one GPU")) == {
         f"{ddp.CAPTURED}: DDP",
         f"{ddp.CAPTURED_FSDP}: FSDP2",
-        *(
-            f"{ddp.REPLAYED}: {n}"
-            for n in groups[ddp.REPLAYED]
-            if n not in (ddp.ONE, ddp.HIERARCHICAL)
-        ),
+        *(f"{ddp.REPLAYED}: {n}" for n in groups[ddp.REPLAYED] if n != ddp.ONE),
     }
 
 

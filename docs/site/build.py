@@ -33,19 +33,14 @@ LANGUAGES = {
 }
 # The guides in the order of the menu; a page that is not named here stands behind them.
 GUIDES = (
+    "install",
     "your-model",
     "trainer",
-    "accumulation",
-    "clipping",
+    "checkpoints",
     "graphs",
-    "determinism",
-    "layers",
     "several-gpus",
-    "planning",
-    "kernels-on-the-cpu",
-    "replacing-a-kernel",
-    "models",
-    "backends",
+    "kernels",
+    "logging",
     "troubleshooting",
 )
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")

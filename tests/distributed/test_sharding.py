@@ -65,6 +65,13 @@ def test_an_error_leaves_no_master_behind_its_weight(workers, backend):
     assert workers(checks.left_alone, 2, backend=backend) == [(True, True)] * 2
 
 
+def test_the_state_dict_of_a_sharded_optimizer_is_whole_or_an_error(workers):
+    """Never this rank's share."""
+    for error, whole, after in workers(checks.state_dict_of_shards, 2):
+        assert error.startswith("state_dict() of a sharded optimizer") and "gathered()" in error
+        assert whole and after == error
+
+
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 def test_savers_of_others_write_a_sharded_run_whole(workers, low, tmp_path):
     assert workers(checks.savers_of_shards, 2, low=low, folder=str(tmp_path)) == [True, True]

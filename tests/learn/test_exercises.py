@@ -369,8 +369,8 @@ def test_a_stub_fails_and_says_that_nothing_was_written(e, where):
     result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert result.passed is False
     if e.name == "block_sum":
-        # Its stub is a kernel with a race.
-        assert "race: " in str(result)
+        # Its stub is a kernel with a race, which a CPU's checks name.
+        assert where == "cuda without a compiler" or "race: " in str(result)
         return
     for n, (passed, _, outcome) in zip(checking.SIZES, result.lines):
         case = e.data(n, torch.Generator(ga.default_device().type))
