@@ -177,8 +177,8 @@ def _number(text: str, macros: "dict[str, str]") -> "int | None":
 def _value(node: ast.expr) -> "int | None":
     """The value of an expression; None where it is not known."""
     match node:
-        case ast.Constant(value=int(number)):
-            return number
+        case ast.Constant(value=int(constant)):
+            return constant
         case ast.Name(id=name):
             # Names that are no macros are 0.
             return None if name.startswith("__") else int(name == "true")

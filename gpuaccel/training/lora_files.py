@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, CheckpointError
-from ..files import damage, digest, written_aside
+from ..files import damage, host_bytes, written_aside
 from ..nn import LoRALinear
 from .lora import (
     install_layers,
@@ -76,7 +76,8 @@ def _checksum(tensors: "dict[str, Tensor]") -> str:
     """sha256 over names, dtypes, shapes and bytes."""
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        facts = [name, str(tensor.dtype), list(tensor.shape), digest(tensor)[0]]
+        sha256 = hashlib.sha256(host_bytes(tensor)).hexdigest()
+        facts = [name, str(tensor.dtype), list(tensor.shape), sha256]
         total.update(json.dumps(facts).encode())
     return total.hexdigest()
 
