@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .fused_forward import Joint, fused_forward
+from .fused_forward import Joint, adds_to_arena, fused_forward
 from .gradient_slice import slice_of
-from .gradient_use import RETURNED, backward_may_add
+from .gradient_use import RETURNED
 from .weight_gradient import add_product, side_by_side, weight_gradient
 
 
@@ -134,14 +134,11 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
     for a weight that was replaced, and for hooks."""
     first = fused_forward(layers[0])
     joint = None if first is None else first.joint
-    if joint is None or not backward_may_add():
+    if joint is None:
         return None
     if len(layers) != len(joint.layers) or any(a is not b for a, b in zip(layers, joint.layers)):
         return None
     for layer in layers:
-        fused = fused_forward(layer)
-        if fused is None or layer.weight is not fused.weight:
-            return None
-        if layer._forward_hooks or layer._forward_pre_hooks:
+        if adds_to_arena(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
             return None
     return joint

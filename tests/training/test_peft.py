@@ -68,10 +68,10 @@ def base(kind, dtype=torch.float32):
     return kind().to(dtype)
 
 
-def adapted(kind, device="cpu", dtype=torch.float32):
+def adapted(kind, device="cpu", dtype=torch.float32, **how):
     """With factors as after some training: peft's B is zero at first."""
     settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS[kind])
-    model = peft.get_peft_model(base(kind, dtype), settings)
+    model = peft.get_peft_model(base(kind, dtype), settings, **how)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p, std=0.3, generator=generator(len(name)))
@@ -201,12 +201,15 @@ def test_the_products_of_the_factors_add_into_the_arena(kind):
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_fp32_factors_of_a_bf16_model_are_replayed_with_the_bits_of_a_launched_step(device, kind):
+def test_factors_of_a_bf16_model_are_replayed_with_the_bits_of_a_launched_step(device, dtype, kind):
+    """In fp32, as peft makes them, or in bf16, with fp32 masters in the arena."""
     results = []
     for how in ("deterministic", "replayed"):
-        model = adapted(kind, device, torch.bfloat16)
-        assert {p.dtype for p in trained(model).values()} == {torch.float32}
+        options = {"autocast_adapter_dtype": dtype == torch.float32}
+        model = adapted(kind, device, torch.bfloat16, **options)
+        assert {p.dtype for p in trained(model).values()} == {dtype}
         steps = run(model, optimizer(model, "block"), how, device)
         results.append((steps, [p.tolist() for p in trained(model).values()]))
     assert results[0] == results[1]
@@ -266,6 +269,32 @@ def test_merged_after_training_it_is_a_plain_model_of_the_same_outputs(device, k
     got, wanted, plain = (getattr(y, "logits", y) for y in (got, wanted, plain))
     close(got, wanted, "merged", 1e-4)
     assert (got - plain).abs().max() > 1e-2, "the factors say nothing"
+
+
+@pytest.mark.parametrize(
+    "layer, targets",
+    [
+        (lambda: ga.RichardsGLU(16, 24), ["w_in", "w_out"]),
+        (lambda: ga.PolyAttention(16, 2, max_positions=8), ["w_qkv", "w_out"]),
+    ],
+    ids=["RichardsGLU", "PolyAttention"],
+)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_the_packages_layers_take_adapters(device, layer, targets):
+    """Merged into the weights they compute the same, so forward has called them."""
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(layer()), settings).to(device)
+    x = torch.randn(2, 8, 16, device=device)
+    y = model(x)
+    y.square().sum().backward()
+    for name, p in trained(model).items():
+        assert p.grad.abs().max() > 0, name
+    with torch.no_grad(), model.disable_adapter():
+        plain = model(x)
+    assert (y - plain).abs().max() > 1e-2
+    with torch.no_grad():
+        close(model.merge_and_unload()(x), y.detach(), "merged", 1e-4)
 
 
 # ---- what a user may get wrong -------------------------------------------------------------------
