@@ -75,7 +75,7 @@ def _rotated_heads(x: Tensor, table: Tensor, back: bool = False) -> Tensor:
 
 
 def reference_rotary(vkq: Tensor, table: Tensor, kv_heads: int) -> Tensor:
-    """vkq with its k and q rotated: what rotary_ leaves. Differentiable.
+    """vkq with its k and q rotated: what `rotary_` leaves. Differentiable.
 
     Args:
         vkq: (B, T, (2 * kv_heads + heads) * head_dim).
@@ -262,7 +262,7 @@ def rotary_backward(dv: Tensor, dk: Tensor, dq: Tensor, table: Tensor) -> Tensor
         dv, dk: (B, T, kv_heads * head_dim), fp32, bf16 or fp16. What torch's flash attention
             returns is not copied, transposed and flattened.
         dq: (B, T, heads * head_dim), of the same dtype.
-        table: as for rotary_.
+        table: as for `rotary_`.
 
     Returns:
         (B, T, (2 * kv_heads + heads) * head_dim), contiguous, of dv, dk and dq side by side. dk and
