@@ -1,4 +1,4 @@
-"""Pairs of kernels for the tests of simt: a correct one, and the same with one mistake."""
+"""What tests of simt share: pairs of kernels, a correct one and the same with one mistake; launches."""
 
 import pathlib
 import re
@@ -58,6 +58,13 @@ def launched(case: Case, source: str):
         with ga.checked(seconds=20):
             ga.compile(source, "k")[case.grid, case.block, case.shared](*args)
     return args[0], [str(warning.message) for warning in caught]
+
+
+def run(source, *args, grid=1, block=32, shared=0, **compiling):
+    """Launch on copies of the tensors; those copies."""
+    copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    ga.compile(source, **compiling)[grid, block, shared](*copies)
+    return [a for a in copies if isinstance(a, torch.Tensor)]
 
 
 def counts_on_page(table: str) -> "list[int]":

@@ -604,10 +604,12 @@ def test_the_mode_comes_from_the_environment_and_checked_goes_back(monkeypatch):
 def test_what_a_kernel_prints_comes_where_python_prints(capsys):
     k = ga.compile(
         'extern "C" __global__ void hello(int n) {\n'
-        'if (threadIdx.x < n) printf("thread %d of %d\\n", threadIdx.x, blockDim.x); }'
+        "if (threadIdx.x < n) "
+        'printf("%u of %d: %.2f %s %lld%%\\n", threadIdx.x, n, 0.5f, "of", 1ll << 40); }'
     )
     k[1, 8](2)
-    assert capsys.readouterr().out == "thread 0 of 8\nthread 1 of 8\n"
+    line = "of 2: 0.50 of 1099511627776%\n"
+    assert capsys.readouterr().out == f"0 {line}1 {line}"
 
 
 @pytest.mark.slow

@@ -135,19 +135,6 @@ extern "C" __global__ void k(int* words)
         grid=2,
         block=32,
     ),
-    "halves of one word": Case(
-        """
-extern "C" __global__ void k(float* words)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    ((short*){{words)[i] => words)[i | 1]}} = (short)i;
-}
-""",
-        lambda: (torch.zeros(32),),
-        lambda: torch.arange(64).to(torch.int16).view(torch.float32),
-        grid=2,
-        block=32,
-    ),
     "members of one struct": Case(
         """
 struct Pixel { unsigned char r, g, b, a; };
@@ -673,21 +660,6 @@ extern "C" __global__ void k(int* composite, int n)
             [i > 3 and any(i % j == 0 for j in range(2, i)) for i in range(200)]
         ).int(),
         note="no barrier orders the two",
-    ),
-    "marked once": Case(
-        """
-extern "C" __global__ void k(int* out, int* first, const int* group)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x, g = group[i];
-    if (!first[g]) first[g] = 1;
-    out[i] = {{g; => first[(g + 1) % 8];}}
-}
-""",
-        lambda: (ints(64), ints(8), torch.arange(64).int() % 8),
-        lambda: torch.arange(64).int() % 8,
-        grid=2,
-        block=32,
-        note=BENIGN,
     ),
 }
 

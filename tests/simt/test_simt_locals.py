@@ -360,19 +360,6 @@ def test_a_checked_launch_never_ends_python():
     assert not [row for row in rows if row[1] != "right"], run.stdout
 
 
-def test_an_assertion_names_its_thread_and_line():
-    source = """
-extern "C" __global__ void k(float* out)
-{
-    assert(threadIdx.x < 5);
-    out[threadIdx.x] = 1;
-}
-"""
-    (report,) = mistakes(source, torch.zeros(32), grid=2)
-    assert (report.kind, report.line, report.thread) == ("trap", 4, (5, 0, 0))
-    assert "threadIdx.x < 5" in report.message
-
-
 # ---- barriers in a trace -------------------------------------------------------------------------
 
 BARRIERS = """
