@@ -174,24 +174,25 @@ def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail
     assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(6)]
 
 
-def micro(device, T, seed):
-    """A micro-batch of two sequences."""
-    return batches(device, n=1, rows=2, lengths=(T,), seed=seed)[0]
-
-
+@pytest.mark.parametrize(
+    "options, steps",
+    [
+        # A kind that is new in the middle of a list.
+        ({}, [[(8, 0), (8, 1)], [(8, 2), (16, 3), (8, 4), (12, 5)], [(12, 6), (8, 7)]]),
+        # A graph that has to go in the middle of a list is captured again there: its warm-up must
+        # not take the sums so far.
+        ({"max_graphs": 1}, [[(8, 0), (16, 1), (8, 2)], [(16, 3), (8, 4)]]),
+    ],
+    ids=["new kinds", "more than max_graphs"],
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_kind_that_is_new_in_the_middle_of_a_list_leaves_the_sums_right(device):
-    steps = [[(8, 0), (8, 1)], [(8, 2), (16, 3), (8, 4), (12, 5)], [(12, 6), (8, 7)]]
-    data = [[micro(device, *kind) for kind in kinds] for kinds in steps]
-    compare(device, data)
+def test_a_capture_in_the_middle_of_a_list_leaves_the_sums_right(device, options, steps):
+    """A micro-batch has two sequences, of a length and a seed."""
 
+    def micro(T, seed):
+        return batches(device, n=1, rows=2, lengths=(T,), seed=seed)[0]
 
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_list_with_more_kinds_than_max_graphs_leaves_the_sums_right(device):
-    """A graph that has to go in the middle of a list is captured again there: its warm-up must not
-    take the sums so far."""
-    steps = [[(8, 0), (16, 1), (8, 2)], [(16, 3), (8, 4)]]
-    compare(device, [[micro(device, *kind) for kind in kinds] for kinds in steps], max_graphs=1)
+    compare(device, [[micro(*kind) for kind in kinds] for kinds in steps], **options)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -370,40 +371,26 @@ def test_eval_and_frozen_weights_are_other_kinds_of_step(device, counts):
     assert len({out.loss.item() for out in wanted}) == 8
 
 
-def set_rate(opt, k):
-    opt.param_groups[0]["lr"] = LR / (k + 1)
-
-
-def set_betas(opt, k):
-    opt.param_groups[-1]["betas"] = (0.9 - 0.1 * k, 0.999)
-
-
-def set_eps(opt, k):
-    opt.param_groups[0]["eps"] = 10.0 ** -(8 - k)
-
-
-def set_decay(opt, k):
-    opt.param_groups[0]["weight_decay"] = 0.1 * k
-
-
-def set_limit(opt, k):
-    opt.max_norm = LIMIT / (k + 1)
-
-
-def set_no_limit(opt, k):
-    opt.max_norm = LIMIT if k < 2 else None
-
-
 def set_sign(opt, k):
     for group in opt.param_groups:
         group["maximize"] = k % 2 == 1
 
 
-@pytest.mark.parametrize(
-    "change", [set_rate, set_betas, set_eps, set_decay, set_limit, set_no_limit, set_sign]
-)
+SETTINGS = {
+    "lr": lambda opt, k: opt.param_groups[0].update(lr=LR / (k + 1)),
+    "betas": lambda opt, k: opt.param_groups[-1].update(betas=(0.9 - 0.1 * k, 0.999)),
+    "eps": lambda opt, k: opt.param_groups[0].update(eps=10.0 ** -(8 - k)),
+    "weight_decay": lambda opt, k: opt.param_groups[0].update(weight_decay=0.1 * k),
+    "max_norm": lambda opt, k: setattr(opt, "max_norm", LIMIT / (k + 1)),
+    "no max_norm": lambda opt, k: setattr(opt, "max_norm", LIMIT if k < 2 else None),
+    "maximize": set_sign,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, change):
+def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, name):
+    change = SETTINGS[name]
     data = batches(device, n=5, lengths=(8,))
     wanted = compare(device, data, lambda step, k: change(step.optimizers[0], k), schedule=None)
     plain, *_ = trained(make(device, "eager", schedule=None), data, device)

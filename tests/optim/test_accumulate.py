@@ -13,6 +13,7 @@ from helpers import (
     CUDA,
     EVERYWHERE,
     NAN,
+    RaisesInBackward,
     differ,
     generator,
     needs_free_gpu_memory,
@@ -390,18 +391,8 @@ def test_grad_scaler_unscales_and_skips_a_step_that_overflows(adding):
         assert torch.equal(before, model.head.weight) and scaler.get_scale() == 128.0
 
 
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("on purpose")
-
-
 def half_way(model, x):
-    h = model.blocks[1](Breaks.apply(model.blocks[0](model.embedding(x))))
+    h = model.blocks[1](RaisesInBackward.apply(model.blocks[0](model.embedding(x))))
     return model.head(model.norm(h)).sum()
 
 

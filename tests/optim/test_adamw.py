@@ -311,31 +311,27 @@ def test_step_hooks():
     ours, seen = params_of(), []
     mine = AdamW(ours)
     give(0, ours)
+
+    def note(what):
+        return lambda opt, *_: seen.append((what, len(opt.state))) if opt is mine else None
+
     handles = [
-        mine.register_step_pre_hook(
-            lambda opt, args, kwargs: seen.append(("pre", ours[0].grad is not None))
-        ),
-        mine.register_step_post_hook(
-            lambda opt, args, kwargs: seen.append(("post", len(opt.state)))
-        ),
-        register_optimizer_step_pre_hook(
-            lambda opt, args, kwargs: seen.append("global pre") if opt is mine else None
-        ),
-        register_optimizer_step_post_hook(
-            lambda opt, args, kwargs: seen.append("global post") if opt is mine else None
-        ),
+        mine.register_step_pre_hook(note("pre")),
+        mine.register_step_post_hook(note("post")),
+        register_optimizer_step_pre_hook(note("global pre")),
+        register_optimizer_step_post_hook(note("global post")),
     ]
     try:
         mine.step()
     finally:
         for handle in handles:
             handle.remove()
-    assert seen == ["global pre", ("pre", True), ("post", len(ours)), "global post"]
+    after = len(ours)
+    assert seen == [("global pre", 0), ("pre", 0), ("post", after), ("global post", after)]
     mine.step()
     assert len(seen) == 4
-    handle = mine.register_step_pre_hook(
-        lambda opt, args, kwargs: ((opt, lambda: 42), {})
-    )  # may change the arguments
+    # One may change the arguments.
+    handle = mine.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 42), {}))
     assert mine.step() == 42
     handle.remove()
 

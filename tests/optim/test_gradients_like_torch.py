@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from helpers import CUDA, differ, generator
+from helpers import CUDA, RaisesInBackward, differ, generator
 from torch import nn
 
 import gpuaccel as ga
@@ -28,16 +28,6 @@ ADDING = ["autograd", "products"]
 # The dtype of the weights, and whose gradients are edited: the optimizer's or the model's.
 WEIGHTS = [("fp32", "arena"), ("bf16", "arena"), ("bf16", "model")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("on purpose")
 
 
 class Net(nn.Module):
@@ -138,7 +128,7 @@ class Run:
         elif action == "raise":
             # After the gradients of `scale` and the bias, before that of the weight.
             x = torch.ones(2, 4, dtype=linear.weight.dtype, device=linear.weight.device)
-            h = nn.functional.linear(x, Raises.apply(linear.weight), linear.bias)
+            h = nn.functional.linear(x, RaisesInBackward.apply(linear.weight), linear.bias)
             # Unless the weight is frozen.
             with contextlib.suppress(ZeroDivisionError):
                 self.backward((h + self.model.scale).sum())

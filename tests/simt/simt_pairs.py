@@ -1,7 +1,10 @@
 """What tests of simt share: pairs of kernels, a correct one and the same with one mistake; launches."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +68,17 @@ def run(source, *args, grid=1, block=32, shared=0, **compiling):
     copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     ga.compile(source, **compiling)[grid, block, shared](*copies)
     return [a for a in copies if isinstance(a, torch.Tensor)]
+
+
+def python(code, **environment):
+    """Run this code in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **environment},
+    )
 
 
 def counts_on_page(table: str) -> "list[int]":

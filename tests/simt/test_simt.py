@@ -10,11 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from simt_pairs import python
 
 import gpuaccel as ga
 from gpuaccel.backends import cache_dir, find_compiler
@@ -397,18 +398,8 @@ late, end = 0, time.monotonic() + 3
 while time.monotonic() < end:
     ga.checked(False, seconds=random.uniform(1e-6, 1.2e-5))
     late += driver.launch(loaded.program, "k", (20, 1, 1, 1, 1, 1, 0), loaded.address) is not None
-print("ended", late > 100)
+print("stopped", late > 100)
 """
-
-
-@pytest.mark.slow
-def test_a_time_limit_of_microseconds_ends_launches_and_never_the_process():
-    result = subprocess.run(
-        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120
-    )
-    assert (result.returncode, result.stdout) == (0, "ended True\n"), result.stderr[-2000:]
-
-
 # Every thread writes every element, the value that is there already: each write is a note that is
 # half made for a while.
 LATE_IN_A_CHECK = """
@@ -435,10 +426,9 @@ print("stopped", stopped > 100)
 
 
 @pytest.mark.slow
-def test_a_time_limit_inside_a_check_leaves_no_half_made_report():
-    result = subprocess.run(
-        [sys.executable, "-c", LATE_IN_A_CHECK], capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize("code", [LATE, LATE_IN_A_CHECK], ids=["of microseconds", "in a check"])
+def test_a_time_limit_ends_launches_never_the_process_and_leaves_no_half_made_report(code):
+    result = python(code)
     assert (result.returncode, result.stdout) == (0, "stopped True\n"), result.stderr[-2000:]
 
 
@@ -468,12 +458,8 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
         for _ in range(5):
             k[-(-x.numel() // 256), 256](x, x.numel())
 
-    with ga.checked(False, seconds=600):
-        threads = [threading.Thread(target=work, args=(x,)) for x in tensors]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with ga.checked(False, seconds=600), ThreadPoolExecutor(len(tensors)) as pool:
+        list(pool.map(work, tensors))
     assert all(x.eq(32).all() for x in tensors)
     for _ in range(2):
         with ga.checked(False, seconds=0.2), pytest.raises(KernelError):
@@ -507,11 +493,8 @@ def test_checked_launches_of_several_threads_report_each_its_own():
                 ]:
                     wrong.append((i, str(error)))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not wrong, wrong[0]
 
 
@@ -567,12 +550,8 @@ with ga.checked(False):
         os._exit(0 if x.eq(4).all() else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.eq(2).all().item())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "GPUACCEL_GPU": "off", "OMP_NUM_THREADS": "1"},
+    done = python(
+        code, GPUACCEL_GPU="off", OMP_NUM_THREADS="1"
     )  # torch's own threads do not survive a fork
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
 
@@ -621,13 +600,7 @@ faulthandler.enable()
 ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
 ctypes.string_at(0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "GPUACCEL_BACKEND": "simt"},
-    )
+    done = python(code, GPUACCEL_BACKEND="simt")
     assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
 
 

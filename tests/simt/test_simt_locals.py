@@ -1,11 +1,8 @@
 """What a report says of local variables and arrays, of calls, and of what no launch survives."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
+from simt_pairs import python
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -348,12 +345,7 @@ for name, (source, kind, block) in CASES.items():
 @pytest.mark.slow
 def test_a_checked_launch_never_ends_python():
     """In a process of its own, so that its end would be seen."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SURVIVED)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = python(SURVIVED)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split("|") for line in run.stdout.splitlines() if "|" in line]
     assert len(rows) == 13, run.stdout
