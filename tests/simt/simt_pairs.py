@@ -1,4 +1,4 @@
-"""What tests of simt share: pairs of kernels, a correct one and the same with one mistake; launches."""
+"""What tests of simt share: pairs of kernels, one correct and one with a mistake; launches."""
 
 import os
 import pathlib
