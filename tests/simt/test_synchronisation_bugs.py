@@ -338,7 +338,10 @@ extern "C" __global__ void k(float* out, const float* x)
 extern "C" __global__ void k(float* x, const float* by)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    {{float scale = 1 / by[i]; => __shared__ float scales[32]; scales[threadIdx.x] = 1 / by[i]; __syncthreads(); float scale = scales[threadIdx.x];}}
+    {{float scale = 1 / by[i]; => __shared__ float scales[32];
+    scales[threadIdx.x] = 1 / by[i];
+    __syncthreads();
+    float scale = scales[threadIdx.x];}}
     x[i] *= scale;
 }
 """,
