@@ -10,3 +10,9 @@ def mode(request):
     """Both modes of the CPU's backend in turn; which one it is."""
     with ga.use_backend("simt"), ga.checked(request.param == "checked"):
         yield request.param
+
+
+@pytest.fixture
+def on_the_cpu():
+    with ga.use_backend("simt"):
+        yield

@@ -174,7 +174,6 @@ def ramp(n, dtype=torch.float32):
     return torch.arange(1, n + 1).to(dtype)
 
 
-INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;"
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
 
 bug(

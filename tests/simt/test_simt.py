@@ -32,12 +32,7 @@ SPIN = """extern "C" __global__ void spin(float* x) {
   if (threadIdx.x == 3)
     while (true) x[0] += 1;
 }"""
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with ga.use_backend("simt"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture

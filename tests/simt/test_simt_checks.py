@@ -61,12 +61,7 @@ ERRORS = [name for name, bug in BUGS.items() if not bug.note]
 NOTES = [name for name, bug in BUGS.items() if bug.note]
 BUG_TEXT, BUG_STARTS = program([bug.source for bug in BUGS.values()])
 BUG_START = dict(zip(BUGS, BUG_STARTS))
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with ga.use_backend("simt"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def launch(kernel, call: Call):

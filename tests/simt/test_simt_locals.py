@@ -10,12 +10,7 @@ from gpuaccel.simt.build import fill_pattern
 
 HOST = find_compiler()[0]
 FILLS = HOST is not None and fill_pattern(HOST) != 0
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with ga.use_backend("simt"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def mistakes(source, *args, grid=1, block=32, shared=0, seconds=10):
