@@ -109,6 +109,7 @@ CHECKED_BY = {
         "-fno-tree-loop-im",
         "-fno-tree-pta",
         "-fno-tree-dce",
+        "-fno-tree-sra",
         "--param=tsan-instrument-func-entry-exit=0",
         "--param=tsan-distinguish-volatile=1",
         *_NO_SAVED_REGISTERS,
