@@ -21,7 +21,9 @@ What it does much more often, and what was asked and not done, stands in the res
 """
 
 import copy
+import inspect
 import itertools
+import math
 import re
 import secrets
 import time
@@ -41,7 +43,9 @@ from ...compiler import compile as compile_kernel
 from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError, suggestion
 from ...graphs import TapeRecorder
 from ...source import signature, without_comments
-from ..magics import is_outdated
+from ..figures.drawing import plural
+from ..magics import why_outdated
+from ..sentences import first_wrong, number
 from . import (
     accumulate_puzzles,
     clip_puzzles,
@@ -88,7 +92,7 @@ class Result:
     Attributes:
         name: of the exercise.
         passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
-            whose name a later cell has that did not compile.
+            whose cell was changed since and no longer makes it.
         summary: one sentence.
         lines: (passed, what was tried, how it went) for each trial.
         remarks: of a right answer, what it does other than asked or much more often than the
@@ -345,8 +349,8 @@ def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) 
                 f"exercise {name!r} takes a kernel made with %%cuda or ga.compile, "
                 f"got {type(answer).__name__}"
             )
-        if is_outdated(answer):
-            return Result(name, None, _OUTDATED.format(answer.name))
+        if why := why_outdated(answer):
+            return Result(name, None, f"not judged: {why}. Mend that cell, run it, check again.")
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
@@ -358,12 +362,6 @@ def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) 
     if task.turns:
         return _run_captured(task, answer, seed)
     return _run_python(task, answer, seed)
-
-
-_OUTDATED = (
-    "not judged: the last cell that defines `{0}` did not compile, and `{0}` is still the kernel "
-    "of the last cell that did. Mend that cell, run it, then check again."
-)
 
 
 def _conclude(task, lines, seed, trial) -> Result:
@@ -419,45 +417,20 @@ def _compile_only(task, kernel) -> Result:
 def _check_kernel(task, kernel, seed) -> Result:
     """Run a kernel on the CPU, on the GPU, or on both; compile it where there is neither."""
     has_compiler = find_compiler()[0] is not None
-    if backend().name == "cuda":
-        if has_compiler:
-            small = [n for n in SIZES if n <= SMALL_SIZE]
-            with use_backend("simt"):
-                result = _run_kernel(task, kernel, seed, small)
-            # What the CPU cannot run, such as PTX, is left to the GPU.
-            if not result and result.lines and result.summary != _NOT_LAUNCHED:
-                return _with_picture(result, task, kernel, seed)
-        result = _run_kernel(task, kernel, seed, SIZES)
-    elif has_compiler:
-        result = _run_kernel(task, kernel, seed, SIZES)
-    else:
+    on_gpu = backend().name == "cuda"
+    if not on_gpu and not has_compiler:
         return _compile_only(task, kernel)
-    if has_compiler:
-        result = _with_picture(_with_cost(result, task, kernel, seed), task, kernel, seed)
-    return result
+    if on_gpu and has_compiler:
+        with use_backend("simt"):
+            result = _run_kernel(task, kernel, seed, [n for n in SIZES if n <= SMALL_SIZE])
+        # What the CPU cannot run, such as PTX, is left to the GPU.
+        if not result and result.summary != _NOT_LAUNCHED:
+            return result
+    result = _run_kernel(task, kernel, seed, SIZES)
+    return _with_cost(result, task, kernel, seed) if result else result
 
 
 _NOT_LAUNCHED = "it could not be launched."
-# A summary with these words is that of a kernel without a picture.
-_NO_END = "did not end within"
-
-
-def _too_slow(n, seconds, lines, seed) -> str:
-    """The summary of a kernel that was stopped at n elements, after the trials of `lines`."""
-    failures = sum(not passed for passed, _, _ in lines)
-    if failures:
-        took = f"that of {n:,} elements {_NO_END} {seconds:g} s"
-        if n > SMALL_SIZE:
-            took = f"the largest one took longer than {seconds:g} s"
-        count = f"{failures} of the {len(lines)} smaller sizes"
-        if len(lines) == 1:
-            count = "the only smaller size"
-        verb = "is" if failures == 1 else "are"
-        return f"not yet: {count} {verb} wrong, and {took} (seed {seed})."
-    if n > SMALL_SIZE and lines:
-        return "right for every small size, but too slow for the large one."
-    why = f"{_NO_END} {seconds:g} s: too slow, or a loop without an end."
-    return f"right for every size below {n:,}; with {n:,} elements it {why}" if lines else why
 
 
 def _run_kernel(task, kernel, seed, sizes) -> Result:
@@ -468,6 +441,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
         case = task.data(n, generator)
         trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"
         seconds = SECONDS if n <= SMALL_SIZE else SECONDS_LARGE
+        end = ""
         try:
             with simt.checked(True, seconds=seconds), warnings.catch_warnings():
                 # What is none but worth knowing is in the remarks of a right answer.
@@ -475,35 +449,46 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
                 passed, outcome = _try_kernel(task, kernel, n, case)
         except KernelError as error:
             # seen by the checks on the CPU; nothing was changed
-            late = [report for report in error.reports if report.kind == "time limit"]
-            if late:
-                line = f"stopped after {seconds:g} s, in line {late[0].line}"
-                summary = _too_slow(n, seconds, lines, seed)
-                lines.append((False, trial, line))
-                return Result(task.name, False, summary, lines)
             passed = False
             outcome = "; ".join(_report_words(report) for report in error.reports)
             outcome += _barrier_elsewhere(kernel, error.reports)
+            late = [report for report in error.reports if report.kind == "time limit"]
+            if late:
+                outcome = f"stopped in line {late[0].line}"
+                end = _stopped(lines, seed, n, seconds)
         except _StillRunning:
-            line = f"the GPU was still running it after {SECONDS_GPU:g} s"
-            summary = _too_slow(n, SECONDS_GPU, lines, seed)
-            lines.append((False, trial, line))
-            summary += " The GPU works on it until you restart the notebook's kernel."
-            return Result(task.name, False, summary, lines)
+            passed, outcome = False, "the GPU was still running it"
+            end = (
+                f"{_stopped(lines, seed, n, SECONDS_GPU)} "
+                "The GPU works on it until you restart the notebook's kernel."
+            )
+        except GpuaccelError as error:
+            passed, outcome, end = False, str(error), _NOT_LAUNCHED
         except RuntimeError as error:
-            if isinstance(error, GpuaccelError):
-                lines.append((False, trial, str(error)))
-                return Result(task.name, False, _NOT_LAUNCHED, lines)
-            # the GPU itself stopped the kernel
-            outcome = f"the GPU stopped it: {str(error).splitlines()[0]}"
-            lines.append((False, trial, outcome))
-            summary = (
+            passed, outcome = False, f"the GPU stopped it: {str(error).splitlines()[0]}"
+            end = (
                 "it touched memory far outside its tensors. "
                 "Restart the notebook's kernel, then mend it."
             )
-            return Result(task.name, False, summary, lines)
         lines.append((passed, trial, outcome))
-    return _conclude(task, lines, seed, "size")
+        if end:
+            # A picture only of a kernel that ended with about as many elements.
+            launch = _picture(task, kernel, seed) if n > SIZES[1] else None
+            return Result(task.name, False, end, lines, launch=launch)
+    result = _conclude(task, lines, seed, "size")
+    return replace(result, launch=_picture(task, kernel, seed))
+
+
+def _stopped(lines, seed, n, seconds) -> str:
+    """The summary of a kernel that was stopped at n elements, after the trials of `lines`."""
+    wrong = sum(not passed for passed, _, _ in lines)
+    start = "right for every smaller size, but " if lines else "not yet: "
+    if wrong:
+        verb = "is" if wrong == 1 else "are"
+        sizes = plural(len(lines), "smaller size")
+        start = f"not yet: {wrong} of {sizes} {verb} wrong (seed {seed}), and "
+    why = f"it was stopped after {seconds:g} s: too slow, or a loop without an end."
+    return f"{start}with {plural(n, 'element')} {why}"
 
 
 def _report_words(report) -> str:
@@ -618,25 +603,18 @@ def _small_launch(task, kernel, n, seed):
     return kernel[_blocks(task, n), BLOCK], arguments
 
 
-def _with_picture(result, task, kernel, seed) -> Result:
-    """The result with what its picture needs. A kernel that does not end has none."""
-    if result.summary == _NOT_LAUNCHED or _NO_END in result.summary:
-        return result
-    return replace(result, launch=_small_launch(task, kernel, PICTURE_SIZE, seed))
+def _picture(task, kernel, seed):
+    """What a picture of the kernel needs; None without a compiler, which runs it for that."""
+    return _small_launch(task, kernel, PICTURE_SIZE, seed) if find_compiler()[0] else None
 
 
 def _with_cost(result, task, kernel, seed) -> Result:
     """A right result with its cost and remarks."""
-    if not result:
-        return result
-    mine, theirs = (
-        _trace(task, kernel, seed),
-        _trace(task, compile_kernel(task.solution, task.name), seed),
-    )
+    solution = compile_kernel(task.solution, task.name)
+    of_source = [*_small_index(task, kernel), *_double_precision(kernel, solution)]
+    mine, theirs = (_trace(task, kernel, seed), _trace(task, solution, seed))
     if mine is None or theirs is None:
-        return result
-    my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
-    sentences = costs.remarks(my_cost, their_cost)
+        return _with_remarks(result, of_source)
     written_back = _writes_back(task, kernel, seed)
     if written_back:
         same = [
@@ -644,10 +622,9 @@ def _with_cost(result, task, kernel, seed) -> Result:
             for ok, what, how in result.lines
         ]
         result = replace(result, lines=same)
-    sentences += written_back
-    for kind, rule in _NOTES.items():
-        notes = [note for note in mine.notes if note.kind == kind]
-        sentences += [f"line {note.line}: {note.message}{rule}" for note in notes[:1]]
+    my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
+    sentences = [*_note_words(mine), *of_source, *written_back]
+    sentences += costs.remarks(my_cost, their_cost)
     return _with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
 
@@ -656,6 +633,70 @@ _NOTES = {
     "same value": "",
     "ended before a barrier": "; CUDA asks that all threads of a block reach it",
 }
+
+
+def _note_words(trace) -> "list[str]":
+    """What a trace notes, the first of each kind."""
+    notes = {note.kind: note for note in reversed(trace.notes) if note.kind in _NOTES}
+    return [f"line {note.line}: {note.message}{_NOTES[kind]}" for kind, note in notes.items()]
+
+
+# A declaration of whole numbers in a statement, and one of its variables with an initial value.
+_DECLARATION = re.compile(
+    r"(?:^|\()\s*(?:const\s+)?(unsigned(?:\s+int)?|int|long\s+long|size_t|auto)\b(?!\s*\()(.*)",
+    re.S,
+)
+_INITIAL = re.compile(r"(\w+)\s*=\s*([^,=]*)")
+
+
+def _small_index(task, kernel) -> "list[str]":
+    """A sentence where an index is computed in 32 bits, and the task's n has 64."""
+    if not task.params[-1].startswith("long long"):
+        return []
+    for statement in re.split("[;{}]", without_comments(kernel.text)):
+        declared = _DECLARATION.search(statement)
+        type_name, variables = declared.groups() if declared else ("", "")
+        for name, value in _INITIAL.findall(variables):
+            if "blockIdx" not in value or "*" not in value:
+                continue
+            if type_name == "int":
+                return [f"`{name}` is an int, which ends at 2,147,483,647, and n a long long"]
+            if not re.search(r"long|size_t|\d[uU]?LL|64", value):
+                return [
+                    f"`{name}` is computed in 32 bits, which end at 4,294,967,295, and n is a long "
+                    "long: the conversion belongs in front of blockIdx.x"
+                ]
+    return []
+
+
+def _double_precision(kernel, solution) -> "list[str]":
+    """A sentence where the machine computes in double precision, and for the solution nowhere."""
+    line = _first_double(kernel)
+    if line is None or _first_double(solution) is not None:
+        return []
+    return [
+        f"line {line} computes in double precision, the solution nowhere: "
+        "1.0 is a double, 1.0f a float"
+    ]
+
+
+def _first_double(kernel) -> "int | None":
+    """The first source line whose PTX computes in double precision; None: none does."""
+    try:
+        ptx = kernel.ptx()
+    except GpuaccelError:
+        # only the CPU can compile it
+        return None
+    files = re.findall(rf'\.file\s+(\d+) "[^"]*{re.escape(kernel.filename)}"', ptx)
+    line = None
+    for place in re.finditer(
+        r"^\s*(?:\.loc\s+(\d+) (\d+)|((?:@!?%p\d+\s+)?\w[\w.]*\.f64))", ptx, re.M
+    ):
+        if place[3]:
+            return line
+        if place[1] in files:
+            line = int(place[2])
+    return None
 
 
 def _writes_back(task, kernel, seed) -> "list[str]":
@@ -714,8 +755,15 @@ def _bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-# roundings by which a sum in another order may differ
+# roundings by which a sum in another order, or a sum or a result in bf16, may differ
 _ROUNDINGS = 16
+_ROUNDINGS_BF16 = 4
+
+
+def _is_rounding(difference, expected, allowed) -> bool:
+    """Whether a result differs from a typical element by at most this much of it, everywhere."""
+    size = expected.abs()
+    return bool((difference <= allowed * size.clamp(min=float(size.mean()))).all())
 
 
 def _compare(task, case, out, unchanged):
@@ -729,28 +777,23 @@ def _compare(task, case, out, unchanged):
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
     allowed = case.expected.abs() * eps * case.roundings + case.least
     # written so that NaN counts as a difference
-    differing = (~(same | (difference <= allowed))).nonzero().flatten()
-    if len(differing):
-        i = int(differing[0])
-        digits = 7 if case.roundings else 9
-        got = f"got {float(out[i]):.{digits}g}"
-        if unchanged[i]:
-            got = "not written" if case.begins_empty else f"{got}, as before"
-        expected = f"expected {float(case.expected[i]):.{digits}g}"
-        count = f"{len(differing):,} element{'s' if len(differing) > 1 else ''}"
-        outcome = f"{count} wrong; the first is [{i:,}]: {got}, {expected}"
-        if case.describe:
-            outcome += f"; {case.describe(i)}"
-        size = case.expected.abs()
-        may_be_order = task.with_sum and out.dtype == torch.float32
-        if may_be_order and bool(
-            (difference <= size.clamp(min=float(size.mean())) * eps * _ROUNDINGS).all()
-        ):
-            outcome += "; it differs by roundings, as a sum in another order or type does"
-        return False, outcome + _known_mistake(case, out)
-    if case.roundings:
-        return True, f"right; largest difference {float(difference.max()):.2g}"
-    return True, "right, bit by bit"
+    differing = ~(same | (difference <= allowed))
+    if not differing.any():
+        if case.roundings:
+            return True, f"right; largest difference {float(difference.max()):.2g}"
+        return True, "right, bit by bit"
+    i = int(differing.nonzero()[0])
+    digits = 7 if case.roundings else 9
+    got = f"got {number(out[i], digits)}"
+    if unchanged[i]:
+        got = "not written" if case.begins_empty else f"{got}, as before"
+    outcome = first_wrong(out, case.expected, differing, digits, got)
+    if case.describe:
+        outcome += f"; {case.describe(i)}"
+    may_be_order = task.with_sum and out.dtype == torch.float32
+    if may_be_order and _is_rounding(difference, case.expected, _ROUNDINGS * eps):
+        outcome += "; it differs by roundings, as a sum in another order or type does"
+    return False, outcome + _known_mistake(case, out)
 
 
 def _known_mistake(case, out) -> str:
@@ -869,18 +912,56 @@ class _Copies(TorchFunctionMode):
 def _run_python(task, function, seed) -> Result:
     generator = torch.Generator().manual_seed(seed)
     lines = []
+    sentences: "dict[str, None]" = {}
     for label, arguments, expected in task.cases(generator):
         # the answer may change its own
         given = copy.deepcopy(arguments)
         operations = _Operations()
         passed, outcome = _try_python(task, function, arguments, given, expected, operations)
+        changed = _changed(task, given, arguments)
+        if changed:
+            sentences[changed] = None
+            outcome += "" if passed else f"; {changed}"
         waits = operations.waits() if task.on_device else ""
         if waits:
             outcome = waits if passed else f"{outcome}; {waits}"
             passed = False
         lines.append((passed, label, outcome))
     result = _conclude(task, lines, seed, "case")
-    return _with_remarks(result, _python_remarks(task, operations, given)) if result else result
+    if not result:
+        return result
+    return _with_remarks(result, [*sentences, *_python_remarks(task, operations, given)])
+
+
+def _changed(task, before, after) -> str:
+    """A sentence on the first argument that a function has changed; "" where it changed none."""
+    for name, was, now in zip(_names(task), before, after):
+        if not _equal(was, now):
+            return f"it changes its argument `{name}` in place"
+    return ""
+
+
+def _names(task) -> "list[str]":
+    """The names of the arguments, as the task calls them."""
+    return list(inspect.signature(_function(task)).parameters)
+
+
+def _function(task) -> Callable:
+    """The solution of a Python exercise."""
+    space: dict = {"torch": torch}
+    exec(task.solution, space)
+    return space[task.name]
+
+
+def _equal(was, now) -> bool:
+    """Whether tensors, numbers, or lists of them are equal; NaN is equal to NaN."""
+    if isinstance(was, (list, tuple)):
+        same = isinstance(now, (list, tuple)) and len(was) == len(now)
+        return same and all(map(_equal, was, now))
+    if not isinstance(was, torch.Tensor):
+        return bool(was == now)
+    same = isinstance(now, torch.Tensor) and (was.shape, was.dtype) == (now.shape, now.dtype)
+    return same and torch.allclose(was, now, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _python_remarks(task, operations, arguments) -> "list[str]":
@@ -888,10 +969,8 @@ def _python_remarks(task, operations, arguments) -> "list[str]":
     sentences = []
     if task.by_hand and operations.with_autograd:
         sentences.append("it was to be computed by hand, and autograd computed it")
-    space: dict = {"torch": torch}
-    exec(task.solution, space)
     with _Operations() as theirs:
-        space[task.name](*arguments)
+        _function(task)(*arguments)
     if task.by_hand and operations.backwards and not operations.with_autograd:
         name = operations.backwards[0]
         sentences.append(f"it was to be computed by hand, and it calls {name}")
@@ -920,26 +999,31 @@ def _try_python(task, function, arguments, given, expected, operations):
     if task.explain and isinstance(result, torch.Tensor):
         sentence = task.explain(given, result)
         why = f"; {sentence}" if sentence else ""
-    problem = _shape_differs(result, expected)
+    largest, problem = _difference(result, expected, _has_bf16(given))
+    if not problem:
+        return True, f"right; largest difference {largest:.2g}"
+    return False, problem + why
+
+
+def _difference(result, expected, in_bf16=False) -> "tuple[float, str]":
+    """(largest difference, what is wrong in words) of a function's result; "" where it is right.
+
+    Args:
+        in_bf16: whether its arguments are, so that it may have been rounded to it
+    """
+    problem = _kind_differs(result, expected)
     if problem:
-        return False, problem + why
+        return math.nan, problem
+    expected = expected.double()
     both_nan = result.isnan() & expected.isnan()
     difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
-    largest = float(difference.max())
-    allowed = 1e-5 * float(expected.abs().nan_to_num().max())
-    if largest <= allowed:
-        return True, f"right; largest difference {largest:.2g}"
-    outcome = _first_wrong(result, expected, ~(difference <= allowed))
-    if _has_bf16(arguments):
-        size = expected.abs()
+    differing = ~(difference <= 1e-5 * float(expected.abs().nan_to_num().max()))
+    if differing.any():
+        problem = first_wrong(result, expected, differing)
         step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
-        if bool((difference <= step * size.clamp(min=float(size.mean()))).all()):
-            outcome += "; it differs by roundings to bf16"
-    return False, outcome + why
-
-
-# roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
-_ROUNDINGS_BF16 = 4
+        if in_bf16 and _is_rounding(difference, expected, step):
+            problem += "; it differs by roundings to bf16"
+    return float(difference.max()), problem
 
 
 def _has_bf16(arguments) -> bool:
@@ -949,26 +1033,11 @@ def _has_bf16(arguments) -> bool:
     return isinstance(arguments, (tuple, list)) and any(map(_has_bf16, arguments))
 
 
-def _first_wrong(result, expected, differing) -> str:
-    """How many elements are wrong, and the first one.
-
-    Args:
-        differing: for each element whether it is
-    """
-    places = differing.nonzero()
-    first = tuple(places[0].tolist())
-    got = f"got {float(result[first]):.7g}, expected {float(expected[first]):.7g}"
-    if not first:
-        return f"wrong: {got}"
-    index = ", ".join(f"{i:,}" for i in first)
-    count = f"{len(places):,} element{'s' if len(places) > 1 else ''}"
-    return f"{count} wrong; the first is [{index}]: {got}"
-
-
 def _run_captured(task, function, seed) -> Result:
     """The function is called once, on a tape; then only the tape is replayed."""
     generator = torch.Generator().manual_seed(seed)
     lines = []
+    remarks: "dict[str, None]" = {}
     for case in task.turns(generator):
         tensors = [t.clone() for t in case.tensors]
         try:
@@ -984,47 +1053,50 @@ def _run_captured(task, function, seed) -> Result:
         for tensor, first in zip(tensors, case.tensors):
             tensor.copy_(first)
         result = returned if case.result_index is None else tensors[case.result_index]
-        passed, outcome = _replay(case, tensors, tape, result)
+        passed, outcome, changed = _replay(task, case, tensors, tape, result)
         lines.append((passed, case.label, outcome))
-    return _conclude(task, lines, seed, "case")
+        remarks |= dict.fromkeys(filter(None, [changed]))
+    result = _conclude(task, lines, seed, "case")
+    return _with_remarks(result, list(remarks)) if result else result
 
 
-def _replay(case, tensors, tape, result):
-    """(passed, how it went) of all turns of a case."""
+def _replay(task, case, tensors, tape, result):
+    """(passed, how it went, a sentence on an argument that it changed) of all turns of a case."""
     largest = 0.0
+    changed = ""
     count = len(case.turns)
+    may_change = (case.result_index, case.counter and case.counter[1])
     for turn, (values, expected, special) in enumerate(case.turns, 1):
         for tensor, value in zip(tensors, values):
             if value is not None:
                 tensor.copy_(value)
-        in_place = case.result_index is not None
-        before = result.clone() if in_place else None
+        before = [tensor.clone() for tensor in tensors]
         tape.replay()
-        problem = _shape_differs(result, expected)
+        difference, problem = _difference(result, expected)
         if problem:
-            return False, problem
-        difference = (result.double() - expected).abs()
-        allowed = 1e-5 * float(expected.abs().max())
-        differing = ~(difference <= allowed)
-        if differing.any():
-            first = _first_wrong(result, expected, differing).removeprefix("wrong: ")
-            if in_place and torch.equal(result, before):
-                first = "no element was changed in place"
-            return False, f"wrong in replay {turn} of {count}, where {special}; {first}"
+            in_place = case.result_index is not None
+            if in_place and torch.equal(result, before[case.result_index]):
+                problem = "no element was changed in place"
+            where = f"wrong in replay {turn} of {count}, where {special}"
+            return False, f"{where}; {problem.removeprefix('wrong: ')}", ""
         if case.counter:
             name, index = case.counter
             if int(tensors[index]) != turn:
                 held = f"`{name}` holds {int(tensors[index])}, expected {turn}"
-                return False, f"after replay {turn} of {count} {held}"
-        largest = max(largest, float(difference.max()))
-    return True, f"right in {count} replays; largest difference {largest:.2g}"
+                return False, f"after replay {turn} of {count} {held}", ""
+        now = [b if i in may_change else t for i, (b, t) in enumerate(zip(before, tensors))]
+        changed = changed or _changed(task, before, now)
+        largest = max(largest, difference)
+    return True, f"right in {count} replays; largest difference {largest:.2g}", changed
 
 
-def _shape_differs(result, expected) -> "str | None":
-    """A sentence where the result is no tensor of the expected shape."""
-    if isinstance(result, torch.Tensor) and result.shape == expected.shape:
-        return None
-    return f"expected a tensor of shape {tuple(expected.shape)}, got {_what(result)}"
+def _kind_differs(result, expected) -> str:
+    """A sentence where the result is no tensor of the expected shape, or no index; else ""."""
+    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
+        return f"expected a tensor of shape {tuple(expected.shape)}, got {_what(result)}"
+    if result.dtype.is_floating_point and not expected.dtype.is_floating_point:
+        return f"expected {expected.dtype}, got {result.dtype}, which cannot be an index"
+    return ""
 
 
 # items of a tuple or list that are named
