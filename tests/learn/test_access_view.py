@@ -395,6 +395,33 @@ def test_accesses_outside_the_tensor_are_red_and_said():
     assert "reads elements -1 to 6; OUTSIDE: element -1 of 1,000" in str(before)
 
 
+@pytest.mark.parametrize(
+    "trace, look",
+    [
+        (saxpy(32, 32, 1), {}),
+        (saxpy(128, 128, 1), {}),
+        (saxpy(21, 8, 3), {"block": 2}),
+        # Two warps of which the second has few elements; half of a sector at the end.
+        (saxpy(100, 64, 2), {"block": 1}),
+        (copy(512, 64, item=2), {"block": 3}),
+        (copy(512, 32, item=8), {"block": 1}),
+        (transpose(64, 1), {"step": 1}),
+    ],
+)
+def test_a_thread_stands_below_its_element_and_coalesced_accesses_are_straight_lines(trace, look):
+    ends = re.findall(
+        r"M([\d.]+) [\d.]+C[\d. ]+? ([\d.]+) [\d.]+(?=[M\"])", show(trace, **look).picture()
+    )
+    assert len(ends) >= 8
+    assert all(abs(float(above) - float(below)) <= 0.11 for above, below in ends)
+
+
+def test_strided_accesses_are_no_straight_lines():
+    picture = show(copy(256, 32, stride=8), step=0).picture()
+    ends = re.findall(r"M([\d.]+) [\d.]+C[\d. ]+? ([\d.]+) [\d.]+(?=[M\"])", picture)
+    assert sum(abs(float(above) - float(below)) > 1 for above, below in ends) > 24
+
+
 def test_shared_memory_is_drawn_as_banks_with_the_turns_they_take():
     words = words_of(show(transpose(32, 0)).picture())
     assert (
