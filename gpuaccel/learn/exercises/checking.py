@@ -560,7 +560,7 @@ def _try_kernel(task, kernel, n, case):
             written = f"{changed:,} elements have changed, and none should"
             lost = int((out.isnan() & ~case.out.isnan()).sum())
             return False, f"{written}; {lost:,} of them are NaN now" if lost else written
-        return True, "right; left alone"
+        return True, "right; no element has changed"
     if begins_empty:
         # An element that holds what it held, whatever that was, is one that was not written.
         unchanged &= _bits(again) == _bits(zeros)
@@ -615,15 +615,8 @@ def _with_cost(result, task, kernel, seed) -> Result:
     mine, theirs = (_trace(task, kernel, seed), _trace(task, solution, seed))
     if mine is None or theirs is None:
         return _with_remarks(result, of_source)
-    written_back = _writes_back(task, kernel, seed)
-    if written_back:
-        same = [
-            (ok, what, how.replace("left alone", "the same numbers"))
-            for ok, what, how in result.lines
-        ]
-        result = replace(result, lines=same)
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
-    sentences = [*_note_words(mine), *of_source, *written_back]
+    sentences = [*_note_words(mine), *of_source, *_writes_back(task, kernel, seed)]
     sentences += costs.remarks(my_cost, their_cost)
     return _with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
@@ -702,16 +695,14 @@ def _first_double(kernel) -> "int | None":
 def _writes_back(task, kernel, seed) -> "list[str]":
     """A sentence where a kernel writes what is there already, and nothing was to be written."""
     for n in SIZES:
-        if n > SMALL_SIZE:
-            break
-        case = task.data(n, torch.Generator().manual_seed(seed))
-        trace = _trace(task, kernel, seed, n) if case.expected is case.out else None
+        case = task.data(n, torch.Generator().manual_seed(seed)) if n <= SMALL_SIZE else None
+        if case is None or case.expected is not case.out:
+            continue
+        trace = _trace(task, kernel, seed, n)
         count = costs.cost_of(trace).writes if trace else 0
         if count:
-            return [
-                f"it writes {count:,} elements where none should be ({case.label}), "
-                "each with what it held"
-            ]
+            where = f"{count:,} elements where none should be ({case.label})"
+            return [f"it writes {where}, each with what it held"]
     return []
 
 
