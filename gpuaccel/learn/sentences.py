@@ -29,3 +29,9 @@ def first_wrong(
         return f"wrong: {words}"
     index = ", ".join(f"{i:,}" for i in first)
     return f"{plural(len(places), 'element')} wrong; the first is [{index}]: {words}"
+
+
+def is_rounding(difference: Tensor, expected: Tensor, allowed: float) -> bool:
+    """Whether a result differs from a typical element by at most this much of it, everywhere."""
+    size = expected.abs()
+    return bool((difference <= allowed * size.clamp(min=float(size.mean()))).all())

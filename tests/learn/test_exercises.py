@@ -9,7 +9,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.learn import EXERCISES
-from gpuaccel.learn.exercises import ARCHS, SIZES, checking
+from gpuaccel.learn.exercises import ARCHS, SIZES, Exercise, Result, checking
 
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
@@ -334,7 +334,7 @@ def test_a_result_is_a_table_in_html_and_lines_in_text():
     result = ga.check("token_mean", python(EXERCISES["token_mean"].solution, "token_mean"))
     assert result and str(result).count("\n") == len(result.lines)
     assert result._repr_html_().count("<tr") == len(result.lines)
-    words = checking.Result("scale", False, "not yet", [(False, "1", "`out` < `x`")])._repr_html_()
+    words = Result("scale", False, "not yet", [(False, "1", "`out` < `x`")])._repr_html_()
     assert "<code>out</code> &lt; <code>x</code>" in words
 
 
@@ -891,10 +891,10 @@ def test_autograd_and_loops_over_elements_are_named_in_a_python_answer(monkeypat
         yield "100", (dy, x), 2.0 * x.double() * dy.double()
 
     solution = "def slope(dy, x):\n    return 2.0 * x * dy\n"
-    task = checking.Exercise(
+    task = Exercise(
         "slope", "The gradient of x * x. By hand, in one line.", "", "", solution, {}, cases=cases
     )
-    monkeypatch.setitem(checking.EXERCISES, "slope", task)
+    monkeypatch.setitem(EXERCISES, "slope", task)
     assert ga.check("slope", python(solution, "slope")).remarks == []
 
     def by_backward(dy, x):

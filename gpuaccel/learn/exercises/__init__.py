@@ -2,8 +2,9 @@
 
 `EXERCISES` maps names to exercises; `check`, `hint` and `solution` take a name."""
 
-from .checking import ARCHS, EXERCISES, SIZES, Folded, Result, check, exercise, hint, solution
+from .checking import ARCHS, SIZES, check
 from .exercises import BLOCK, Case, Exercise, Turns
+from .results import EXERCISES, Folded, Result, exercise, hint, solution
 
 __all__ = [
     "ARCHS",

@@ -1,7 +1,6 @@
-"""Try an answer to an exercise; show its hint and its solution, folded.
+"""Try an answer to an exercise.
 
     ga.check("scale", scale)             # a kernel, or a Python function
-    ga.hint("scale"); ga.solution("scale")
 
 A check runs an answer on sizes around the edges of a thread block and on one of a million elements,
 with new random data each time. Elements outside the tensors are poisoned before and compared after,
@@ -16,57 +15,35 @@ them unchecked; without a GPU too a kernel is only compiled, for every architect
 is neither right nor wrong, and says so. A function that is to be captured is recorded on a tape,
 with or without a GPU.
 
-A right answer is compared with the solution: the accesses of a traced run, the operations of torch.
-What it does much more often, and what was asked and not done, stands in the result's remarks.
+A right answer is compared with the solution: the accesses of a traced run, the operations of torch,
+double precision in the PTX. What it does much more often, what was asked and not done, and what is
+right for these sizes only, stands in the result's remarks.
 """
 
-import copy
-import inspect
-import itertools
-import math
 import re
 import secrets
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import replace
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import simt
 from ...backends import backend, default_device, find_compiler, use_backend
 from ...compiler import Kernel, nvrtc, parameters_differ
 from ...compiler import compile as compile_kernel
-from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError, suggestion
-from ...graphs import TapeRecorder
+from ...errors import ArgumentError, GpuaccelError, KernelError
 from ...source import signature, without_comments
 from ..figures.drawing import plural
 from ..magics import why_outdated
-from ..sentences import first_wrong, number
-from . import (
-    accumulate_puzzles,
-    clip_puzzles,
-    costs,
-    encoder_puzzles,
-    graph_puzzles,
-    kernel_puzzles,
-    layer_puzzles,
-    rank_puzzles,
-)
-from .exercises import BLOCK, UNWRITTEN, Exercise
+from ..sentences import first_wrong, is_rounding, number
+from . import costs
+from .exercises import BLOCK, UNWRITTEN
+from .kernel_source import double_precision, small_index
+from .python_answers import run_captured, run_python
+from .results import COST_SIZE, PICTURE_SIZE, Result, conclude, exercise, with_remarks
 
-EXERCISES = (
-    kernel_puzzles.EXERCISES
-    | accumulate_puzzles.EXERCISES
-    | clip_puzzles.EXERCISES
-    | graph_puzzles.EXERCISES
-    | encoder_puzzles.EXERCISES
-    | layer_puzzles.EXERCISES
-    | rank_puzzles.EXERCISES
-)
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
 # poisoned elements before and after each tensor: more than a missing bounds check can reach
 GUARD = 4096
@@ -76,247 +53,7 @@ SECONDS = 5.0
 SECONDS_LARGE = 10.0
 # seconds that the host waits for a launch on a GPU
 SECONDS_GPU = 20.0
-# the size at which the cost of an answer is counted, and that of its picture
-COST_SIZE = 600
-PICTURE_SIZE = 100
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-_MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d949e")}
-# of a right answer about which something is to be said
-_AMBER = "#e6a700"
-
-
-@dataclass(frozen=True)
-class Result:
-    """How an answer did. True in an `if` only when it passed.
-
-    Attributes:
-        name: of the exercise.
-        passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
-            whose cell was changed since and no longer makes it.
-        summary: one sentence.
-        lines: (passed, what was tried, how it went) for each trial.
-        remarks: of a right answer, what it does other than asked or much more often than the
-            solution; the summary ends with the first one.
-        cost: of a right kernel, (what is counted, this answer, the solution).
-        launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size.
-    """
-
-    name: str
-    passed: "bool | None"
-    summary: str
-    lines: "list[tuple[bool | None, str, str]]" = field(default_factory=list)
-    remarks: "list[str]" = field(default_factory=list)
-    cost: "list[tuple[str, int, int]]" = field(default_factory=list)
-    launch: "tuple | None" = field(default=None, repr=False)
-
-    def __bool__(self):
-        return self.passed is True
-
-    def show(self, **options):
-        """`ga.show` of the answer on a small size: which thread touches which element.
-
-        Args:
-            **options: as in `ga.show`: block, step, warp.
-
-        Returns:
-            An AccessView.
-
-        Raises:
-            ArgumentError: for what is no kernel that was run, and without a C++ compiler.
-        """
-        from ..access_view import show
-
-        if self.launch is None:
-            raise ArgumentError(
-                f"{self.name}: there is nothing to show; expected a kernel that ga.check has run "
-                f"to its end, and a C++ compiler ({find_compiler()[1]})"
-            )
-        launch, arguments = self.launch
-        return show(launch, *arguments, **options)
-
-    def __str__(self):
-        rows = [*self._shown_lines(), *self._cost_lines()]
-        width = max((len(trial) for _, trial, _ in rows), default=0)
-        text = [f"{self.name}: {self.summary}"]
-        text += [f"  and {remark}" for remark in self.remarks[1:]]
-        text += [
-            f"  {_MARKS[passed][0]} {trial:<{width}}  {outcome}" for passed, trial, outcome in rows
-        ]
-        if self.passed is False:
-            text.append(f"  hint: {exercise(self.name).hint}")
-        return "\n".join(text)
-
-    __repr__ = __str__
-
-    def _shown_lines(self):
-        """The trials; three or more that failed alike, one after the other, in two lines."""
-        shown = []
-        for failed, group in itertools.groupby(self.lines, lambda line: not line[0] and line[2]):
-            first, *others = group
-            if failed and len(others) > 1:
-                others = [(False, f"{len(others)} more", "the same")]
-            shown += [first, *others]
-        return shown
-
-    def _cost_lines(self):
-        """The cost as one more line, in the form of the others."""
-        if not self.cost:
-            return []
-        counts = ", ".join(f"{count:,} {what}" for what, count, _ in self.cost)
-        solution = ", ".join(f"{count:,}" for _, _, count in self.cost)
-        if all(count == other for _, count, other in self.cost):
-            solution = "the same"
-        outcome = f"with {COST_SIZE:,} elements: {counts} (the solution: {solution})"
-        return [(None, "cost", outcome)]
-
-    def _repr_html_(self):
-        rows = [*self._shown_lines(), *self._cost_lines()]
-        colour = _AMBER if self.passed and self.remarks else _MARKS[self.passed][1]
-        box = (
-            f"border-left:4px solid {colour};padding:4px 14px;font-size:13px;"
-            "font-variant-numeric:tabular-nums"
-        )
-        remarks = "".join(
-            f'<div style="padding-bottom:3px">and {_html(remark)}</div>'
-            for remark in self.remarks[1:]
-        )
-        return (
-            f'<div style="{box}"><div style="padding-bottom:3px">'
-            f"<b>{escape(self.name)}</b>: {_html(self.summary)}</div>{remarks}"
-            '<table style="border-collapse:collapse;margin:0;font-size:13px">'
-            f"{''.join(self._row_html(*row) for row in rows)}</table>"
-            f"{self._help_html()}{self._picture_html()}</div>"
-        )
-
-    def _help_html(self):
-        """Hint and solution of what is not right, each folded."""
-        if self.passed is not False:
-            return ""
-        return hint(self.name)._repr_html_() + solution(self.name)._repr_html_()
-
-    def _picture_html(self):
-        """The picture of a kernel, folded; nothing where there is none."""
-        if self.launch is None:
-            return ""
-        try:
-            with simt.checked(True, seconds=SECONDS):
-                picture = self.show().picture()
-        except GpuaccelError:
-            # it touches nothing, or the CPU cannot run it
-            return ""
-        title = f"Which thread touches what, {PICTURE_SIZE} elements"
-        is_open = "" if self.passed else " open"
-        return (
-            f'<details style="margin-top:4px"{is_open}><summary style="cursor:pointer">'
-            f"{title}</summary>{picture}</details>"
-        )
-
-    def _row_html(self, passed, trial, outcome):
-        mark, colour = _MARKS[passed]
-        return (
-            '<tr style="background:transparent">'
-            f'<td style="padding:1px 8px 1px 2px;color:{colour};font-weight:700">{mark}</td>'
-            '<td style="padding:1px 16px 1px 0;text-align:right;white-space:nowrap">'
-            f"{escape(trial)}</td>"
-            '<td style="padding:1px 0;text-align:left;color:var(--jp-ui-font-color2,inherit)">'
-            f"{_html(outcome)}</td></tr>"
-        )
-
-
-def _html(sentence) -> str:
-    """A sentence, with `code` in the font of code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
-
-
-class Folded:
-    """Text behind a heading: closed in a notebook until clicked, plain text elsewhere.
-
-    Args:
-        title: the heading.
-        text: what is behind it.
-        code: whether the text is code.
-    """
-
-    def __init__(self, title, text, code):
-        self.title = title
-        self.text = text.strip("\n")
-        self.code = code
-
-    def __str__(self):
-        return f"{self.title}\n{self.text}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self):
-        if self.code:
-            tag, style = "pre", "margin:6px 0 0 14px;font-size:13px;line-height:1.45"
-        else:
-            tag, style = "div", "margin:6px 0 0 14px;max-width:720px"
-        return (
-            '<details><summary style="cursor:pointer;font-weight:600">'
-            f"{escape(self.title)}</summary>"
-            f'<{tag} style="{style}">{escape(self.text)}</{tag}></details>'
-        )
-
-
-# ---- public -------------------------------------------------------------------------------------
-
-
-def exercise(name: str) -> Exercise:
-    """The exercise of this name.
-
-    Args:
-        name: one of EXERCISES.
-
-    Raises:
-        ArgumentError: for another name; it lists those there are.
-    """
-    if name not in EXERCISES:
-        raise ArgumentError(
-            f"there is no exercise {name!r}; exercises: {', '.join(EXERCISES)}"
-            f"{suggestion(name, EXERCISES)}"
-        )
-    return EXERCISES[name]
-
-
-def hint(name: str) -> Folded:
-    """A hint for an exercise, folded in a notebook until it is clicked.
-
-    Args:
-        name: of the exercise.
-
-    Returns:
-        A Folded; print() shows its text.
-
-    Raises:
-        ArgumentError: for an unknown exercise, with the names there are.
-
-    Example:
-        >>> print(ga.hint("reverse"))
-        A hint
-        ...
-    """
-    return Folded("A hint", exercise(name).hint, code=False)
-
-
-def solution(name: str) -> Folded:
-    """A solution of an exercise, folded in a notebook until it is clicked.
-
-    Args:
-        name: of the exercise.
-
-    Returns:
-        A Folded; its `text` is the source.
-
-    Raises:
-        ArgumentError: for an unknown exercise, with the names there are.
-
-    Example:
-        >>> source = ga.solution("scale").text
-        >>> source.splitlines()[0]
-        '__global__ void scale(float* out, const float* x, float factor, int n)'
-    """
-    return Folded("A solution", exercise(name).solution, code=True)
 
 
 def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) -> Result:
@@ -360,22 +97,8 @@ def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) 
             f"exercise {name!r} takes a Python function, got {type(answer).__name__}"
         )
     if task.turns:
-        return _run_captured(task, answer, seed)
-    return _run_python(task, answer, seed)
-
-
-def _conclude(task, lines, seed, trial) -> Result:
-    """The result of all trials. trial: what one is called."""
-    failures = sum(not passed for passed, _, _ in lines)
-    if failures:
-        verb = "is" if failures == 1 else "are"
-        summary = f"not yet: {failures} of {len(lines)} {trial}s {verb} wrong (seed {seed})."
-    else:
-        summary = f"right for every {trial}."
-    return Result(task.name, not failures, summary, lines)
-
-
-# ---- a kernel -----------------------------------------------------------------------------------
+        return run_captured(task, answer, seed)
+    return run_python(task, answer, seed)
 
 
 def _parameters_differ(task, kernel) -> "str | None":
@@ -475,7 +198,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
             # A picture only of a kernel that ended with about as many elements.
             launch = _picture(task, kernel, seed) if n > SIZES[1] else None
             return Result(task.name, False, end, lines, launch=launch)
-    result = _conclude(task, lines, seed, "size")
+    result = conclude(task, lines, seed, "size")
     return replace(result, launch=_picture(task, kernel, seed))
 
 
@@ -611,14 +334,14 @@ def _picture(task, kernel, seed):
 def _with_cost(result, task, kernel, seed) -> Result:
     """A right result with its cost and remarks."""
     solution = compile_kernel(task.solution, task.name)
-    of_source = [*_small_index(task, kernel), *_double_precision(kernel, solution)]
+    of_source = [*small_index(task, kernel), *double_precision(kernel, solution)]
     mine, theirs = (_trace(task, kernel, seed), _trace(task, solution, seed))
     if mine is None or theirs is None:
-        return _with_remarks(result, of_source)
+        return with_remarks(result, of_source)
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
     sentences = [*_note_words(mine), *of_source, *_writes_back(task, kernel, seed)]
     sentences += costs.remarks(my_cost, their_cost)
-    return _with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
+    return with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
 
 # Notes of a trace that are remarks, and what a remark adds to each.
@@ -632,64 +355,6 @@ def _note_words(trace) -> "list[str]":
     """What a trace notes, the first of each kind."""
     notes = {note.kind: note for note in reversed(trace.notes) if note.kind in _NOTES}
     return [f"line {note.line}: {note.message}{_NOTES[kind]}" for kind, note in notes.items()]
-
-
-# A declaration of whole numbers in a statement, and one of its variables with an initial value.
-_DECLARATION = re.compile(
-    r"(?:^|\()\s*(?:const\s+)?(unsigned(?:\s+int)?|int|long\s+long|size_t|auto)\b(?!\s*\()(.*)",
-    re.S,
-)
-_INITIAL = re.compile(r"(\w+)\s*=\s*([^,=]*)")
-
-
-def _small_index(task, kernel) -> "list[str]":
-    """A sentence where an index is computed in 32 bits, and the task's n has 64."""
-    if not task.params[-1].startswith("long long"):
-        return []
-    for statement in re.split("[;{}]", without_comments(kernel.text)):
-        declared = _DECLARATION.search(statement)
-        type_name, variables = declared.groups() if declared else ("", "")
-        for name, value in _INITIAL.findall(variables):
-            if "blockIdx" not in value or "*" not in value:
-                continue
-            if type_name == "int":
-                return [f"`{name}` is an int, which ends at 2,147,483,647, and n a long long"]
-            if not re.search(r"long|size_t|\d[uU]?LL|64", value):
-                return [
-                    f"`{name}` is computed in 32 bits, which end at 4,294,967,295, and n is a long "
-                    "long: the conversion belongs in front of blockIdx.x"
-                ]
-    return []
-
-
-def _double_precision(kernel, solution) -> "list[str]":
-    """A sentence where the machine computes in double precision, and for the solution nowhere."""
-    line = _first_double(kernel)
-    if line is None or _first_double(solution) is not None:
-        return []
-    return [
-        f"line {line} computes in double precision, the solution nowhere: "
-        "1.0 is a double, 1.0f a float"
-    ]
-
-
-def _first_double(kernel) -> "int | None":
-    """The first source line whose PTX computes in double precision; None: none does."""
-    try:
-        ptx = kernel.ptx()
-    except GpuaccelError:
-        # only the CPU can compile it
-        return None
-    files = re.findall(rf'\.file\s+(\d+) "[^"]*{re.escape(kernel.filename)}"', ptx)
-    line = None
-    for place in re.finditer(
-        r"^\s*(?:\.loc\s+(\d+) (\d+)|((?:@!?%p\d+\s+)?\w[\w.]*\.f64))", ptx, re.M
-    ):
-        if place[3]:
-            return line
-        if place[1] in files:
-            line = int(place[2])
-    return None
 
 
 def _writes_back(task, kernel, seed) -> "list[str]":
@@ -716,14 +381,6 @@ def _trace(task, kernel, seed, n=COST_SIZE) -> "simt.Trace | None":
         return None
 
 
-def _with_remarks(result, sentences) -> Result:
-    """A right result with remarks; its summary ends with the first one."""
-    if not sentences:
-        return result
-    summary = f"{result.summary.removesuffix('.')}; but {sentences[0]}."
-    return replace(result, summary=summary, remarks=sentences)
-
-
 def _guarded(tensor, poison):
     """(a copy of the tensor between GUARD poisoned elements, the view of the copy)."""
     n = tensor.numel()
@@ -746,15 +403,8 @@ def _bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-# roundings by which a sum in another order, or a sum or a result in bf16, may differ
+# roundings by which a sum in another order may differ
 _ROUNDINGS = 16
-_ROUNDINGS_BF16 = 4
-
-
-def _is_rounding(difference, expected, allowed) -> bool:
-    """Whether a result differs from a typical element by at most this much of it, everywhere."""
-    size = expected.abs()
-    return bool((difference <= allowed * size.clamp(min=float(size.mean()))).all())
 
 
 def _compare(task, case, out, unchanged):
@@ -782,7 +432,7 @@ def _compare(task, case, out, unchanged):
     if case.describe:
         outcome += f"; {case.describe(i)}"
     may_be_order = task.with_sum and out.dtype == torch.float32
-    if may_be_order and _is_rounding(difference, case.expected, _ROUNDINGS * eps):
+    if may_be_order and is_rounding(difference, case.expected, _ROUNDINGS * eps):
         outcome += "; it differs by roundings, as a sum in another order or type does"
     return False, outcome + _known_mistake(case, out)
 
@@ -795,316 +445,3 @@ def _known_mistake(case, out) -> str:
         if bool(((out.double() - result).abs() <= allowed).all()):
             return f"; this is the result {what}"
     return ""
-
-
-# ---- a Python function --------------------------------------------------------------------------
-
-# Operations whose answer, or the size of whose result, the host has to know, by torch's names.
-WAITING = {
-    "aten.equal": "torch.equal",
-    "aten.allclose": "torch.allclose",
-    "aten.nonzero": "torch.nonzero",
-    "aten.masked_select": "torch.masked_select",
-    "aten._unique2": "torch.unique",
-    "aten.unique_dim": "torch.unique",
-    "aten.unique_consecutive": "torch.unique_consecutive",
-}
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations of torch, and numbers that Python reads out of tensors.
-
-    On a GPU each such number is a wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-        self.numbers_read = 0
-        # (shape, method) of each tensor that was copied to the host
-        self.copied: "list[tuple]" = []
-        # what else the host waits for, in words: an answer, or the size of a result
-        self.waiting: "list[str]" = []
-        # names of the backward operations that were called, without autograd
-        self.backwards: "list[str]" = []
-        self.with_float64 = False
-        self.copies = _Copies(self.copied)
-        # whether autograd ran a backward
-        self.with_autograd = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        self.numbers_read += func is torch.ops.aten._local_scalar_dense.default
-        # -1 outside of a backward
-        in_autograd = torch._C._current_graph_task_id() != -1
-        self.with_autograd |= in_autograd
-        name = str(func.overloadpacket)
-        if name in WAITING:
-            self.waiting.append(f"calls {WAITING[name]}()")
-        elif name in ("aten.index", "aten.index_put", "aten.index_put_") and any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        ):
-            self.waiting.append("indexes with a mask")
-        if name.endswith("_backward") and not in_autograd:
-            self.backwards.append(f"torch.ops.{name}")
-        result = func(*args, **(kwargs or {}))
-        self.with_float64 |= isinstance(result, torch.Tensor) and result.dtype == torch.float64
-        return result
-
-    def waits(self) -> str:
-        """For what the host would wait on a GPU, in a sentence; "" where it would not."""
-        if self.numbers_read:
-            numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
-            return f"it reads {numbers}: on a GPU the host waits for each"
-        if self.waiting:
-            return f"it {self.waiting[0]}: on a GPU the host waits for the result or for its size"
-        if not self.copied:
-            return ""
-        count = len(self.copied)
-        tensors = "a tensor" if count == 1 else f"{count:,} tensors"
-        waits = "the host waits for it" if count == 1 else "it waits for each"
-        return f"it copies {tensors} to the host ({self.copied[0][1]}): on a GPU {waits}"
-
-    def __enter__(self):
-        self.copies.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.copies.__exit__(*error)
-
-
-class _Copies(TorchFunctionMode):
-    """Lists tensors that Python takes to the host as a whole. On a CPU no operation is run then."""
-
-    METHODS = {
-        torch.Tensor.cpu: ".cpu()",
-        torch.Tensor.numpy: ".numpy()",
-        torch.Tensor.tolist: ".tolist()",
-        torch.Tensor.__array__: "numpy",
-    }
-
-    def __init__(self, copied):
-        super().__init__()
-        self.copied = copied
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        how = self.METHODS.get(func)
-        if func is torch.Tensor.to:
-            device = kwargs.get("device", args[1] if len(args) > 1 else None)
-            # A torch.device is most often that of another tensor: no copy, and none on a GPU.
-            if isinstance(device, str) and torch.device(device).type == "cpu":
-                how = '.to("cpu")'
-        if how:
-            self.copied.append((tuple(args[0].shape), how))
-        return func(*args, **kwargs)
-
-
-def _run_python(task, function, seed) -> Result:
-    generator = torch.Generator().manual_seed(seed)
-    lines = []
-    sentences: "dict[str, None]" = {}
-    for label, arguments, expected in task.cases(generator):
-        # the answer may change its own
-        given = copy.deepcopy(arguments)
-        operations = _Operations()
-        passed, outcome = _try_python(task, function, arguments, given, expected, operations)
-        changed = _changed(task, given, arguments)
-        if changed:
-            sentences[changed] = None
-            outcome += "" if passed else f"; {changed}"
-        waits = operations.waits() if task.on_device else ""
-        if waits:
-            outcome = waits if passed else f"{outcome}; {waits}"
-            passed = False
-        lines.append((passed, label, outcome))
-    result = _conclude(task, lines, seed, "case")
-    if not result:
-        return result
-    return _with_remarks(result, [*sentences, *_python_remarks(task, operations, given)])
-
-
-def _changed(task, before, after) -> str:
-    """A sentence on the first argument that a function has changed; "" where it changed none."""
-    for name, was, now in zip(_names(task), before, after):
-        if not _equal(was, now):
-            return f"it changes its argument `{name}` in place"
-    return ""
-
-
-def _names(task) -> "list[str]":
-    """The names of the arguments, as the task calls them."""
-    return list(inspect.signature(_function(task)).parameters)
-
-
-def _function(task) -> Callable:
-    """The solution of a Python exercise."""
-    space: dict = {"torch": torch}
-    exec(task.solution, space)
-    return space[task.name]
-
-
-def _equal(was, now) -> bool:
-    """Whether tensors, numbers, or lists of them are equal; NaN is equal to NaN."""
-    if isinstance(was, (list, tuple)):
-        same = isinstance(now, (list, tuple)) and len(was) == len(now)
-        return same and all(map(_equal, was, now))
-    if not isinstance(was, torch.Tensor):
-        return bool(was == now)
-    same = isinstance(now, torch.Tensor) and (was.shape, was.dtype) == (now.shape, now.dtype)
-    return same and torch.allclose(was, now, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _python_remarks(task, operations, arguments) -> "list[str]":
-    """What is to be said against a right function. arguments: of the run that was counted."""
-    sentences = []
-    if task.by_hand and operations.with_autograd:
-        sentences.append("it was to be computed by hand, and autograd computed it")
-    with _Operations() as theirs:
-        _function(task)(*arguments)
-    if task.by_hand and operations.backwards and not operations.with_autograd:
-        name = operations.backwards[0]
-        sentences.append(f"it was to be computed by hand, and it calls {name}")
-    if task.by_hand and operations.with_float64 and not theirs.with_float64:
-        sentences.append("it computes in float64, the solution in float32")
-    if operations.count >= costs.MORE_OPERATIONS * max(theirs.count, 1):
-        sentences.append(
-            f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"
-        )
-    return sentences
-
-
-def _try_python(task, function, arguments, given, expected, operations):
-    """(passed, how it went) of one case.
-
-    Args:
-        given: a copy of the arguments, which the function may change
-    """
-    try:
-        with operations:
-            result = function(*arguments)
-    except Exception as error:
-        # the learner's own code: one line instead of a traceback
-        return False, f"{type(error).__name__}: {error}"
-    why = ""
-    if task.explain and isinstance(result, torch.Tensor):
-        sentence = task.explain(given, result)
-        why = f"; {sentence}" if sentence else ""
-    largest, problem = _difference(result, expected, _has_bf16(given))
-    if not problem:
-        return True, f"right; largest difference {largest:.2g}"
-    return False, problem + why
-
-
-def _difference(result, expected, in_bf16=False) -> "tuple[float, str]":
-    """(largest difference, what is wrong in words) of a function's result; "" where it is right.
-
-    Args:
-        in_bf16: whether its arguments are, so that it may have been rounded to it
-    """
-    problem = _kind_differs(result, expected)
-    if problem:
-        return math.nan, problem
-    expected = expected.double()
-    both_nan = result.isnan() & expected.isnan()
-    difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
-    differing = ~(difference <= 1e-5 * float(expected.abs().nan_to_num().max()))
-    if differing.any():
-        problem = first_wrong(result, expected, differing)
-        step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
-        if in_bf16 and _is_rounding(difference, expected, step):
-            problem += "; it differs by roundings to bf16"
-    return float(difference.max()), problem
-
-
-def _has_bf16(arguments) -> bool:
-    """Whether a tensor among the arguments, or in a list of them, is in bf16."""
-    if isinstance(arguments, torch.Tensor):
-        return arguments.dtype == torch.bfloat16
-    return isinstance(arguments, (tuple, list)) and any(map(_has_bf16, arguments))
-
-
-def _run_captured(task, function, seed) -> Result:
-    """The function is called once, on a tape; then only the tape is replayed."""
-    generator = torch.Generator().manual_seed(seed)
-    lines = []
-    remarks: "dict[str, None]" = {}
-    for case in task.turns(generator):
-        tensors = [t.clone() for t in case.tensors]
-        try:
-            tape, returned = TapeRecorder().record(lambda: function(*tensors, *case.numbers))
-        except CaptureError as error:
-            line = (False, case.label, str(error))
-            return Result(task.name, False, "it cannot be captured.", [line])
-        except Exception as error:
-            # the learner's own code: one line instead of a traceback
-            lines.append((False, case.label, f"{type(error).__name__}: {error}"))
-            continue
-        # a tape's capture already was a step
-        for tensor, first in zip(tensors, case.tensors):
-            tensor.copy_(first)
-        result = returned if case.result_index is None else tensors[case.result_index]
-        passed, outcome, changed = _replay(task, case, tensors, tape, result)
-        lines.append((passed, case.label, outcome))
-        remarks |= dict.fromkeys(filter(None, [changed]))
-    result = _conclude(task, lines, seed, "case")
-    return _with_remarks(result, list(remarks)) if result else result
-
-
-def _replay(task, case, tensors, tape, result):
-    """(passed, how it went, a sentence on an argument that it changed) of all turns of a case."""
-    largest = 0.0
-    changed = ""
-    count = len(case.turns)
-    may_change = (case.result_index, case.counter and case.counter[1])
-    for turn, (values, expected, special) in enumerate(case.turns, 1):
-        for tensor, value in zip(tensors, values):
-            if value is not None:
-                tensor.copy_(value)
-        before = [tensor.clone() for tensor in tensors]
-        tape.replay()
-        difference, problem = _difference(result, expected)
-        if problem:
-            in_place = case.result_index is not None
-            if in_place and torch.equal(result, before[case.result_index]):
-                problem = "no element was changed in place"
-            where = f"wrong in replay {turn} of {count}, where {special}"
-            return False, f"{where}; {problem.removeprefix('wrong: ')}", ""
-        if case.counter:
-            name, index = case.counter
-            if int(tensors[index]) != turn:
-                held = f"`{name}` holds {int(tensors[index])}, expected {turn}"
-                return False, f"after replay {turn} of {count} {held}", ""
-        now = [b if i in may_change else t for i, (b, t) in enumerate(zip(before, tensors))]
-        changed = changed or _changed(task, before, now)
-        largest = max(largest, difference)
-    return True, f"right in {count} replays; largest difference {largest:.2g}", changed
-
-
-def _kind_differs(result, expected) -> str:
-    """A sentence where the result is no tensor of the expected shape, or no index; else ""."""
-    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
-        return f"expected a tensor of shape {tuple(expected.shape)}, got {_what(result)}"
-    if result.dtype.is_floating_point and not expected.dtype.is_floating_point:
-        return f"expected {expected.dtype}, got {result.dtype}, which cannot be an index"
-    return ""
-
-
-# items of a tuple or list that are named
-_ITEMS = 4
-
-
-def _what(result) -> str:
-    """What a function returned, without its numbers where these are many."""
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)}"
-    if isinstance(result, (tuple, list)):
-        items = [_what(item) for item in result[:_ITEMS]]
-        items += ["..."] if len(result) > _ITEMS else []
-        count = f"{len(result)} item{'' if len(result) == 1 else 's'}"
-        return (
-            f"a {type(result).__name__} of {count}: {', '.join(items)}" if items else repr(result)
-        )
-    if result is None or isinstance(result, (bool, int, float, str)):
-        return repr(result)[:60]
-    return f"a {type(result).__name__}"
