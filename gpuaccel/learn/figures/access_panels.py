@@ -89,12 +89,14 @@ class Panel:
         trace: a simt Trace.
         index: of the tensor.
         drawn: the events to draw.
+        red: which of them are wrong.
         frame: those that decide which part of the tensor is shown.
         whole: those of all warps of the block.
         threads: the range of threads.
     """
 
-    def __init__(self, trace, index, drawn, frame, whole, threads):
+    def __init__(self, trace, index, drawn, red, frame, whole, threads):
+        self.outside = red[drawn["tensor"] == index]
         drawn = drawn[drawn["tensor"] == index]
         frame = frame[frame["tensor"] == index]
         whole = whole[whole["tensor"] == index]
@@ -102,7 +104,6 @@ class Panel:
         self.threads = threads
         self.events = drawn
         self.shared = self.traced.space == "shared"
-        self.outside = trace.outside(drawn)
         self.reads = bool((frame["kind"] == READ).any())
         self.writes = bool((frame["kind"] != READ).any())
         self.arrow = "atomic ↓↑" if (frame["kind"] == ATOMIC).any() else "write ↓"
