@@ -818,7 +818,8 @@ def test_an_argument_that_is_changed_in_place_is_named(name, source, argument):
 
 
 def test_an_argument_that_a_wrong_answer_changes_is_named_too():
-    source = "def ordered_sum(grads):\n    t = grads[0, 0]\n    for g in grads[0]:\n        t += g\n    return t"
+    body = "    t = grads[0, 0]\n    for g in grads[0]:\n        t += g\n    return t"
+    source = f"def ordered_sum(grads):\n{body}"
     result = ga.check("ordered_sum", python(source, "ordered_sum"), seed=1)
     assert result.passed is False
     assert all(

@@ -1,4 +1,4 @@
-"""What the text of a right kernel and its PTX tell: an index that is too small, double precision."""
+"""What the text and the PTX of a right kernel tell: too small an index, double precision."""
 
 import re
 
@@ -7,8 +7,8 @@ from ...source import without_comments
 
 # A declaration of whole numbers in a statement, and one of its variables with an initial value.
 _DECLARATION = re.compile(
-    r"(?:^|\()\s*(?:const\s+)?(unsigned(?:\s+int)?|int|long\s+long|size_t|auto)\b(?!\s*\()(.*)",
-    re.S,
+    r"(?:^|\()\s*(?:const\s+)?(unsigned(?:\s+int)?|int|long\s+long|size_t|auto)\s+(?=[a-z_])(.*)",
+    re.S | re.I,
 )
 _INITIAL = re.compile(r"(\w+)\s*=\s*([^,=]*)")
 
@@ -25,7 +25,7 @@ def small_index(task, kernel) -> "list[str]":
                 continue
             if type_name == "int":
                 return [f"`{name}` is an int, which ends at 2,147,483,647, and n a long long"]
-            if not re.search(r"long|size_t|\d[uU]?LL|64", value):
+            if not re.search(r"long|size_t|int64|\d[uU]?LL", value):
                 return [
                     f"`{name}` is computed in 32 bits, which end at 4,294,967,295, and n is a long "
                     "long: the conversion belongs in front of blockIdx.x"

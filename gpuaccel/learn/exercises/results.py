@@ -73,7 +73,7 @@ class Result:
         """`ga.show` of the answer on a small size: which thread touches which element.
 
         Args:
-            **options: as in `ga.show`: block, step, warp.
+            **options: as in `ga.show`: block, step, warp, turn.
 
         Returns:
             An AccessView.
