@@ -335,7 +335,7 @@ def _with_cost(result, task, kernel, seed) -> Result:
     """A right result with its cost and remarks."""
     solution = compile_kernel(task.solution, task.name)
     of_source = [*small_index(task, kernel), *double_precision(kernel, solution)]
-    mine, theirs = (_trace(task, kernel, seed), _trace(task, solution, seed))
+    mine, theirs = (_trace(task, answer, seed) for answer in (kernel, solution))
     if mine is None or theirs is None:
         return with_remarks(result, of_source)
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
@@ -373,6 +373,8 @@ def _writes_back(task, kernel, seed) -> "list[str]":
 
 def _trace(task, kernel, seed, n=COST_SIZE) -> "simt.Trace | None":
     """The trace of a small launch; None where the CPU cannot run the kernel."""
+    if find_compiler()[0] is None:
+        return None
     launch, arguments = _small_launch(task, kernel, n, seed)
     try:
         with simt.checked(True, seconds=SECONDS):
