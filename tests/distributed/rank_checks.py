@@ -324,7 +324,7 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
 
 
 def added_by_a_graph(rank: Rank):
-    """Sums of 64 MB, made by a replayed graph: are they bit-identical to those of sums_in_order()?"""
+    """Sums of 64 MB, made by a replayed graph: are they those of sums_in_order(), bit for bit?"""
     arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
     copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
     buckets = buckets_of(arena, 32e6)
