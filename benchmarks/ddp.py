@@ -518,7 +518,8 @@ def step_rows(r: dict) -> "list[dict]":
         memory, why_not = r.get("memory", {}).get(group, {}), r.get("why_not", {}).get(group, {})
         for name in dict.fromkeys([*(n for some in counts.values() for n in some), *why_not]):
             # A result may be older than the list of variants.
-            if name.startswith(EACH) or name not in GROUPS[group]:
+            known = name in GROUPS[group] or name.startswith(ONE)
+            if name.startswith(EACH) or not known:
                 continue
             row = {"step": f"{group}: {name}", **memory.get(name, {}), "why_not": why_not.get(name)}
             row |= {"replayed": replayed, "alone": name.startswith(ONE)}

@@ -7,6 +7,7 @@ can say for whom.
 
 In a group that rendezvous.py made, each rank writes its count into the store where the ranks met.
 In processes of ga.launch the parent reads the counts from shared memory (distributed/spawn.py).
+Groups of some ranks are not counted: their collectives have torch.distributed's limit alone.
 """
 
 import os

@@ -6,14 +6,18 @@ they end.
     ga.launch(work, 2, live=ga.LiveThroughput())     # work yields the Readings of ga.train
 
 In each process torch.distributed is initialized. A rank that raises, dies or hangs ends all of
-them, and the RankError names it. When the process that called ga.launch ends, however it does, its
-ranks end within a second. The processes meet over a file and talk over loopback: nothing
-listens elsewhere. On several machines, or where something else starts the processes: torchrun, and
-ga.Distributed() in each.
+them, and the RankError names it. A rank hangs when another one has waited for it in a collective
+for `timeout` seconds: torch.distributed ends the wait, and the ranks that are not in a collective
+are named with the line at which they are. Where GPUs wait in a CUDA graph torch has no limit; there
+heartbeats tell who is behind (distributed/heartbeat.py). When the process that called ga.launch
+ends, however it does, its ranks end within a second. The processes meet over a file and talk over
+loopback: nothing listens elsewhere. On several machines, or where something else starts the
+processes: torchrun, and ga.Distributed() in each.
 """
 
 import contextlib
 import datetime
+import faulthandler
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -23,6 +27,7 @@ import multiprocessing.spawn
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -44,10 +49,13 @@ except ImportError:
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..errors import ArgumentError, RankError, check_choice
 from ..forkserver import LAUNCHED_BY
 from . import heartbeat
+from .heartbeat import SLACK, ranks_in_words
 from .rendezvous import loopback
 
 AHEAD = 3  # steps that a rank's host may be ahead of another's
@@ -55,8 +63,6 @@ GRACE = 1.0  # seconds in which further ranks may still report, after the first 
 PARENT_CHECK = 0.2  # seconds between two looks of a rank at its parent
 # The modules of a training step, behind one that ends their process with its parent.
 PRELOADED = ["gpuaccel.forkserver", "gpuaccel.training", "torch._dynamo"]
-# Bits of SharedCounts.partners.
-MOST_PARTNERS = 63
 # In a rank, while it imports the script of its function.
 importing_script = False
 # Of a rank's process group.
@@ -70,7 +76,7 @@ def launch(
     args: tuple = (),
     *,
     backend: "RankBackend | None" = None,
-    timeout: float = 10.0,
+    timeout: float = 60.0,
     start: float = 60.0,
     after_step: bool = False,
     live: "Any | None" = None,
@@ -87,10 +93,12 @@ def launch(
         args: picklable, as what fn returns. Tensors are sent by value.
         backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy
             is off). Default: nccl where there are GPUs enough.
-        timeout: seconds after which a rank that stands still counts as hanging, if others wait for
-            it. Default: 10.
-        start: seconds, the same until its first backward is over, as models are built and kernels
-            compiled; counted from when the first rank makes its TrainStep. Default: 60.
+        timeout: seconds that a rank may wait for another one in a collective of any group; then the
+            other one counts as hanging. While no rank waits, ranks may compute as long as they
+            like. A group of your own takes the `timeout=` of torch.distributed.new_group, if you
+            give one. Default: 60.
+        start: seconds, the same for the start of the processes, and from a rank's first TrainStep
+            until its first step is over, as models are built and kernels compiled. Default: 60.
         after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to
             look at Reducer.asked_to_stop(). At the second, or without it at the first, they are
             stopped.
@@ -117,23 +125,22 @@ def launch(
             "if __name__ == '__main__'"
         )
     for name, seconds in (("timeout", timeout), ("start", start)):
-        if not isinstance(seconds, (int, float)) or not seconds >= 0:
-            raise ArgumentError(f"{name} is {seconds!r}; expected seconds, 0 or more")
+        if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+            raise ArgumentError(f"{name} is {seconds!r}; expected seconds, more than 0")
     process_group = _checked_backend(ranks, args, backend)
     context, work = _start_method(fn, args)
     with tempfile.TemporaryDirectory() as folder:
         shared = SharedCounts(
             steps=context.RawArray("q", ranks),
             heartbeats=context.RawArray("q", ranks),
-            partners=context.RawArray("q", ranks),
             last_step=context.RawValue("q", 0),
         )
+        limits = Limits(timeout, max(start, timeout))
         connections, processes = [], []
         try:
             for rank in range(ranks):
                 receiving, sending = context.Pipe(duplex=False)
-                store = os.path.join(folder, "store")
-                place = RankPlace(rank, ranks, process_group, store, dict(os.environ))
+                place = RankPlace(rank, ranks, process_group, folder, limits, dict(os.environ))
                 # No daemon: a rank may have processes of its own, as a DataLoader's.
                 process = context.Process(target=_run_rank, args=(place, shared, sending, work))
                 with _environment(place), _sigint_blocked(), _main_hidden():
@@ -141,7 +148,7 @@ def launch(
                 sending.close()
                 connections.append(receiving)
                 processes.append(process)
-            watch = RankWatch(connections, processes, shared, timeout, start)
+            watch = RankWatch(connections, processes, shared, limits, pathlib.Path(folder))
             if live is not None:
                 live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)], wait=True)
                 return watch.results_in_order()
@@ -279,9 +286,16 @@ class SharedCounts:
     """Memory that all processes share."""
 
     steps: Any  # of each rank: steps whose backward is over
-    heartbeats: Any  # of each rank: how often it has reached a collective of its step
-    partners: Any  # of each rank: the ranks of that collective, as bits; -1: all; 0: none yet
+    heartbeats: Any  # of each rank: how often it has reached a collective of all ranks' step
     last_step: Any  # the step, from 1, after which all ranks are asked to stop; 0: none
+
+
+@dataclass
+class Limits:
+    """Seconds that a rank may wait for another one."""
+
+    timeout: float
+    start: float  # until the first step is over; not less
 
 
 @dataclass
@@ -291,24 +305,29 @@ class RankPlace:
     rank: int
     ranks: int
     backend: str
-    store: str  # path of the file over which the ranks meet
+    folder: str  # of the file over which the ranks meet, and of their stacks
+    limits: Limits
     variables: dict  # the parent's environment
 
 
 class LaunchedRank:
     """What heartbeat.py calls in a process of ga.launch."""
 
-    def __init__(self, rank: int, shared: SharedCounts):
-        self.rank, self.shared = rank, shared
+    def __init__(self, place: RankPlace, shared: SharedCounts):
+        self.place, self.rank, self.shared = place, place.rank, shared
+        # Of each group of a TrainStep: how long its collectives may wait.
+        self.seconds: "dict[dist.ProcessGroup | None, float]" = {}
 
     def heartbeat(self, steps: int, group: "dist.ProcessGroup | None"):
+        limits = self.place.limits
+        # The others' first backward is over when this rank's first step is.
+        seconds = limits.timeout if self.shared.steps[self.rank] else limits.start
+        if self.seconds.get(group, limits.timeout) != seconds:
+            _set_pg_timeout(_limit_of_collectives(self.place, seconds), group)
+        self.seconds[group] = seconds
         self.shared.steps[self.rank] += steps
-        self.shared.heartbeats[self.rank] += 1
-        partners = -1
-        if group is not None:
-            ranks = dist.get_process_group_ranks(group)
-            partners = sum(1 << rank for rank in ranks if rank < MOST_PARTNERS)
-        self.shared.partners[self.rank] = partners
+        if group in (None, dist.group.WORLD):
+            self.shared.heartbeats[self.rank] += 1
 
     def asked_to_stop(self) -> bool:
         """Whether all ranks are to stop after the step that this one has taken last."""
@@ -424,7 +443,7 @@ def _run_rank(place: RankPlace, shared: SharedCounts, connection, work):
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        parent = _Parent(os.path.dirname(place.store))
+        parent = _Parent(place.folder)
     except FileNotFoundError:
         # The parent has ended, and no rank needs the folder any more.
         os._exit(1)
@@ -434,11 +453,14 @@ def _run_rank(place: RankPlace, shared: SharedCounts, connection, work):
     # A fork of the server has the environment in which that was started.
     os.environ.clear()
     os.environ.update(place.variables)
-    with _environment(place):
+    with _environment(place), open(_stack_file(place.folder, place.rank), "w") as stack:
+        if hasattr(faulthandler, "register"):
+            # Asked for by the parent. It works in C code, too, whoever has the interpreter's lock.
+            faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             work.import_script()
             _init_rank(place)
-            heartbeat.launched_rank = LaunchedRank(place.rank, shared)
+            heartbeat.launched_rank = LaunchedRank(place, shared)
             result = _run_to_end(work(), connection)
             try:
                 _send(connection, Message("result", result))
@@ -464,16 +486,30 @@ def _init_rank(place: RankPlace):
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if place.backend == "nccl":
         torch.cuda.set_device(place.rank)
+    store = dist.FileStore(os.path.join(place.folder, "store"), place.ranks)
+    store.set_timeout(datetime.timedelta(seconds=place.limits.start))
+    # The limit of collectives holds from here on: all ranks have imported their function.
+    store.set(f"rank {place.rank} has started", "")
+    store.wait([f"rank {rank} has started" for rank in range(place.ranks)])
+    limit = _limit_of_collectives(place, place.limits.timeout)
+    # torch gives a further group its default, and not the limit of the first one.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
     dist.init_process_group(
-        place.backend,
-        init_method=f"file://{place.store}",
-        rank=place.rank,
-        world_size=place.ranks,
-        timeout=datetime.timedelta(minutes=30),
+        place.backend, store=store, rank=place.rank, world_size=place.ranks, timeout=limit
     )
     if place.backend == "gloo":
         # A rank that returns at once would leave while another one still connects to it.
         dist.barrier()
+
+
+def _limit_of_collectives(place: RankPlace, seconds: float) -> datetime.timedelta:
+    """NCCL ends the process that waits; who hangs is known before, where heartbeats tell."""
+    return datetime.timedelta(seconds=seconds + SLACK * (place.backend == "nccl"))
+
+
+def _stack_file(folder, rank: int) -> pathlib.Path:
+    """Where a rank writes where it is, when its parent asks by SIGUSR1."""
+    return pathlib.Path(folder, f"stack {rank}")
 
 
 def _failure(error: BaseException) -> Failure:
@@ -482,8 +518,14 @@ def _failure(error: BaseException) -> Failure:
         type(error).__name__,
         str(error),
         traceback.format_exc(),
-        isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError),
+        _is_of_collective(error) or _is_of_collective(error.__cause__),
     )
+
+
+def _is_of_collective(error: "BaseException | None") -> bool:
+    # gloo raises a plain RuntimeError.
+    of_gloo = type(error) is RuntimeError and "/gloo/" in str(error)
+    return of_gloo or isinstance(error, dist.DistError)
 
 
 def _send(connection, message: Message):
@@ -509,10 +551,9 @@ def _run_to_end(result, connection):
 class RankWatch:
     """Waits for all ranks. After an exception it can go on waiting."""
 
-    def __init__(self, connections, processes, shared: SharedCounts, timeout, start):
+    def __init__(self, connections, processes, shared: SharedCounts, limits: Limits, folder):
         self.connections, self.processes = connections, processes
-        self.shared = shared
-        self.timeout, self.start = timeout, start
+        self.shared, self.limits, self.folder = shared, limits, folder
         # By rank: what it returned, the Failure that ended it, when its process was gone.
         self.results: dict = {}
         self.failed: "dict[int, Failure]" = {}
@@ -550,25 +591,62 @@ class RankWatch:
             self._check_for_hang(heartbeats, now - changed)
 
     def _check_for_hang(self, heartbeats: "list[int]", waited: float):
-        rank = slowest_rank(heartbeats, self.shared.partners, self.results)
-        if rank is None and waited > self.timeout:
+        """By heartbeats: where GPUs wait in a CUDA graph, no call of the waiting rank returns."""
+        rank = slowest_rank(heartbeats, self.results)
+        if rank is None and waited > self.limits.timeout:
             # All are in the same collective, and one of them may have been stopped there.
-            running = set(range(len(heartbeats))) - self.results.keys()
-            rank = next((r for r in running if is_stopped(self.processes[r].pid)), None)
+            rank = next((r for r in self._running() if is_stopped(self.processes[r].pid)), None)
         if rank is None:
             return
-        steps = self.shared.steps[rank]
-        limit = self.timeout if steps else max(self.start, self.timeout)
-        if waited <= limit:
-            return
-        if heartbeats[rank]:
-            goal = f"finished backward in step {steps + 1}"
-        else:
-            goal = "made its TrainStep"
-        raise RankError(
-            f"rank {rank} hangs: it has not {goal} for {limit:g} s, and the other ranks wait for "
-            "it. All ranks were stopped"
+        limit = self.limits.timeout if self.shared.steps[rank] else self.limits.start
+        if waited > limit:
+            raise self._error_of_hanging([rank], limit)
+
+    def _running(self) -> "list[int]":
+        ended = self.results.keys() | self.failed.keys() | self.dead.keys()
+        return [rank for rank in range(len(self.connections)) if rank not in ended]
+
+    def _error_of_hanging(self, ranks: "list[int]", limit: float) -> RankError:
+        """ranks: those that run, of which some may wait themselves."""
+        hanging = self._outside_of_collectives(ranks)
+        one = len(hanging) == 1
+        error = RankError(
+            f"{ranks_in_words(hanging)} hang{'s' * one}: another rank has waited for "
+            f"{'it' if one else 'them'} in a collective for {limit:g} s"
+            f"{self._places(hanging)}. All ranks were stopped"
         )
+        if hasattr(error, "add_note"):
+            for rank, stack in hanging.items():
+                error.add_note("\n".join([f"on rank {rank}, the innermost call first:", *stack]))
+        return error
+
+    def _outside_of_collectives(self, ranks: "list[int]") -> "dict[int, list[str]]":
+        """Rank -> its stack; of all `ranks` where all are in a collective."""
+        stacks = {r: stack_of(self.processes[r].pid, _stack_file(self.folder, r)) for r in ranks}
+        return {
+            rank: stack
+            for rank, stack in stacks.items()
+            if not stack or "/torch/distributed/" not in stack[0]
+        } or stacks
+
+    def _places(self, stacks: "dict[int, list[str]]") -> str:
+        """Where ranks are: "; rank 1 is in step 4, in work (train.py, line 7)"."""
+        places = ""
+        for rank, stack in stacks.items():
+            words = [self._step(rank)] if self._step(rank) else []
+            frame = re.match(r' *File "(.*)", line (\d+) in (.*)', stack[0]) if stack else None
+            if is_stopped(self.processes[rank].pid):
+                words.append(" stopped, by SIGSTOP or a debugger")
+            elif frame is not None:
+                words.append(f" in {frame[3]} ({os.path.basename(frame[1])}, line {frame[2]})")
+            places += f"; rank {rank} is{','.join(words)}" if words else ""
+        return places
+
+    def _step(self, rank: int) -> str:
+        """The step in which a rank is; "" without a TrainStep."""
+        if not (self.shared.heartbeats[rank] or self.shared.steps[rank]):
+            return ""
+        return f" in step {self.shared.steps[rank] + 1}"
 
     def _listen(self) -> list:
         """Receive what ranks have sent; returns their (rank, Reading)."""
@@ -608,13 +686,18 @@ class RankWatch:
             return self._error_of_dead(min(self.dead, key=lambda r: self.dead[r]))
         rank = min(self.failed, key=lambda r: self.failed[r].time)
         failure = self.failed[rank]
-        steps = self.shared.steps
+        steps, running = self.shared.steps, self._running()
+        if failure.lost_rank and running and re.search("timed? ?out", failure.message, re.I):
+            first_step = self.shared.heartbeats[rank] and steps[rank] < 2
+            limit = self.limits.start if first_step else self.limits.timeout
+            return self._error_of_hanging(running, limit)
         returned = min(self.results, key=lambda r: steps[r], default=None)
         if returned is not None and failure.lost_rank:
             count = steps[returned]
+            after = f", after {count} step{'s' * (count != 1)}," if self._step(rank) else ","
             return RankError(
-                f"rank {returned} has returned, after {count} step{'s' * (count != 1)}, and rank "
-                f"{rank} waits for it in step {count + 1}. Every rank makes its TrainStep, and "
+                f"rank {returned} has returned{after} and rank {rank} waits for it"
+                f"{self._step(rank)}. Every rank makes its TrainStep, and "
                 "calls it, and collectives of its own, as often as the others: step(None) where it "
                 "has no batch left. All ranks were stopped"
             )
@@ -629,12 +712,30 @@ class RankWatch:
     def _error_of_dead(self, rank: int) -> RankError:
         self.processes[rank].join(5 * GRACE)
         code = self.processes[rank].exitcode
-        steps = self.shared.steps[rank]
         if code and code < 0:
             end = f"was killed by {signal.Signals(-code).name}"
         else:
             end = f"ended with status {code}"
-        return RankError(f"rank {rank} {end} in step {steps + 1}. All ranks were stopped")
+        places = ""
+        if code == -signal.SIGABRT and self._running():
+            # So NCCL ends a process whose collective is not over in time.
+            places = self._places(self._outside_of_collectives(self._running()))
+        return RankError(f"rank {rank} {end}{self._step(rank)}{places}. All ranks were stopped")
+
+
+def stack_of(pid: int, path: pathlib.Path) -> "list[str]":
+    """The Python calls in which a rank is, the innermost first; [] where it does not answer."""
+    if not hasattr(faulthandler, "register") or is_stopped(pid):
+        return []
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGUSR1)
+        text, until = "", time.monotonic() + GRACE
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            before, text = text, path.read_text()
+            if text and text == before:
+                return text.splitlines()[1:]
+    return []
 
 
 def is_stopped(pid: int) -> bool:
@@ -646,17 +747,14 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
-def slowest_rank(heartbeats: "list[int]", partners, results) -> "int | None":
+def slowest_rank(heartbeats: "list[int]", results) -> "int | None":
     """The rank that others wait for; None where no rank is known to be behind.
 
     Args:
-        heartbeats: of each rank, as SharedCounts has them; so are partners.
+        heartbeats: of each rank, as SharedCounts has them.
         results: has the ranks that have returned.
     """
     running = [rank for rank in range(len(heartbeats)) if rank not in results]
-    behind = [
-        rank
-        for rank in running
-        if any(heartbeats[rank] < heartbeats[r] and partners[r] >> rank & 1 for r in running)
-    ]
+    most = max((heartbeats[rank] for rank in running), default=0)
+    behind = [rank for rank in running if heartbeats[rank] < most]
     return min(behind, key=lambda rank: heartbeats[rank], default=None)

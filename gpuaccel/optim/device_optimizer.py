@@ -555,9 +555,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """
         if self.layout.ranks > 1:
             raise ArgumentError(
-                f"state_dict() of a sharded optimizer: this rank has its share of {self.layout.ranks}; "
-                "expected it inside `with step.gathered():`, which every rank enters, or "
-                "ga.save_checkpoint"
+                "state_dict() of a sharded optimizer: this rank has 1 share of "
+                f"{self.layout.ranks}; expected it inside `with step.gathered():` on every rank, "
+                "or ga.save_checkpoint"
             )
         packed = super().state_dict()
         if self.arena is None:

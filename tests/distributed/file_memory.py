@@ -1,5 +1,5 @@
-"""Memory that processes of one machine share, in the place of GPUs' symmetric memory: a file without
-a name that all of them map (Linux)."""
+"""Memory that processes of one machine share, in the place of GPUs' symmetric memory: a file
+without a name that all of them map (Linux)."""
 
 import os
 

@@ -326,7 +326,7 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
 
 
 def added_by_a_graph(rank: Rank):
-    """Sums of 64 MB, made by a replayed graph: are they bit-identical to those of sums_in_order()?"""
+    """Sums of 64 MB, made by a replayed graph: are they those of sums_in_order(), bit for bit?"""
     arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
     copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
     buckets = buckets_of(arena, 32e6)
@@ -1000,6 +1000,57 @@ def hangs_before_its_first_step_is_over(where):
 
     with make_step(Net(), loss_fn=loss_fn, distributed=config) as step:
         step([micro_batch(config.rank), micro_batch(2 + config.rank)])
+
+
+def slow_until_its_first_step_is_over(seconds):
+    """Rank 1 is slow before it makes its TrainStep, and in its first backward."""
+    config = ga.Distributed()
+    count = 0
+
+    def loss_fn(model, micro):
+        nonlocal count
+        count += 1
+        if config.rank == 1 and count == 1:
+            time.sleep(seconds)
+        return ga.token_loss(model, micro)
+
+    if config.rank == 1:
+        time.sleep(seconds)
+    with make_step(Net(), loss_fn=loss_fn, distributed=config) as step:
+        for number in range(3):
+            step([micro_batch(2 * number + config.rank)])
+    return config.rank
+
+
+def sleeps_or_loops(how, group):
+    """Rank 1 does something else, and the other ranks wait for it in a collective.
+
+    group: "all", or "of two", without rank 2."""
+    members = dist.new_group([0, 1]) if group == "of two" else None
+    if dist.get_rank() == 2 and members is not None:
+        return
+    if dist.get_rank() == 1 and how == "returns":
+        return
+    waits = dist.get_rank() != 1
+    while not waits:
+        if how == "sleeps":
+            time.sleep(3600)
+        elif how == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(3), group=members)
+
+
+def computes(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    return dist.get_rank()
+
+
+def aborts_beside_one_that_hangs():
+    if dist.get_rank() == 0:
+        os.abort()
+    hangs()
 
 
 def hangs_in_the_third_step(device, seconds, **options):

@@ -794,13 +794,6 @@ def test_double_precision_is_named_where_the_machine_computes_in_it(name, old, n
             "grads",
         ),
         (
-            "glu_slope",
-            "dh *= torch.sigmoid(x2)\n    s = torch.sigmoid(x1)\n"
-            "    return "
-            "torch.stack([dh * (s + x1 * s * (1 - s)), dh * x1 * s * (1 - torch.sigmoid(x2))])",
-            "dh",
-        ),
-        (
             "guarded",
             "weight -= torch.where(loss <= limit, 0.1 * grad, 0.0)\n    return weight",
             "weight",
