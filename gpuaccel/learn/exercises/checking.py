@@ -47,6 +47,7 @@ from . import (
     clip_puzzles,
     costs,
     encoder_puzzles,
+    everything_puzzles,
     graph_puzzles,
     kernel_puzzles,
     layer_puzzles,
@@ -62,6 +63,7 @@ EXERCISES = (
     | encoder_puzzles.EXERCISES
     | layer_puzzles.EXERCISES
     | rank_puzzles.EXERCISES
+    | everything_puzzles.EXERCISES
 )
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
 # poisoned elements before and after each tensor: more than a missing bounds check can reach
