@@ -1,8 +1,8 @@
 """Draw the pictures of the README from real runs:  python docs/pictures.py [show] [meter]
 
 pictures/meter-*.svg: the live meter after several short training runs; the title names the device.
-A GPU trains 122 M parameters in bf16, also with the step as one CUDA graph. A CPU trains a small
-transformer in fp32.
+A GPU trains 122 M parameters in bf16: launched and as one CUDA graph, compiled and not. A CPU
+trains a small transformer in fp32, launched.
 pictures/show-*.svg: what ga.show draws for a kernel that reads every second element.
 """
 
@@ -13,7 +13,6 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.learn.figures.drawing import IMAGE_STYLE
-from gpuaccel.learn.places import PLACES, PlainStep
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
@@ -54,19 +53,17 @@ def live_meter() -> str:
     text = ga.make_dataset(max_bytes=2_000_000)
     name = torch.cuda.get_device_name() if gpu else "a CPU"
     live = ga.LiveThroughput(f"The same training step, done differently, on {name}")
-    # None: where a replayed ga.TrainStep adds
-    variants = {name: PLACES[name] for name in ("host", "autograd", "fused")}
+    variants = {"launched": {}}
     if gpu:
-        variants["graph"] = None
-    for name, place in variants.items():
+        variants["launched, compiled"] = {"compile": True}
+        variants["replayed"] = {"replay": "graph"}
+        variants["replayed, compiled"] = {"compile": True, "replay": "graph"}
+    for name, options in variants.items():
         torch.manual_seed(0)
         model = ga.Transformer(config).to(device, ga.default_dtype())
         optimizer = ga.AdamW(ga.Arena(model), lr=1e-4 if gpu else 3e-3, max_norm=1.0)
         batches = ga.Batches(text.train, 16 if gpu else 8, config.T if gpu else 128, device=device)
-        if place is None:
-            step = ga.TrainStep(model, optimizer, micro_batches=4, replay="graph")
-        else:
-            step = PlainStep(model, optimizer, place, micro_batches=4)
+        step = ga.TrainStep(model, optimizer, micro_batches=4, **options)
         step.meter = ga.Meter(device, window=5)
         with step:
             live.run(ga.train(step, batches, steps=STEPS), name=name, steps=STEPS)

@@ -7,7 +7,6 @@ from . import figures, recorded
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
 from .figures import layer_figures, rank_figures, token_figures
-from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
@@ -23,8 +22,6 @@ __all__ = [
     "exercise",
     "figures",
     "hint",
-    "launched",
-    "launches",
     "layer_figures",
     "load_ipython_extension",
     "rank_figures",

@@ -20,8 +20,7 @@ import torch
 from ..backends import backend
 from ..errors import check_choice
 from ..measure import Ledger, Row
-from .figures.drawing import Figure, Table
-from .figures.rung_figures import pairs
+from .figures.drawing import Table
 
 ABSENT = "no recorded run in this checkout"
 
@@ -111,7 +110,7 @@ def recorded(benchmark: str, gpu: "str | None" = None) -> Recorded:
 
 # ---- ledgers of the notebooks -------------------------------------------------------------------
 
-# Notebooks whose ledgers benchmarks/rungs.py records.
+# Notebooks of which a ledger may be recorded.
 Notebook = Literal["01", "02", "03", "04", "05", "07"]
 
 
@@ -136,7 +135,7 @@ class Ledgers:
 
 
 def ledger(notebook: Notebook, own: "Ledger | None" = None) -> Ledgers:
-    """The ledger rows of a notebook as benchmarks/rungs.py recorded them on a GPU.
+    """The ledger rows of a notebook as they were recorded on a GPU.
 
     Args:
         notebook: "01", "02", "03", "04", "05" or "07".
@@ -151,10 +150,7 @@ def ledger(notebook: Notebook, own: "Ledger | None" = None) -> Ledgers:
     run = recorded("rungs")
     rows = recorded_rows(notebook)
     if not rows:
-        parts.append(
-            "Nothing is recorded for this table yet. On a GPU, "
-            "python benchmarks/rungs.py in a checkout records it."
-        )
+        parts.append("Nothing is recorded for this table.")
         return Ledgers(parts)
     what = run.get(notebook, "what")
     table = Ledger(f"{run.label}. {what}." if what else f"{run.label}.")
@@ -173,27 +169,8 @@ def ledger(notebook: Notebook, own: "Ledger | None" = None) -> Ledgers:
 
 
 def recorded_rows(notebook: str) -> "dict[str, dict]":
-    """Name -> values of each row that benchmarks/rungs.py recorded for a notebook; {} for none."""
+    """Name -> values of each row that was recorded for a notebook; {} for none."""
     return _dicts(recorded("rungs").get(notebook, "rows"))
-
-
-def climb(own: "Ledger") -> Figure:
-    """The rungs of notebook 07 as bars: each rate, as a multiple of the first rung's.
-
-    Args:
-        own: the ledger that was measured here. Its bars stand above those of the recorded run, if
-            there is one.
-    """
-    rates = {
-        row.name: [extra.get("tokens_per_s"), None]
-        for row, extra in own.rows
-        if extra.get("tokens_per_s")
-    }
-    for name, values in recorded_rows("07").items():
-        rates.setdefault(name, [None, None])[1] = values.get("tokens_per_s")
-    run = recorded("rungs")
-    where = ["here", run.content.get("gpu", "recorded") if run.exists else ""]
-    return pairs(rates, where, "Tokens per second, as a multiple of the first rung")
 
 
 def _measured_here() -> str:

@@ -183,7 +183,7 @@ def test_a_recorded_ledger_stands_below_ones_own_and_each_says_its_machine(tmp_p
     own.add(Row("mine", operators=4321, would_sync=9), tokens_per_s=100.0)
     absent = recorded.ledger("01", own)
     for shown in (str(absent), absent._repr_html_()):
-        assert "4,321" in shown and "Nothing is recorded for this table yet" in shown
+        assert "4,321" in shown and "Nothing is recorded for this table" in shown
         assert shown.index("Measured here") < shown.index("4,321") < shown.index("Nothing is")
     assert "4,321" not in str(recorded.ledger("01"))
 
