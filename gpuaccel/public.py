@@ -33,7 +33,7 @@ from .training import (
 
 if TYPE_CHECKING:
     from .cli.doctor import doctor
-    from .learn import LiveThroughput, check, hint, load_ipython_extension, replaced, show, solution
+    from .learn import LiveThroughput, check, load_ipython_extension, replaced, show
 
 __all__ = [
     "AdamW",
@@ -61,7 +61,6 @@ __all__ = [
     "deterministic",
     "deterministic_embeddings",
     "doctor",
-    "hint",
     "launch",
     "ledger",
     "load_checkpoint",
@@ -74,7 +73,6 @@ __all__ = [
     "save_checkpoint",
     "save_lora",
     "show",
-    "solution",
     "token_loss",
     "train",
     "use_backend",
@@ -85,11 +83,9 @@ _LAZY = {
     "doctor": "cli",
     "LiveThroughput": "learn",
     "check": "learn",
-    "hint": "learn",
     "load_ipython_extension": "learn",
     "replaced": "learn",
     "show": "learn",
-    "solution": "learn",
 }
 
 if not TYPE_CHECKING:

@@ -65,6 +65,15 @@ def test_the_ladder_names_every_notebook_and_is_drawn_from_what_is_there():
         assert {*rung.before} <= {other.number for other in ladder_figure.RUNGS}
 
 
+def test_the_shelf_branches_off_at_01_and_nothing_is_built_on_it():
+    shelf = [rung for rung in ladder_figure.RUNGS if rung.on_shelf]
+    assert [rung.before for rung in shelf] == [("01",)] * len(shelf)
+    main = [rung.stem[:2] for rung in ladder_figure.RUNGS if not rung.on_shelf]
+    assert main == [f"{k:02d}" for k in range(len(main))]
+    assert all("shelf" not in rung.before for rung in ladder_figure.RUNGS)
+    assert ladder_figure.ladder().drawn.count("<polyline") == len(shelf)
+
+
 def test_words_of_the_ladder_fit_beside_each_other():
     """Words do not run into the minutes at the right edge."""
     for rungs in (ladder_figure.RUNGS, ladder_figure.RUNGS[:2]):

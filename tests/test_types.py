@@ -106,7 +106,7 @@ def test_a_misspelt_word_is_refused_and_its_right_spelling_named(call):
         ("ga.AdamWW", "AdamW"),
         ("ga.trainstep", "TrainStep"),
         ("ga.optimm", "optim"),
-        ('ga.hint("revers")', "reverse"),
+        ('ga.check("revers", None)', "reverse"),
         ('ga.Kernel("clipp", "squares_v2")', "clip.cu"),
         ('ga.Kernel("clip", "square_v2")', "squares_v2"),
     ],

@@ -5,8 +5,8 @@ used. ipywidgets and IPython are imported where a view is displayed, and only th
 
 from . import figures, recorded
 from .access_view import AccessView, show
-from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
-from .figures import layer_figures, rank_figures, token_figures
+from .exercises import BLOCK, EXERCISES, check, exercise
+from .figures import rank_figures, token_figures
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
@@ -21,15 +21,12 @@ __all__ = [
     "check",
     "exercise",
     "figures",
-    "hint",
-    "layer_figures",
     "load_ipython_extension",
     "rank_figures",
     "recorded",
     "replaced",
     "restore",
     "show",
-    "solution",
     "token_figures",
     "words",
 ]

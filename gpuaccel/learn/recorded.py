@@ -1,18 +1,15 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    recorded.dispatch()                   # a table of the run of benchmarks/dispatch.py
     run = recorded.recorded("accumulate") # the result of benchmarks/accumulate.py
     run.label                             # "Recorded, not run here: NVIDIA H200, ..."
     run.get("addition", "elements")       # a value of the results; None where the file has none
     recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
-    gpu_milliseconds(lambda: y.copy_(x))  # median device time on this GPU
 
-Where there is no recording, the figures and tables are the Recorded itself, which says so.
+Where there is no recording, a table says so.
 """
 
 import json
 import pathlib
-import statistics
 from typing import Literal
 
 import torch
@@ -20,7 +17,6 @@ import torch
 from ..backends import backend
 from ..errors import check_choice
 from ..measure import Ledger, Row
-from .figures.drawing import Table
 
 ABSENT = "no recorded run in this checkout"
 
@@ -51,21 +47,6 @@ class Recorded:
 
     def __repr__(self):
         return self.label
-
-
-def gpu_milliseconds(run, times: int = 20) -> float:
-    """Median time of run() on the current CUDA stream, in ms, after three calls to warm up.
-
-    Waits for the GPU."""
-    for _ in range(3):
-        run()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
-    for start, stop in events:
-        start.record()
-        run()
-        stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events)
 
 
 def results_folder() -> pathlib.Path:
@@ -187,44 +168,3 @@ def _dicts(values) -> dict:
     """The items of a dictionary whose values are dictionaries; {} for anything else."""
     items = values.items() if isinstance(values, dict) else ()
     return {name: value for name, value in items if isinstance(value, dict)}
-
-
-# What dispatch() shows: name, keys down to the milliseconds of each variant, one of their phases.
-_CURVES = ("curves", "bfloat16, 16,384 x 4,096", "glu")
-_DISPATCHED = [
-    ("RichardsGLU between its products, forward", _CURVES, "forward"),
-    ("RichardsGLU between its products, backward", _CURVES, "backward"),
-    ("PolyAttention, T=2048, kernels", ("attention", "batch 4", "core"), None),
-    ("PolyAttention, T=2048, layer", ("attention", "batch 4", "layer"), None),
-    ("poly-7m, batch 32, RichardsGLU", ("layers", "batch 32", "RichardsGLU"), None),
-    ("poly-7m, batch 32, PolyAttention", ("layers", "batch 32", "PolyAttention"), None),
-    ("poly-7m, batch 32, whole step", ("layers", "batch 32", "step"), None),
-]
-
-
-def dispatch() -> "Table | Recorded":
-    """RichardsGLU, PolyAttention and whole steps: our time, and how many times that others take.
-
-    torch.compile: the fastest of several."""
-    run = recorded("dispatch")
-    rows = []
-    for name, keys, phase in _DISPATCHED:
-        times = run.get(*keys, "ms") or {}
-        if phase:
-            times = {k: ms.get(phase) if isinstance(ms, dict) else ms for k, ms in times.items()}
-        ours = times.get("ours")
-        if ours:
-            compiled = [ms for k, ms in times.items() if k.startswith("torch.compile") and ms]
-            others = (times.get("torch"), min(compiled, default=None), times.get("CPU"))
-            rows.append([name, f"{ours:,.3f} ms", *(_times(ms, ours) for ms in others)])
-    if not rows:
-        return run
-    columns = ("", "gpuaccel", "torch", "torch.compile", "all CPU cores")
-    return Table(columns, rows, f"{run.label}; the others: how many times ours")
-
-
-def _times(ms, ours):
-    """How many times ours another time is, in words."""
-    if ms is None:
-        return "-"
-    return f"{ms / ours:,.1f}x" if ms < 100 * ours else f"{ms / ours:,.0f}x"

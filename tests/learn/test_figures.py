@@ -11,7 +11,7 @@ from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import figures, layer_figures, recorded
+from gpuaccel.learn import figures, recorded
 from gpuaccel.learn.figures import drawing
 from gpuaccel.measure import Ledger, Row
 
@@ -22,13 +22,6 @@ from gpuaccel.measure import Ledger, Row
 def test_threads_counts_the_spare_ones(n, block, per_thread, spare):
     words = text_of(figures.threads(n, block, per_thread))
     assert f"{n} elements" in words and (f"{spare} to spare" in words) == (spare > 0)
-
-
-def test_curves_leave_zeros_out_and_say_so_when_nothing_is_left():
-    assert "b 0.5" in text_of(
-        figures.curves({"a": [(1, 0.0), (2, 1e-9)], "b": [(1, 0.1), (2, 0.5)]}, "t", "x", "y")
-    )
-    assert "every value is 0" in text_of(figures.curves({"a": [(1, 0.0)]}, "t", "x", "y"))
 
 
 def test_a_folded_source_links_to_its_file_and_keeps_its_text():
@@ -132,25 +125,9 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
     assert recorded.recorded("accumulate", "NVIDIA H200").content["date"] == "2026-01-02"
 
 
-def test_what_is_damaged_counts_as_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    write_result(
-        tmp_path / "h200" / "dispatch.json", json.dumps({**RESULT, "results": {"curves": [1]}})
-    )
-    assert recorded.dispatch().label
-
-
-def test_there_are_enough_colours_for_nine_lines():
-    nine = {f"l{i}": [(1, 1.0), (2, 2.0)] for i in range(9)}
-    assert figures.curves(nine, "t", "x", "y").drawn.count("<polyline") == 9
-    layer_figures.lines({"p": nine})
-    ends = figures.curves({"a": [(1, 1.0), (4, 2.0)], "b": [(1, 1.0), (16, 3.0)]}, "t", "n", "y")
-    assert "a 2 at 4 n, b 3 at 16 n" in text_of(ends)
-
-
 def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert "no recorded run in this checkout" in str(recorded.dispatch())
+    assert "no recorded run in this checkout" in recorded.recorded("accumulate").label
     assert recorded.recorded("accumulate").get("addition", "elements") is None
 
 

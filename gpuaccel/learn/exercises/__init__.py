@@ -1,8 +1,8 @@
 """The exercises of the notebooks: what one is, all of them, and how an answer is checked.
 
-`EXERCISES` maps names to exercises; `check`, `hint` and `solution` take a name."""
+`EXERCISES` maps names to exercises; `check` takes a name."""
 
-from .checking import ARCHS, EXERCISES, SIZES, Folded, Result, check, exercise, hint, solution
+from .checking import ARCHS, EXERCISES, SIZES, Folded, Result, check, exercise
 from .exercises import BLOCK, Case, Exercise, Turns
 
 __all__ = [
@@ -17,6 +17,4 @@ __all__ = [
     "Turns",
     "check",
     "exercise",
-    "hint",
-    "solution",
 ]

@@ -1,7 +1,6 @@
-"""Try an answer to an exercise; show its hint and its solution, folded.
+"""Try an answer to an exercise; a wrong one gets hint and solution, folded.
 
     ga.check("scale", scale)             # a kernel, or a Python function
-    ga.hint("scale"); ga.solution("scale")
 
 A check runs an answer on sizes around the edges of a thread block and on one of a million elements,
 with new random data each time. Elements outside the tensors are poisoned before and compared after,
@@ -190,7 +189,9 @@ class Result:
         """Hint and solution of what is not right, each folded."""
         if self.passed is not False:
             return ""
-        return hint(self.name)._repr_html_() + solution(self.name)._repr_html_()
+        task = exercise(self.name)
+        hint = Folded("A hint", task.hint, code=False)
+        return hint._repr_html_() + Folded("A solution", task.solution, code=True)._repr_html_()
 
     def _picture_html(self):
         """The picture of a kernel, folded; nothing where there is none."""
@@ -277,46 +278,6 @@ def exercise(name: str) -> Exercise:
     return EXERCISES[name]
 
 
-def hint(name: str) -> Folded:
-    """A hint for an exercise, folded in a notebook until it is clicked.
-
-    Args:
-        name: of the exercise.
-
-    Returns:
-        A Folded; print() shows its text.
-
-    Raises:
-        ArgumentError: for an unknown exercise, with the names there are.
-
-    Example:
-        >>> print(ga.hint("reverse"))
-        A hint
-        ...
-    """
-    return Folded("A hint", exercise(name).hint, code=False)
-
-
-def solution(name: str) -> Folded:
-    """A solution of an exercise, folded in a notebook until it is clicked.
-
-    Args:
-        name: of the exercise.
-
-    Returns:
-        A Folded; its `text` is the source.
-
-    Raises:
-        ArgumentError: for an unknown exercise, with the names there are.
-
-    Example:
-        >>> source = ga.solution("scale").text
-        >>> source.splitlines()[0]
-        '__global__ void scale(float* out, const float* x, float factor, int n)'
-    """
-    return Folded("A solution", exercise(name).solution, code=True)
-
-
 def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) -> Result:
     """Try an answer to an exercise. A wrong answer is a Result, never an exception.
 
@@ -332,7 +293,7 @@ def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) 
         ArgumentError: for an unknown exercise and for the other kind of answer.
 
     Example:
-        >>> source = ga.solution("scale").text
+        >>> source = ga.learn.EXERCISES["scale"].solution
         >>> result = ga.check("scale", ga.compile(source))
         >>> result.passed
         True
@@ -792,19 +753,11 @@ class _Operations(TorchDispatchMode):
         self.copied: "list[tuple]" = []
         # what else the host waits for, in words: an answer, or the size of a result
         self.waiting: "list[str]" = []
-        # names of the backward operations that were called, without autograd
-        self.backwards: "list[str]" = []
-        self.with_float64 = False
         self.copies = _Copies(self.copied)
-        # whether autograd ran a backward
-        self.with_autograd = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
         self.numbers_read += func is torch.ops.aten._local_scalar_dense.default
-        # -1 outside of a backward
-        in_autograd = torch._C._current_graph_task_id() != -1
-        self.with_autograd |= in_autograd
         name = str(func.overloadpacket)
         if name in WAITING:
             self.waiting.append(f"calls {WAITING[name]}()")
@@ -812,11 +765,7 @@ class _Operations(TorchDispatchMode):
             isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         ):
             self.waiting.append("indexes with a mask")
-        if name.endswith("_backward") and not in_autograd:
-            self.backwards.append(f"torch.ops.{name}")
-        result = func(*args, **(kwargs or {}))
-        self.with_float64 |= isinstance(result, torch.Tensor) and result.dtype == torch.float64
-        return result
+        return func(*args, **(kwargs or {}))
 
     def waits(self) -> str:
         """For what the host would wait on a GPU, in a sentence; "" where it would not."""
@@ -888,17 +837,10 @@ def _run_python(task, function, seed) -> Result:
 def _python_remarks(task, operations, arguments) -> "list[str]":
     """What is to be said against a right function. arguments: of the run that was counted."""
     sentences = []
-    if task.by_hand and operations.with_autograd:
-        sentences.append("it was to be computed by hand, and autograd computed it")
     space: dict = {"torch": torch}
     exec(task.solution, space)
     with _Operations() as theirs:
         space[task.name](*arguments)
-    if task.by_hand and operations.backwards and not operations.with_autograd:
-        name = operations.backwards[0]
-        sentences.append(f"it was to be computed by hand, and it calls {name}")
-    if task.by_hand and operations.with_float64 and not theirs.with_float64:
-        sentences.append("it computes in float64, the solution in float32")
     if operations.count >= costs.MORE_OPERATIONS * max(theirs.count, 1):
         sentences.append(
             f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"

@@ -1,4 +1,4 @@
-"""The exercises of notebooks 04 and 04b.
+"""The exercises of notebooks 04 and shelf_rounding.
 
 Where runs begin, sums in a fixed order, rounding at random, tokens out of range."""
 

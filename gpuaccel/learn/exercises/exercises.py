@@ -111,11 +111,6 @@ class Exercise:
     cheats: "dict[str, str]" = field(default_factory=dict)
 
     @property
-    def by_hand(self) -> bool:
-        """Whether the task asks for a gradient without autograd."""
-        return "by hand" in self.task.lower()
-
-    @property
     def with_sum(self) -> bool:
         """Whether the task asks for a sum, whose order changes the last bits."""
         return re.search(r"\b(sums?|added)\b", self.task) is not None

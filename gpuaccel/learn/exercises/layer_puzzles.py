@@ -1,59 +1,60 @@
-"""Exercises of 05 and 05b: backwards by hand, a Richards curve, polynomial attention."""
+"""The exercises of shelf_activation (a backward by hand, a gate) and of shelf_attention (attention
+key by key, and by a table)."""
 
-import math
+import re
 
 import torch
-import torch.nn.functional as F
 
-from .exercises import (
-    INDEX,
-    Case,
-    Exercise,
-    code,
-    kernel_exercise,
-    normal,
-    unwritten,
-    whole_number,
-)
+from .exercises import BLOCK, INDEX, Case, kernel_exercise, normal, unwritten, whole_number
 
-FAR = (1000, 4096)  # sizes that have some elements where an exp is infinite in fp32
+FAR = (1000, 4096)  # sizes at which some exp is infinite in fp32
 
 
-def _between(low, high, generator) -> float:
-    """A random number as a kernel gets it: rounded to fp32."""
-    return float(low + (high - low) * torch.rand((), generator=generator, device=generator.device))
+def _uniform(n, generator, low=0.2, high=1.2):
+    return low + (high - low) * torch.rand(n, generator=generator, device=generator.device)
 
 
-def _swish_case(n, generator):
-    k = _between(0.5, 2.0, generator)
+# ---- shelf_activation: y = x * sigmoid(k x)
+
+
+def _activation(n, generator):
+    """(x, k, sigmoid(k x) in float64, a label)."""
+    k = _uniform(1, generator, 0.5, 2.0)
     # The slope is 0 at k x = -1.28: elements keep away from there, where digits cancel.
     u = torch.rand(n, generator=generator, device=generator.device)
     u = torch.where(torch.arange(n, device=u.device) % 3 == 0, -8.0 + 6.4 * u, -1.0 + 7.0 * u)
     if n in FAR:  # |k x| from 45 to 110: exp(-k x), or its square, is infinite for some
         u[3::8] = -45.0 - 65.0 * torch.rand(u[3::8].shape, generator=generator, device=u.device)
         u[7::8] = 45.0 + 65.0 * torch.rand(u[7::8].shape, generator=generator, device=u.device)
-    x, dy = u / k, normal(n, generator)
-    wide, s = x.double(), torch.sigmoid(k * x.double())
-    expected = dy.double() * (s + k * wide * s * (1 - s))
+    x = u / k
+    label = "some |k x| above 88" if n in FAR else ""
+    return x, k, torch.sigmoid(k.double() * x.double()), label
+
+
+def _swish_case(n, generator):
+    x, k, s, label = _activation(n, generator)
+    dy = normal(n, generator)
+    wide, steepness = x.double(), k.double()
+    rise = s * (1 - s)
+    expected = dy.double() * (s + steepness * wide * rise)
 
     def known_results():
-        rise = s * (1 - s)
         results = {
-            "of `sigmoid_backward`: the slope of sigmoid(k x), not of x * sigmoid(k x)": k * rise,
+            "of the sigmoid's slope alone": steepness * rise,
             "without the factor k": s + wide * rise,
-            "without the first term of the product rule": k * wide * rise,
+            "without the first term of the product rule": steepness * wide * rise,
             "without the second term of the product rule": s,
             "of the value, not of its slope": wide * s,
         }
         results = {what: dy.double() * slope for what, slope in results.items()}
-        return {**results, "without the factor dy[i]": s + k * wide * rise}
+        return {**results, "without the factor dy[i]": s + steepness * wide * rise}
 
     return Case(
         unwritten(n, generator),
-        (dy, x),
-        (k,),
+        (dy, x, k),
+        (),
         expected,
-        "some |k x| above 88" if n in FAR else "",
+        label,
         roundings=64,
         # A sigmoid is rounded as 1 is, for example as (1 + tanh(k x / 2)) / 2.
         least=8 * torch.finfo(dy.dtype).eps * dy.double().abs(),
@@ -61,161 +62,68 @@ def _swish_case(n, generator):
     )
 
 
-def _curve_case(n, generator):
-    A, B, G, H = (
-        _between(low, high, generator)
-        for low, high in ((-2.0, 2.0), (0.5, 2.0), (0.5, 2.0), (0.2, 1.0))
-    )
-    over_nu = _between(0.002, 0.01, generator) if n in FAR else _between(0.4, 2.5, generator)
-    x = normal(n, generator) * 3
-    if n in FAR:
-        x[::3] -= 250.0  # t above 88, and sigma still far from 0
-    t = A - B * x.double()
-    return Case(
-        unwritten(n, generator),
-        (x,),
-        (A, B, over_nu, G, H),
-        G * torch.exp(-over_nu * F.softplus(t, threshold=40.0)) + H,
-        "some t above 88" if n in FAR else "",
-        roundings=32,
-    )
+def _swish_k_case(n, generator):
+    x, k, s, label = _activation(n, generator)
+    dy = _uniform(n, generator)  # every term is positive: no sum loses digits
+    rise = s * (1 - s)
 
-
-def _slope_cases(generator):
-    for n in (1, 255, 256, 257, 1000, 4096):
-        dh, x1, x2 = (normal(n, generator) * scale for scale in (1.0, 3.0, 2.0))
-        s, g = torch.sigmoid(x1.double()), torch.sigmoid(x2.double())
-        dx1 = dh.double() * g * (s + x1.double() * s * (1 - s))
-        dx2 = dh.double() * x1.double() * s * g * (1 - g)
-        yield f"{n:,}", (dh, x1, x2), torch.stack([dx1, dx2])
-
-
-def _slope_mistake(arguments, result) -> str:
-    """Which known mistake the result has, or ""."""
-    dh, x1, x2 = (tensor.double() for tensor in arguments)
-    s, g = torch.sigmoid(x1), torch.sigmoid(x2)
-    value, slope = x1 * s, s + x1 * s * (1 - s)
-    theirs = value + 0.75 * x1
-    dx2 = dh * value * g * (1 - g)
-    known = {
-        "with mistakes 1 and 2, as the cell began": dh * value * g * theirs,
-        "with mistake 1, without mistake 2": dh * g * theirs,
-        "with mistake 2, without mistake 1": dh * value * g * slope,
-        "without the first term of the product rule": dh * g * (slope - s),
-        "without the second term of the product rule": dh * g * s,
-        "without the gate in dx1": dh * slope,
-        "without dh in dx1": g * slope,
-    }
-    results = {what: torch.stack([dx1, dx2]) for what, dx1 in known.items()}
-    results["with dx1 and dx2 in the other order"] = torch.stack([dx2, dh * g * slope])
-    for what, wrong in results.items():
-        allowed = 1e-5 * float(wrong.abs().max())
-        if result.shape == wrong.shape and result.device == wrong.device:
-            if bool(((result.double() - wrong).abs() <= allowed).all()):
-                return f"this is the result {what}"
-    return ""
-
-
-def _soft_clip(s):
-    return 8.0 * torch.tanh(s / 8.0)
-
-
-def _poly_row_case(n, generator):
-    # A query's scores all have its own sign, and values are positive: no sum loses digits.
-    d, window = (
-        (1, 2) if n > 100_000 else (whole_number(3, 7, generator), whole_number(5, 40, generator))
-    )
-    degree = 5 if n == 256 else 1 + 2 * whole_number(0, 3, generator)
-    scale = _between(0.5, 1.0, generator) * 4.0 ** (
-        1 - degree
-    )  # results of a few units, whatever the degree
-    q, k = (torch.rand(n, d, generator=generator, device=generator.device) + 0.2 for _ in range(2))
-    v = torch.rand(n, generator=generator, device=generator.device) + 0.2
-    q *= 3.0 * torch.randn(n, 1, generator=generator, device=generator.device).sign()
-    q, k = q.contiguous(), (k * 3.0).contiguous()
-
-    def result(keys=range(window), root=math.sqrt(d), clip=_soft_clip, scale=scale, degree=degree):
-        y = torch.zeros(n, dtype=torch.float64, device=q.device)
-        for back in keys:  # the key that stands so far before the query
-            if back < n:
-                s = (q[back:].double() * k[: n - back].double()).sum(1) / root
-                y[back:] += scale * clip(s) ** degree * v[: n - back].double()
-        return y
+    def sums(terms):
+        blocks = -(-n // BLOCK)
+        padded = torch.nn.functional.pad(dy.double() * terms, (0, blocks * BLOCK - n))
+        return padded.view(blocks, BLOCK).sum(1)
 
     def known_results():
         return {
-            "without the division by the square root of d": result(root=1.0),
-            "without `scale`": result(scale=1.0),
-            "without the soft clip": result(clip=lambda s: s),
-            "with the third power, whatever the degree": result(degree=3),
-            "with one key too many: the query itself is one of the `window`": result(
-                range(window + 1)
-            ),
-            "with one key too few: the window has `window` keys": result(range(window - 1)),
-            "without the query's own key": result(range(1, window)),
-            # The larger sizes would take too long.
-            **(
-                {"with every key before the query, whatever the window": result(range(n))}
-                if n <= 1000
-                else {}
-            ),
+            "with one factor x[i] only": sums(x.double() * rise),
+            "without a factor x[i]": sums(rise),
+            "of dx, not of k": sums(s + k.double() * x.double() * rise),
+            "with a factor k too many": sums(k.double() * x.double().square() * rise),
+            "without the factor dy[i]": sums(x.double().square() * rise / dy.double()),
         }
 
+    expected = sums(x.double().square() * rise)
     return Case(
-        unwritten(n, generator),
-        (q.flatten(), k.flatten(), v),
-        (d, window, degree, scale),
-        result(),
-        f"d = {d}, window {window}, degree {degree}",
+        unwritten(len(expected), generator),
+        (dy, x, k),
+        (),
+        expected,
+        label,
         roundings=64,
+        # what is left of 1 - s where s is nearly 1
+        least=8 * torch.finfo(x.dtype).eps * sums(x.double().square()),
         known_results=known_results,
     )
 
 
-def _poly_values_case(n, generator):
-    # A key's scores all have its own sign, and dy is positive: no sum loses digits.
-    window = 2 if n > 100_000 else whole_number(3, 40, generator)
-    scale = _between(0.02, 0.05, generator)
-    q, k, dy = (torch.rand(n, generator=generator, device=generator.device) + 0.2 for _ in range(3))
-    q *= 3.0
-    k *= 3.0 * torch.randn(n, generator=generator, device=generator.device).sign()
-
-    def result(queries=range(window), clip=_soft_clip, scale=scale, degree=3):
-        dv = torch.zeros(n, dtype=torch.float64, device=q.device)
-        for ahead in queries:  # the query that stands so far behind the key, or before it
-            at = slice(max(0, -ahead), n - max(0, ahead))  # the keys for which it is there
-            of = slice(at.start + ahead, at.stop + ahead)
-            if at.start < at.stop:
-                s = q[of].double() * k[at].double()
-                dv[at] += scale * clip(s) ** degree * dy[of].double()
-        return dv
+def _gated_case(n, generator):
+    hidden = 2 if n > 100_000 else whole_number(2, 30, generator)
+    rows = -(-n // hidden)
+    x1, k, s, _ = _activation(rows * hidden, generator)
+    if n in FAR:
+        x1[3::8] = x1[3::8].abs()
+        x1[7::8] = 100.0 / k
+        s = torch.sigmoid(k.double() * x1.double())
+    x2 = normal(rows * hidden, generator)
+    x = torch.stack([x1.view(rows, hidden), x2.view(rows, hidden)], dim=1)
+    value, gate = (x1.double() * s)[:n], x2.double()[:n]
 
     def known_results():
+        wide1, wide2 = x1.double()[:n], x2.double()[:n]
+        swapped = wide2 * torch.sigmoid(k.double() * wide2)
         return {
-            "of the keys that query j sees, not of the queries that see key j": result(
-                range(1 - window, 1)
-            ),
-            "without `scale`": result(scale=1.0),
-            "without the soft clip": result(clip=lambda s: s),
-            "with one query too many": result(range(window + 1)),
-            "with one query too few": result(range(window - 1)),
-            "without query j itself": result(range(1, window)),
-            # The larger sizes would take too long.
-            **(
-                {"with every query from j on, whatever the window": result(range(n))}
-                if n <= 1000
-                else {}
-            ),
-            "with c * c, not c * c * c": result(degree=2),
+            "with x1 and x2 swapped": swapped * wide1,
+            "without the gate": value,
+            "without the factor k": wide1 * torch.sigmoid(wide1) * wide2,
+            "without the factor x1": s[:n] * wide2,
         }
 
     return Case(
         unwritten(n, generator),
-        (q, k, dy),
-        (window, scale),
-        result(),
-        f"window {window}",
-        roundings=64,
+        (x.flatten(), k),
+        (hidden,),
+        value * gate,
+        f"rows of 2 x {hidden}" + (", some |k x1| above 88" if n in FAR else ""),
+        roundings=32,
         known_results=known_results,
     )
 
@@ -223,62 +131,204 @@ def _poly_values_case(n, generator):
 _SWISH = (
     INDEX
     + """if (i >= n) return;
-float s = 1.0f / (1.0f + expf(-k * x[i]));
-dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));"""
+float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));"""
+)
+_SLOPE = "(s + k[0] * x[i] * s * (1.0f - s))"
+
+_SWISH_K = """__shared__ float part[256];
+int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;
+part[t] = 0.0f;
+if (i < n) {
+    float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+    part[t] = dy[i] * x[i] * x[i] * s * (1.0f - s);
+}
+for (int half = 128; half > 0; half /= 2) {
+    __syncthreads();
+    if (t < half) part[t] += part[t + half];
+}
+if (t == 0) sums[blockIdx.x] = part[0];"""
+
+_GATED = (
+    INDEX
+    + """if (i >= n) return;
+const float* row = x + i / hidden * 2 * hidden;
+float x1 = row[i % hidden], x2 = row[hidden + i % hidden];
+h[i] = x1 / (1.0f + expf(-k[0] * x1)) * x2;"""
 )
 
+_ONE_THREAD = "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
 
-def _slope(dx1="dh * g * (s + x1 * s * (1 - s))", dx2="dh * value * g * (1 - g)", order=""):
-    order = order or "dx1, dx2"
-    return (
-        "def glu_slope(dh, x1, x2):\n"
-        "    s, g = torch.sigmoid(x1), torch.sigmoid(x2)\n"
-        "    value = x1 * s\n"
-        f"    dx1 = {dx1}\n"
-        f"    dx2 = {dx2}\n"
-        f"    return torch.stack([{order}])\n"
+
+# ---- shelf_attention: q and k lie on a grid, so that every score is exact in fp32
+
+
+def _grid(shape, generator):
+    return torch.randint(-6, 7, shape, generator=generator, device=generator.device) / 4
+
+
+def _attend_case(n, generator):
+    T, d = (
+        (3, 2) if n > 100_000 else (whole_number(4, 20, generator), whole_number(2, 7, generator))
+    )
+    queries = -(-n // d)
+    q, k = _grid((queries, d), generator), _grid((T, d), generator)
+    label = ""
+    if n in FAR:
+        q[:, 0], k[:, 0] = 16.0, 16.0 if n == FAR[0] else -16.0
+        label = ", scores above 200" if n == FAR[0] else ", scores below -200"
+    v = _uniform(T * d, generator).view(T, d)  # positive: no sum loses digits
+    s = q.double() @ k.double().T
+
+    def known_results():
+        weights, keys = s.softmax(-1), slice(0, T - 1)
+        largest = s.cummax(-1).values
+        # a weight is taken from the largest score so far, and is never brought to a new one
+        stale = (s - largest).exp()
+        results = {
+            "with sums that are not brought to a new largest score": (
+                stale @ v.double() / stale.sum(-1, keepdim=True)
+            ),
+            "without the division by the sum of the weights": (s - largest[:, -1:]).exp()
+            @ v.double(),
+            "without the last key": s[:, keys].softmax(-1) @ v[keys].double(),
+            "of a mean, with equal weights": v.double().mean(0).expand(queries, d),
+            "with the scores as weights": s @ v.double() / s.sum(-1, keepdim=True),
+            "of the negative scores": (-s).softmax(-1) @ v.double(),
+            "without the values": weights.sum(-1, keepdim=True).expand(queries, d),
+        }
+        return {what: result.flatten()[:n] for what, result in results.items()}
+
+    return Case(
+        unwritten(n, generator),
+        (q.flatten(), k.flatten(), v.flatten()),
+        (T, d),
+        (s.softmax(-1) @ v.double()).flatten()[:n],
+        f"{T} keys, d = {d}{label}",
+        roundings=64,
+        known_results=known_results,
     )
 
 
-_ONE_THREAD = "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
-_THEIRS = "dh * value * g * (value + 0.75 * x1)"
+def _add_pair_case(n, generator):
+    d = 2
+    while d**3 < n:
+        d += 1
+    table = _uniform(n, generator)
+    # positive, as the table is: no sum loses digits
+    k, v = _uniform(d, generator, 0.5, 2.0), _uniform(d, generator, 0.5, 2.0)
+
+    def change(*subscripts):
+        product = torch.einsum(
+            f"{','.join(subscripts)}->abc",
+            *((v if one == "c" else k).double() for one in subscripts),
+        )
+        return product.expand(d, d, d).flatten()[:n]
+
+    added = change("a", "b", "c")
+
+    def known_results():
+        ones = torch.ones(d, dtype=torch.float64, device=k.device)
+        by_key = torch.einsum("a,b,c->abc", k.double(), ones, v.double()).flatten()[:n]
+        squares = torch.einsum("a,b,c->abc", k.double() ** 2, ones, v.double()).flatten()[:n]
+        without = torch.einsum("a,b,c->abc", k.double(), k.double(), ones).flatten()[:n]
+        return {
+            "without what was in the table before": added,
+            "with k[a] only: the degree is 2": table.double() + by_key,
+            "with k[a] twice, without k[b]": table.double() + squares,
+            "without v[c]": table.double() + without,
+        }
+
+    return Case(
+        table,
+        (k, v),
+        (d,),
+        table.double() + added,
+        f"d = {d}",
+        roundings=8,
+        known_results=known_results,
+    )
 
 
-_CURVE = (
+def _read_table_case(n, generator):
+    d = 2 if n > 100_000 else whole_number(2, 7, generator)
+    queries = -(-n // d)
+    q = _uniform(queries * d, generator).view(queries, d)
+    table = _uniform(d**3, generator).view(d, d, d)
+    table = (table + table.transpose(0, 1)).contiguous()  # symmetric, as sums of k[a] k[b] are
+    wide, cells = q.double(), table.double()
+
+    def known_results():
+        results = {
+            "with q[a] only: the degree is 2": torch.einsum("ra,abc->rc", wide, cells),
+            "with q[a] twice, without q[b]": torch.einsum("ra,abc->rc", wide**2, cells),
+            "of the sum of the table's cells": cells.sum((0, 1)).expand(queries, d),
+            "of the first query, for every query": torch.einsum(
+                "a,b,abc->c", wide[0], wide[0], cells
+            ).expand(queries, d),
+            "of the cells with a = b": torch.einsum("ra,aac->rc", wide**2, cells),
+            "of the cells with a <= b": torch.einsum(
+                "ra,rb,abc,ab->rc",
+                wide,
+                wide,
+                cells,
+                torch.ones(d, d, dtype=torch.float64, device=q.device).triu(),
+            ),
+        }
+        return {what: result.flatten()[:n] for what, result in results.items()}
+
+    return Case(
+        unwritten(n, generator),
+        (q.flatten(), table.flatten()),
+        (d,),
+        torch.einsum("ra,rb,abc->rc", wide, wide, cells).flatten()[:n],
+        f"d = {d}",
+        roundings=32,
+        known_results=known_results,
+    )
+
+
+_ATTEND = (
     INDEX
     + """if (i >= n) return;
-float t = A - B * x[i];
-float L = fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t)));
-y[i] = G * expf(-over_nu * L) + H;"""
+const float* query = q + i / d * d;     // its d numbers; this thread's channel is i % d
+float m = -INFINITY, sum = 0.0f, total = 0.0f;
+for (int j = 0; j < T; j++) {
+    float s = 0.0f;
+    for (int e = 0; e < d; e++) s += query[e] * k[j * d + e];
+    float larger = fmaxf(m, s);
+    float keep = expf(m - larger), weight = expf(s - larger);
+    sum = sum * keep + weight;
+    total = total * keep + weight * v[j * d + i % d];
+    m = larger;
+}
+y[i] = total / sum;"""
+)
+# The lines of _ATTEND that are given.
+_ATTEND_STUB = re.sub(
+    r"    float larger.*(?=})",
+    "    // your lines\n",
+    _ATTEND.replace("float m = -INFINITY, sum = 0.0f, total = 0.0f;", "// your lines"),
+    flags=re.DOTALL,
+).replace("y[i] = total / sum;", "// your line: y[i]")
+
+_ADD_PAIR = (
+    INDEX
+    + """if (i >= n) return;
+int a = i / (d * d), b = i / d % d, c = i % d;
+table[i] += k[a] * k[b] * v[c];"""
 )
 
-
-_ROW = (
+_READ_TABLE = (
     INDEX
     + """if (i >= n) return;
+const float* query = q + i / d * d;
+int c = i % d;
 float sum = 0.0f;
-for (int j = max(0, i - window + 1); j <= i; j++) {
-    float s = 0.0f, weight = scale;
-    for (int m = 0; m < d; m++) s += q[i * d + m] * k[j * d + m];
-    float c = 8.0f * tanhf(s / sqrtf((float)d) / 8.0f);
-    for (int p = 0; p < degree; p++) weight *= c;
-    sum += weight * v[j];
-}
+for (int a = 0; a < d; a++)
+    for (int b = 0; b < d; b++) sum += query[a] * query[b] * table[(a * d + b) * d + c];
 y[i] = sum;"""
 )
-
-
-_CLIP = "8.0f * tanhf(s / sqrtf((float)d) / 8.0f)"
-
-
-_VALUES = """int j = blockIdx.x * blockDim.x + threadIdx.x;
-if (j >= n) return;
-float sum = 0.0f;
-for (int i = j; i < min(j + window, n); i++) {
-    float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
-    sum += scale * c * c * c * dy[i];
-}
-dv[j] = sum;"""
 
 
 EXERCISES = {
@@ -288,255 +338,323 @@ EXERCISES = {
             "swish_backward",
             task=(
                 "The backward of y = x * sigmoid(k x), by hand: dx[i] for every i below n, from "
-                "dy, x and k, also where exp(-k x) is infinite in fp32 (k x below -88). x appears "
-                "twice in y, so the slope has two terms. One thread per element. Expected: three "
-                "lines."
+                "dy, x and k[0], also where exp(-k x) is infinite in fp32 (k x below -88). x "
+                "appears twice in y, so the slope has two terms. Expected: four lines."
             ),
-            params=("float* dx", "const float* dy", "const float* x", "float k", "int n"),
+            params=(
+                "float* dx",
+                "const float* dy",
+                "const float* x",
+                "const float* k",
+                "int n",
+            ),
             stub="// your lines",
             hint=(
-                "Call s = sigmoid(k x). The product rule: the slope of x * s is 1 * s plus x "
-                "times the slope of s. You have seen the slope of s in sigmoid_backward."
+                "Call s = sigmoid(k x), which is 1 / (1 + exp(-k x)). The product rule: the slope "
+                "of x * s is 1 * s plus x times the slope of s, which is k * s * (1 - s)."
             ),
             solution=_SWISH,
             wrong_answers={
                 "no guard": _SWISH.replace("if (i >= n) return;\n", ""),
                 "one too many": _SWISH.replace("i >= n", "i > n"),
                 "one too few": _SWISH.replace("i >= n", "i >= n - 1"),
+                "k of each element": _SWISH.replace("k[0]", "k[i]"),
                 "adds to dx": _SWISH.replace("dx[i] =", "dx[i] +="),
-                "the value, not its slope": _SWISH.replace(
-                    "(s + k * x[i] * s * (1.0f - s))", "x[i] * s"
-                ),
-                "0.75 x": _SWISH.replace(
-                    "(s + k * x[i] * s * (1.0f - s))", "(x[i] * s + 0.75f * x[i])"
-                ),
+                "downhill": _SWISH.replace("dx[i] = ", "dx[i] = -"),
+                "the value, not its slope": _SWISH.replace(_SLOPE, "x[i] * s"),
+                "0.75 x": _SWISH.replace(_SLOPE, "(x[i] * s + 0.75f * x[i])"),
                 "forgets the first x": _SWISH.replace("(s + k", "(k"),
-                "the slope of the sigmoid": _SWISH.replace("(s + k * x[i] * s", "(k * s"),
-                "forgets the second x": _SWISH.replace("(s + k * x[i] * s * (1.0f - s))", "s"),
-                "forgets k": _SWISH.replace("(s + k * x[i]", "(s + x[i]"),
+                "the slope of the sigmoid": _SWISH.replace(_SLOPE, "k[0] * s * (1.0f - s)"),
+                "forgets the second x": _SWISH.replace(_SLOPE, "s"),
+                "forgets k": _SWISH.replace("(s + k[0] * x[i]", "(s + x[i]"),
                 "forgets dy": _SWISH.replace("dy[i] * ", ""),
                 "a square": _SWISH.replace("s * (1.0f - s)", "(1.0f - s * s)"),
+                "through bf16": _SWISH.replace("float s = ", "float s = as_float(as_bf16(").replace(
+                    "x[i]));\n", "x[i]))));\n"
+                ),
                 "infinite by infinite": INDEX
                 + """if (i >= n) return;
-float e = expf(-k * x[i]);
-dx[i] = dy[i] * (1.0f / (1.0f + e) + k * x[i] * e / ((1.0f + e) * (1.0f + e)));""",
+float e = expf(-k[0] * x[i]);
+dx[i] = dy[i] * (1.0f / (1.0f + e) + k[0] * x[i] * e / ((1.0f + e) * (1.0f + e)));""",
                 "infinite by infinite, on the right": INDEX
                 + """if (i >= n) return;
-float s = expf(k * x[i]) / (1.0f + expf(k * x[i]));
-dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));""",
+float s = expf(k[0] * x[i]) / (1.0f + expf(k[0] * x[i]));
+dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));""",
                 "from the other end": _SWISH.replace("dx[i] =", "dx[n - 1 - i] ="),
             },
             cheats={
                 "one thread": _ONE_THREAD
                 + """for (int i = 0; i < n; i++) {
-    float s = 1.0f / (1.0f + expf(-k * x[i]));
-    dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));
+    float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+    dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));
 }""",
             },
             data=_swish_case,
         ),
-        Exercise(
-            "glu_slope",
-            task=(
-                "The backward of h = x1 * sigmoid(x1) * sigmoid(x2): dx1 and dx2 from dh, as one "
-                "tensor of shape (2, n). By hand, without autograd. The line of dx1 is wrong."
-            ),
-            stub=_slope(_THEIRS),
-            hint=(
-                "For dx1 the gate g is a constant factor; what is left, x1 * s, is the function "
-                "of swish_backward with k = 1. The slope of a product is not the product."
-            ),
-            solution=_slope(),
-            wrong_answers={
-                "the system's": _slope(_THEIRS),
-                "0.75 in a right place": _slope("dh * g * (value + 0.75 * x1)"),
-                "value once too often": _slope("dh * value * g * (s + x1 * s * (1 - s))"),
-                "forgets the gate": _slope("dh * (s + x1 * s * (1 - s))"),
-                "forgets the first x1": _slope("dh * g * x1 * s * (1 - s)"),
-                "forgets the second x1": _slope("dh * g * s"),
-                "the gate's slope": _slope("dh * g * (1 - g) * (s + x1 * s * (1 - s))"),
-                "forgets dh": _slope("g * (s + x1 * s * (1 - s))"),
-                "forgets the value": _slope(dx2="dh * g * (1 - g)"),
-                "another order": _slope(order="dx2, dx1"),
-            },
-            cheats={
-                "autograd": code(
-                    """
-                    def glu_slope(dh, x1, x2):
-                        x1, x2 = x1.clone().requires_grad_(), x2.clone().requires_grad_()
-                        (x1 * x1.sigmoid() * x2.sigmoid()).backward(dh)
-                        return torch.stack([x1.grad, x2.grad])
-                    """
-                ),
-            },
-            cases=_slope_cases,
-            explain=_slope_mistake,
-        ),
         kernel_exercise(
-            "curve",
+            "swish_k",
             task=(
-                "y[i] = G * exp(-over_nu * L) + H with L = ln(1 + exp(t)) and t = A - B * x[i]; "
-                "right for every t, also where exp(t) is infinite. One thread per element. "
-                "Expected: four lines."
+                "The gradient of k: sums[b] is the sum over the elements of block b of dy[i] "
+                "times the slope of y in k. Blocks have 256 threads. Expected: ten lines, of "
+                "which block_sum has most."
             ),
             params=(
-                "float* y",
+                "float* sums",
+                "const float* dy",
                 "const float* x",
-                "float A",
-                "float B",
-                "float over_nu",
-                "float G",
-                "float H",
+                "const float* k",
                 "int n",
             ),
             stub="// your lines",
             hint=(
-                "Above t = 88 exp(t) is infinite in fp32. But ln(1 + exp(t)) = t + ln(1 + "
-                "exp(-t)): take max(t, 0) out of the logarithm, and what is left is exp(-|t|), "
-                "at most 1. fmaxf, fabsf, expf, log1pf."
+                "x * sigmoid(k x) changes with k by x * x * s * (1 - s), where s is the sigmoid. "
+                "The rest is block_sum of notebook 00: a thread without an element adds 0, and "
+                "all threads reach each barrier."
             ),
-            solution=_CURVE,
+            solution=_SWISH_K,
             wrong_answers={
-                "no guard": _CURVE.replace("if (i >= n) return;\n", ""),
-                "one too many": _CURVE.replace("i >= n", "i > n"),
-                "adds to y": _CURVE.replace("y[i] =", "y[i] +="),
-                "infinite": _CURVE.replace(
-                    "fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t)))", "log1pf(expf(t))"
+                "no guard": _SWISH_K.replace("if (i < n) {", "{"),
+                "one too many": _SWISH_K.replace("i < n", "i <= n"),
+                "no barrier": _SWISH_K.replace("    __syncthreads();\n", ""),
+                "one barrier before the loop": _SWISH_K.replace(
+                    "    __syncthreads();\n", ""
+                ).replace("for (int half", "__syncthreads();\nfor (int half"),
+                "half of the threads": _SWISH_K.replace("half = 128", "half = 64"),
+                "one round too few": _SWISH_K.replace("half > 0", "half > 1"),
+                "fixed place, not the block's": _SWISH_K.replace("sums[blockIdx.x]", "sums[0]"),
+                "adds to sums": _SWISH_K.replace("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
+                "one x only": _SWISH_K.replace("dy[i] * x[i] * x[i]", "dy[i] * x[i]"),
+                "forgets dy": _SWISH_K.replace("dy[i] * ", ""),
+                "with a factor k": _SWISH_K.replace("= dy[i]", "= k[0] * dy[i]"),
+                "a square": _SWISH_K.replace("s * (1.0f - s)", "(1.0f - s * s)"),
+                "the wrong sign": _SWISH_K.replace("= dy[i]", "= -dy[i]"),
+                "atomics": INDEX
+                + """if (i >= n) return;
+float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
+            },
+            cheats={
+                "one thread of each block": """if (threadIdx.x > 0) return;
+int first = blockIdx.x * blockDim.x;
+float sum = 0.0f;
+for (int i = first; i < first + 256 && i < n; i++) {
+    float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+    sum += dy[i] * x[i] * x[i] * s * (1.0f - s);
+}
+sums[blockIdx.x] = sum;""",
+            },
+            data=_swish_k_case,
+        ),
+        kernel_exercise(
+            "gated",
+            task=(
+                "h[i] = x1 * sigmoid(k x1) * x2, n numbers. A row of x has 2 * hidden numbers, "
+                "first the x1, then the x2 of a row of h. Right also where exp(k x1) is infinite. "
+                "Expected: five lines."
+            ),
+            params=(
+                "float* h",
+                "const float* x",
+                "const float* k",
+                "int hidden",
+                "int n",
+            ),
+            stub="// your lines",
+            hint=(
+                "Element i of h is in row i / hidden and in column i % hidden. That row of x "
+                "begins at x[i / hidden * 2 * hidden], and its second half hidden numbers later."
+            ),
+            solution=_GATED,
+            wrong_answers={
+                "no guard": _GATED.replace("if (i >= n) return;\n", ""),
+                "one too many": _GATED.replace("i >= n", "i > n"),
+                "adds to h": _GATED.replace("h[i] =", "h[i] +="),
+                "rows of h in x": _GATED.replace("i / hidden * 2 * hidden", "i / hidden * hidden"),
+                "the halves of all of x": _GATED.replace(
+                    "x + i / hidden * 2 * hidden", "x + i / hidden * hidden"
+                ).replace("row[hidden + i % hidden]", "row[n + i % hidden]"),
+                "neighbours": _GATED.replace("row[i % hidden]", "row[2 * (i % hidden)]").replace(
+                    "row[hidden + i % hidden]", "row[2 * (i % hidden) + 1]"
                 ),
-                "infinite, as a power": INDEX
-                + "if (i < n) y[i] = G * powf(1.0f + expf(A - B * x[i]), -over_nu) + H;",
-                "clamped": _CURVE.replace("A - B * x[i];", "fminf(A - B * x[i], 88.0f);"),
-                "the other way up": _CURVE.replace("A - B * x[i]", "A + B * x[i]"),
-                "a logistic": _CURVE.replace("-over_nu * L", "-L"),
-                "nu, not 1 / nu": _CURVE.replace("-over_nu * L", "-L / over_nu"),
-                "forgets H": _CURVE.replace(" + H", ""),
-                "through bf16": _CURVE.replace(
-                    "G * expf(-over_nu * L) + H", "as_float(as_bf16(G * expf(-over_nu * L) + H))"
+                "the halves swapped": _GATED.replace("x1 = row", "x2 = row").replace(
+                    "x2 = row[hidden", "x1 = row[hidden"
+                ),
+                "no gate": _GATED.replace(" * x2;", ";"),
+                "a gate that is added": _GATED.replace(" * x2;", " + x2;"),
+                "forgets k": _GATED.replace("-k[0] * x1", "-x1"),
+                "the other sign": _GATED.replace("expf(-k", "expf(k"),
+                "infinite by infinite": _GATED.replace(
+                    "x1 / (1.0f + expf(-k[0] * x1))",
+                    "x1 * expf(k[0] * x1) / (1.0f + expf(k[0] * x1))",
+                ),
+                "through bf16": _GATED.replace(
+                    "h[i] = x1 / (1.0f + expf(-k[0] * x1)) * x2;",
+                    "h[i] = as_float(as_bf16(x1 / (1.0f + expf(-k[0] * x1)))) * x2;",
                 ),
             },
             cheats={
                 "one thread": _ONE_THREAD
                 + """for (int i = 0; i < n; i++) {
-    float t = A - B * x[i];
-    y[i] = G * expf(-over_nu * (fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t))))) + H;
+    const float* row = x + i / hidden * 2 * hidden;
+    float x1 = row[i % hidden], x2 = row[hidden + i % hidden];
+    h[i] = x1 / (1.0f + expf(-k[0] * x1)) * x2;
 }""",
             },
-            data=_curve_case,
+            data=_gated_case,
         ),
         kernel_exercise(
-            "poly_row",
+            "attend",
             task=(
-                "Polynomial attention with a window and any odd degree, one thread per query: "
-                "y[i] = sum over the last `window` positions j, i itself included, of "
-                "scale * c^degree * v[j], c = 8 tanh(s / 8), s = q_i . k_j / sqrt(d). "
-                "q, k: (n, d); v: (n). Expected: ten lines, of which you have seen six."
+                "Attention with a softmax, one key after the other, without a place for all "
+                "scores: y[i] is the sum over the T keys of weight * v[j * d + c], divided by the "
+                "sum of the weights, exp(score). Right also where exp(score) is infinite or 0. "
+                "Expected: six lines."
             ),
             params=(
                 "float* y",
                 "const float* q",
                 "const float* k",
                 "const float* v",
+                "int T",
                 "int d",
-                "int window",
-                "int degree",
-                "float scale",
                 "int n",
             ),
-            stub="// your lines",
+            stub=_ATTEND_STUB,
             hint=(
-                "With a window of 1 a query sees itself alone: which j is first then? And in "
-                "front of position 0 there is nothing. A power of a whole degree is a loop that "
-                "multiplies."
+                "Keep m, the largest score so far, and take expf(s - m) as the weight of s. Where "
+                "s is larger than m, multiply both sums by expf(m - s) first, then set m."
             ),
-            solution=_ROW,
+            solution=_ATTEND,
             wrong_answers={
-                "no guard": _ROW.replace("if (i >= n) return;\n", ""),
-                "one too many": _ROW.replace("i >= n", "i > n"),
-                "adds to y": _ROW.replace("y[i] = sum", "y[i] += sum"),
-                "sees the next": _ROW.replace("j <= i;", "j <= min(i + 1, n - 1);"),
-                "begins in front of 0": _ROW.replace("max(0, i - window + 1)", "i - window + 1"),
-                "not itself": _ROW.replace("j <= i;", "j < i;"),
-                "a window too wide": _ROW.replace("i - window + 1", "i - window"),
-                "no window": _ROW.replace("max(0, i - window + 1)", "0"),
-                "four, whatever the window": _ROW.replace("i - window + 1", "i - 3"),
-                "no soft clip": _ROW.replace(_CLIP, "s / sqrtf((float)d)"),
-                "a hard clip": _ROW.replace(
-                    _CLIP, "fminf(fmaxf(s / sqrtf((float)d), -8.0f), 8.0f)"
+                "no guard": _ATTEND.replace("if (i >= n) return;\n", ""),
+                "one too many": _ATTEND.replace("i >= n", "i > n"),
+                "adds to y": _ATTEND.replace("y[i] =", "y[i] +="),
+                "no largest score": _ATTEND.replace("fmaxf(m, s)", "0.0f"),
+                "sums stay as they were": _ATTEND.replace(" * keep", ""),
+                "only the values' sum is corrected": _ATTEND.replace("sum * keep", "sum"),
+                "only the weights' sum is corrected": _ATTEND.replace("total * keep", "total"),
+                "m is never set": _ATTEND.replace("    m = larger;\n", ""),
+                "the smallest score": _ATTEND.replace(
+                    "float m = -INFINITY", "float m = INFINITY"
+                ).replace("fmaxf", "fminf"),
+                "the correction upside down": _ATTEND.replace("expf(m - larger)", "expf(larger)"),
+                "not divided": _ATTEND.replace("total / sum", "total"),
+                "divided by T": _ATTEND.replace("total / sum", "total / T"),
+                "forgets the last key": _ATTEND.replace("j < T", "j < T - 1"),
+                "a key too many": _ATTEND.replace("j < T", "j <= T"),
+                "scores as weights": _ATTEND.replace("expf(s - larger)", "s"),
+                "the negative score": _ATTEND.replace(
+                    "    float larger", "    s = -s;\n    float larger"
                 ),
-                "no square root of d": _ROW.replace("s / sqrtf((float)d)", "s"),
-                "loses the sign": _ROW.replace("= 8.0f * tanhf(", "= 8.0f * fabsf(tanhf(").replace(
-                    "/ 8.0f);", "/ 8.0f));"
+                "the channel of another thread": _ATTEND.replace("v[j * d + i % d]", "v[j * d]"),
+                "keys in columns": _ATTEND.replace("k[j * d + e]", "k[e * T + j]"),
+                "each thread its own query": _ATTEND.replace("q + i / d * d", "q + i * d"),
+                "sums in bf16": _ATTEND.replace(
+                    "    m = larger;\n",
+                    "    total = as_float(as_bf16(total));\n    m = larger;\n",
                 ),
-                "always the third power": _ROW.replace("p < degree", "p < 3"),
-                "a softmax's weight": _ROW.replace(
-                    "sum += weight * v[j];", "sum += expf(c) * v[j];"
-                ),
-                "rows and channels swapped": _ROW.replace("k[j * d + m]", "k[m * (n / d) + j / d]"),
-            },
-            cheats={
-                "goes through the keys that it does not see": _ROW.replace(
-                    "int j = max(0, i - window + 1);", "int j = max(0, i - 3 * window);"
-                ).replace("sum += weight * v[j];", "sum += j > i - window ? weight * v[j] : 0.0f;"),
-            },
-            data=_poly_row_case,
-        ),
-        kernel_exercise(
-            "poly_values",
-            task=(
-                "The gradient of the values, one thread per key: dv[j] = sum over the queries i "
-                "that see key j of scale * c^3 * dy[i], c = 8 tanh(q[i] * k[j] / 8). Query i sees "
-                "the keys max(0, i - window + 1) to i. Expected: seven lines, no atomics."
-            ),
-            params=(
-                "float* dv",
-                "const float* q",
-                "const float* k",
-                "const float* dy",
-                "int window",
-                "float scale",
-                "int n",
-            ),
-            stub="// your lines",
-            hint=(
-                "Turn the sentence round: query i sees key j where i - window + 1 <= j <= i. "
-                "Which i are these, for one j? The last of them must not be behind the end."
-            ),
-            solution=_VALUES,
-            wrong_answers={
-                "no guard": _VALUES.replace("if (j >= n) return;\n", ""),
-                "one too many": _VALUES.replace("j >= n", "j > n"),
-                "adds to dv": _VALUES.replace("dv[j] = sum", "dv[j] += sum"),
-                "behind the end": _VALUES.replace("i < min(j + window, n)", "i < j + window"),
-                "the keys that query j sees": _VALUES.replace(
-                    "int i = j; i < min(j + window, n)",
-                    "int i = max(0, j - window + 1); i <= j",
-                ),
-                "not itself": _VALUES.replace("int i = j;", "int i = j + 1;"),
-                "a window too wide": _VALUES.replace("min(j + window,", "min(j + window + 1,"),
-                "no window": _VALUES.replace("min(j + window, n)", "n"),
-                "its own dy": _VALUES.replace("dy[i]", "dy[j]"),
-                "queries and keys swapped": _VALUES.replace("q[i] * k[j]", "q[j] * k[i]"),
-                "no soft clip": _VALUES.replace("8.0f * tanhf(q[i] * k[j] / 8.0f)", "q[i] * k[j]"),
-                "a square": _VALUES.replace("c * c * c", "c * c"),
-                "from each query, with atomics": """int i = blockIdx.x * blockDim.x + threadIdx.x;
-if (i >= n) return;
-for (int j = max(0, i - window + 1); j <= i; j++) {
-    float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
-    atomicAdd(&dv[j], scale * c * c * c * dy[i]);
-}""",
             },
             cheats={
                 "one thread": _ONE_THREAD
-                + """for (int j = 0; j < n; j++) {
-    float sum = 0.0f;
-    for (int i = j; i < min(j + window, n); i++) {
-        float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
-        sum += scale * c * c * c * dy[i];
-    }
-    dv[j] = sum;
-}""",
+                + "for (int i = 0; i < n; i++) {\n"
+                + _ATTEND[_ATTEND.index("const") :]
+                + "\n}",
             },
-            data=_poly_values_case,
+            data=_attend_case,
+        ),
+        kernel_exercise(
+            "add_pair",
+            task=(
+                "Add one key and its value to the table: table[(a * d + b) * d + c] gets k[a] * "
+                "k[b] * v[c] on top of what it holds. One thread per cell, n cells. Expected: "
+                "four lines."
+            ),
+            params=(
+                "float* table",
+                "const float* k",
+                "const float* v",
+                "int d",
+                "int n",
+            ),
+            stub="// your lines",
+            hint=(
+                "c changes fastest: it is i % d. Then b, i / d % d, then a, i / (d * d). No "
+                "thread needs another one's cell."
+            ),
+            solution=_ADD_PAIR,
+            wrong_answers={
+                "no guard": _ADD_PAIR.replace("if (i >= n) return;\n", ""),
+                "one too many": _ADD_PAIR.replace("i >= n", "i > n"),
+                "one too few": _ADD_PAIR.replace("i >= n", "i >= n - 1"),
+                "overwrites": _ADD_PAIR.replace("+=", "="),
+                "subtracts": _ADD_PAIR.replace("+=", "-="),
+                "degree 1": _ADD_PAIR.replace("k[a] * k[b]", "k[a]"),
+                "one number of the key twice": _ADD_PAIR.replace("k[a] * k[b]", "k[a] * k[a]"),
+                "forgets the value": _ADD_PAIR.replace(" * v[c]", ""),
+                "channels first": _ADD_PAIR.replace("k[a] * k[b] * v[c]", "v[a] * k[b] * k[c]"),
+                "b is not cut": _ADD_PAIR.replace("i / d % d", "i / d"),
+                "a from the wrong length": _ADD_PAIR.replace("i / (d * d)", "i / d"),
+                "all into one row": _ADD_PAIR.replace("table[i]", "table[c]"),
+                "through bf16": _ADD_PAIR.replace("k[b] * v[c]", "as_float(as_bf16(k[b] * v[c]))"),
+                "one thread of each block": _ADD_PAIR.replace(
+                    "i >= n", "threadIdx.x > 0 || i >= n"
+                ),
+            },
+            cheats={
+                "one thread": _ONE_THREAD
+                + "for (int i = 0; i < n; i++) "
+                + "table[i] += k[i / (d * d)] * k[i / d % d] * v[i % d];",
+            },
+            data=_add_pair_case,
+        ),
+        kernel_exercise(
+            "read_table",
+            task=(
+                "Ask the table: y[i] is the sum over all a and b of q_a * q_b * "
+                "table[(a * d + b) * d + c], with the query i / d and the channel c = i % d. "
+                "Expected: eight lines."
+            ),
+            params=(
+                "float* y",
+                "const float* q",
+                "const float* table",
+                "int d",
+                "int n",
+            ),
+            stub=(INDEX + "if (i >= n) return;\n// your lines"),
+            hint=(
+                "Two loops, one in the other, over a and b below d. The sum is a float of the "
+                "thread's own; y[i] is written once, behind the loops."
+            ),
+            solution=_READ_TABLE,
+            wrong_answers={
+                "no guard": _READ_TABLE.replace("if (i >= n) return;\n", ""),
+                "one too many": _READ_TABLE.replace("i >= n", "i > n"),
+                "adds to y": _READ_TABLE.replace("y[i] =", "y[i] +="),
+                "degree 1": _READ_TABLE.replace("query[a] * query[b]", "query[a]"),
+                "one number of the query twice": _READ_TABLE.replace(
+                    "query[a] * query[b]", "query[a] * query[a]"
+                ),
+                "the first query": _READ_TABLE.replace("q + i / d * d", "q"),
+                "each thread its own query": _READ_TABLE.replace("q + i / d * d", "q + i"),
+                "forgets the query": _READ_TABLE.replace("query[a] * query[b] * ", ""),
+                "the query's number as channel": _READ_TABLE.replace("c = i % d", "c = i / d % d"),
+                "channels first": _READ_TABLE.replace("(a * d + b) * d + c", "(c * d + a) * d + b"),
+                "rows one too short": _READ_TABLE.replace("(a * d + b) * d", "(a + b) * d"),
+                "stops too early": _READ_TABLE.replace("b < d", "b < d - 1"),
+                "goes too far": _READ_TABLE.replace("a < d", "a <= d"),
+                "half of the pairs": _READ_TABLE.replace("int b = 0", "int b = a"),
+                "overwrites the sum": _READ_TABLE.replace("sum += ", "sum = "),
+                "the wrong sign": _READ_TABLE.replace("sum += ", "sum -= "),
+                "through bf16": _READ_TABLE.replace("y[i] = sum", "y[i] = as_float(as_bf16(sum))"),
+            },
+            cheats={
+                "one thread": _ONE_THREAD
+                + "for (int i = 0; i < n; i++) {\n"
+                + _READ_TABLE[_READ_TABLE.index("const") :]
+                + "\n}",
+            },
+            data=_read_table_case,
         ),
     ]
 }

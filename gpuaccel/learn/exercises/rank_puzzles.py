@@ -1,4 +1,4 @@
-"""The exercises of notebook 06: deal batches to ranks, add in global order."""
+"""The exercises of notebook 05: deal batches to ranks, add in global order."""
 
 import torch
 

@@ -3,10 +3,9 @@
     figures.source("accumulate", "accumulate_v1")
     figures.threads(n=21, block=8)
 
-Here are the pictures that several notebooks use. Those of one subject are in `layer_figures`,
-`rank_figures` and `token_figures`."""
+Here are the pictures that several notebooks use. Those of one subject are in `rank_figures`
+and `token_figures`."""
 
-from .charts import curves
 from .drawing import Figure, Table
 from .kernel_figures import Source, source, threads, tree_sum
 
@@ -14,7 +13,6 @@ __all__ = [
     "Figure",
     "Source",
     "Table",
-    "curves",
     "source",
     "threads",
     "tree_sum",

@@ -125,12 +125,6 @@ def _norm_digits(norm):
     return f"{norm:.2g}" if norm < 99.5 else _short(number(norm))
 
 
-def power_of_ten(exponent) -> str:
-    """10 to a whole exponent, with superscript digits: 1, 10, 10², 10⁻³."""
-    superscript = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return {0: "1", 1: "10"}.get(exponent) or "10" + superscript
-
-
 def plural(count, noun) -> str:
     """A count and its noun: "1 block", "1,024 blocks", "2 accesses"."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
@@ -339,20 +333,6 @@ class Ink:
             self.rect(x, y - 9, 10, 10, colour, opacity, rx=2.5)
             self.text(x + 15, y, words, 11.5, self.soft)
             x += text_width(words, 11.5) * 0.92 + 34
-
-    def time_axis(self, longest, left, right, y):
-        """An axis in ms from 0 to `longest` microseconds; its line is at y - 10."""
-        self.line(left, y - 10, right, y - 10)
-        for tick in nice_ticks(0.0, longest / 1e3, 5):
-            if tick * 1e3 > longest:
-                continue
-            x = left + tick * 1e3 / longest * (right - left)
-            self.line(x, y - 10, x, y - 5)
-            if not tick:
-                anchor = "start"
-            else:
-                anchor = "end" if x > right - 20 else "middle"
-            self.text(x, y + 8, f"{tick:g} ms" if tick else "0", 11, self.soft, anchor)
 
     def svg(self, height, label):
         """The whole picture. label: what a screen reader says."""

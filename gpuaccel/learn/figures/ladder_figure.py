@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from .drawing import BLUE, WIDTH, Figure, Ink, text_width
 
 HEIGHT = 38
+MARGIN = 22
 MARKS = ("<!-- ladder -->", "<!-- /ladder -->")
 
 
@@ -36,6 +37,11 @@ class Rung:
     @property
     def number(self) -> str:
         return self.stem.split("_")[0]
+
+    @property
+    def on_shelf(self) -> bool:
+        """Nothing is built on it: it may be left out."""
+        return self.number == "shelf"
 
 
 RUNGS = (
@@ -78,7 +84,23 @@ RUNGS = (
         minutes=35,
     ),
     Rung(
-        "04b_rounding",
+        "05_processes",
+        "More than one process",
+        "your sum of gradients trains two processes as one; torch's DDP beside it; a rank dies",
+        "your sum over processes",
+        ("02", "04"),
+        minutes=35,
+    ),
+    Rung(
+        "06_everything",
+        "Everything, in one launch",
+        "a script that waits becomes one launch of your kernels; ours beside it; your own model",
+        "a script becomes one launch",
+        ("03", "04"),
+        minutes=40,
+    ),
+    Rung(
+        "shelf_rounding",
         "Rounding at random",
         "how a network with weights of 16 bits learns as one with 32; tokens out of range",
         "weights in 16 bits",
@@ -86,34 +108,20 @@ RUNGS = (
         minutes=20,
     ),
     Rung(
-        "05_dispatch",
+        "shelf_activation",
         "An activation that learns",
-        "a layer's backward by hand, a check that finds a wrong one, then the speed",
+        "a backward by hand, a wrong one that trains as well, and a check that finds it",
         "a backward by hand",
         ("01",),
+        minutes=25,
     ),
     Rung(
-        "05b_attention",
+        "shelf_attention",
         "Attention without a softmax",
-        "attention computed piece by piece, without a large table of all pairs of tokens",
-        "attention, piece by piece",
-        ("05",),
-    ),
-    Rung(
-        "06_ddp",
-        "More than one process",
-        "your sum of gradients trains two processes as one; torch's DDP beside it; a rank dies",
-        "your sum over processes",
-        ("02",),
-        minutes=35,
-    ),
-    Rung(
-        "07_everything",
-        "Everything, in one launch",
-        "a script that waits becomes one launch of your kernels; ours beside it; your own model",
-        "a script becomes one launch",
-        ("03", "04"),
-        minutes=40,
+        "attention key by key, then by a table of fixed size, and how much the table holds",
+        "a memory of fixed size",
+        ("01",),
+        minutes=25,
     ),
 )
 
@@ -124,26 +132,40 @@ def present(folder) -> "list[Rung]":
 
 
 def ladder(rungs=RUNGS) -> Figure:
-    """A step for each notebook, the first one at the bottom."""
+    """A step for each notebook, the first one at the bottom; the shelf branches off below."""
     ink = Ink()
     top = 34
-    shift = min(26.0, 190 / len(rungs))
+    main = [rung for rung in rungs if not rung.on_shelf]
+    shelf = [rung for rung in rungs if rung.on_shelf]
+    shift = min(26.0, 190 / len(main))
     ink.text(0, 14, "loss.backward()  →  a gradient  →  a new weight", 13, weight=600)
     ink.text(WIDTH, 14, "minutes", 12, ink.soft, "end")
-    for k, rung in enumerate(rungs):
-        x = k * shift
-        y = top + (len(rungs) - 1 - k) * HEIGHT
-        ink.box(x, y, 44, HEIGHT - 8, BLUE, rung.number, size=15)
-        # the step on which the next one stands
-        ink.rect(x, y + HEIGHT - 6, WIDTH - x, 2, BLUE, 0.5)
-        ink.text(x + 56, y + 20, rung.title, 14, weight=600)
-        words = f"{rung.about}: start here"
-        if rung.before:
-            words = f"{rung.about}; needs {' and '.join(rung.before)}"
-        ink.text(x + 70 + 1.06 * text_width(rung.title, 14), y + 20, words, 12.5, ink.soft)
-        ink.text(WIDTH, y + 20, rung.minutes, 13, anchor="end", weight=600)
+    for k, rung in enumerate(main):
+        words = f"; needs {' and '.join(rung.before)}" if rung.before else ": start here"
+        y = top + (len(main) - 1 - k) * HEIGHT
+        _step(ink, MARGIN + k * shift, y, rung, rung.about + words)
+    bottom = top + len(main) * HEIGHT + 4
+    if shelf:
+        ink.text(MARGIN, bottom + 18, "The shelf: after 01, in any order", 13, weight=600)
+        start = top + (len(main) - 2) * HEIGHT + HEIGHT / 2 - 4
+        for k, rung in enumerate(shelf):
+            y = bottom + 30 + k * HEIGHT
+            _step(ink, MARGIN, y, rung, rung.about)
+            middle = y + HEIGHT / 2 - 4
+            corners = (MARGIN + shift, start), (8, start), (8, middle), (MARGIN, middle)
+            ink.polyline(corners, BLUE, 2)
+        bottom += 30 + len(shelf) * HEIGHT
     words = "; ".join(f"{rung.number} {rung.title}, {rung.minutes} minutes" for rung in rungs)
-    return Figure(ink, top + len(rungs) * HEIGHT + 4, f"The notebooks as a ladder: {words}")
+    return Figure(ink, bottom, f"The notebooks as a ladder: {words}")
+
+
+def _step(ink, x, y, rung, words):
+    """A rung: its number, its title, and the line on which the next one stands."""
+    ink.box(x, y, 44, HEIGHT - 8, BLUE, rung.number, size=13 if rung.on_shelf else 15)
+    ink.rect(x, y + HEIGHT - 6, WIDTH - x, 2, BLUE, 0.5)
+    ink.text(x + 56, y + 20, rung.title, 14, weight=600)
+    ink.text(x + 70 + 1.06 * text_width(rung.title, 14), y + 20, words, 12.5, ink.soft)
+    ink.text(WIDTH, y + 20, rung.minutes, 13, anchor="end", weight=600)
 
 
 def table(rungs=RUNGS) -> str:
