@@ -1,9 +1,9 @@
-"""What only notebooks need: live views, pictures, exercises, the %%cuda magic, recorded runs.
+"""What only notebooks need: live views, pictures, exercises, the %%cuda magic.
 
 Nothing else imports this room: `import gpuaccel` loads a part of it when one of its names is first
 used. ipywidgets and IPython are imported where a view is displayed, and only there."""
 
-from . import figures, recorded
+from . import figures
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise
 from .figures import rank_figures, token_figures
@@ -23,7 +23,6 @@ __all__ = [
     "figures",
     "load_ipython_extension",
     "rank_figures",
-    "recorded",
     "replaced",
     "restore",
     "show",
