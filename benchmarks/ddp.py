@@ -10,8 +10,7 @@ DDP's buckets (DDPOptimizer); and FSDP2 as torchtitan sets it up (fsdp.py), each
 reshard after forward, bf16 parameters and fp32 reduction, launched and captured in one CUDA graph.
 Ours: bf16 weights with fp32 masters, launched from Python, and compiled and replayed as one CUDA
 graph: all-reduce in fp32, by copy engines and by NCCL, in bf16, sharded (by copy engines, too),
-ordered, hierarchical (four GPUs as two machines of two, with NCCL between them). Our tokens/s are
-also compared with those of torch's fastest row in the same run.
+ordered. Our tokens/s are also compared with those of torch's fastest row in the same run.
 
 Each group of variants has its own base, the same step without communication: on one GPU while the
 others rest (`one GPU`, the reference of the rates), and on all GPUs at once (`each for itself`:
@@ -56,7 +55,6 @@ CAPTURED_FSDP = "torch, captured FSDP2"
 EAGER = "torch, eager"
 OURS_EAGER = "ours, eager"
 REPLAYED = "ours, replayed"
-HIERARCHICAL = "hierarchical, 2 machines"
 
 
 def torch_captured(**options) -> Variant:
@@ -106,7 +104,6 @@ GROUPS = {
         ONE: ("replayed", replayed()),
         "all-reduce": ("replayed", replayed({"peer_to_peer": True})),
         "all-reduce by NCCL": ("replayed", replayed({"peer_to_peer": False})),
-        HIERARCHICAL: ("replayed, 2 machines", replayed({"peer_to_peer": True}, machines=2)),
         "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
         "sharded": ("replayed, other sums", replayed({"sharded": True})),
         "ordered": ("replayed, other sums", replayed({"ordered": True})),
@@ -459,15 +456,7 @@ def measure(
 
     keep(results): called at the end, also where an error or a signal ends the measurement"""
     clock, home = Clock(), groups[REPLAYED][ONE][0]
-    groups = {
-        group: {
-            name: (workers, variant)
-            for name, (workers, variant) in groups[group].items()
-            if ranks >= 2 * variant.machines or variant.machines == 1
-        }
-        for group in ORDER
-        if group in parts and group in groups
-    }
+    groups = {group: dict(groups[group]) for group in ORDER if group in parts and group in groups}
     names = [workers for variants in groups.values() for workers, _ in variants.values()]
     sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
     with RankWorkers(sets, ranks, bench.device) as workers:
@@ -528,7 +517,8 @@ def step_rows(r: dict) -> "list[dict]":
         replayed = any(variant.replayed for _, variant in GROUPS[group].values())
         memory, why_not = r.get("memory", {}).get(group, {}), r.get("why_not", {}).get(group, {})
         for name in dict.fromkeys([*(n for some in counts.values() for n in some), *why_not]):
-            if name.startswith(EACH):
+            # A result may be older than the list of variants.
+            if name.startswith(EACH) or name not in GROUPS[group]:
                 continue
             row = {"step": f"{group}: {name}", **memory.get(name, {}), "why_not": why_not.get(name)}
             row |= {"replayed": replayed, "alone": name.startswith(ONE)}
@@ -547,6 +537,8 @@ def bit_rows(r: dict) -> "list[dict]":
                 rows.append({"what": f"{name}: {what}, {after}", "equal": equal})
     for group, some in r.get("equal_on_all_ranks", {}).items():
         for name, m in some.items():
+            if name not in GROUPS[group]:
+                continue
             what = f"{group}, {name}: equal on all ranks, after {m['steps']} steps"
             rows.append({"what": what, "equal": m["equal"]})
     return rows

@@ -21,7 +21,7 @@ from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
 from timing import host_milliseconds, queued, release, repeat, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
-from workers import TIMEOUT, Stuck, environment
+from workers import TIMEOUT, Stuck
 
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.collectives import all_gather, all_to_all, reduce_scatter
@@ -69,7 +69,6 @@ class Variant:
     options: arguments of DDP or of ga.Distributed; None: no communication
     optimize_ddp: torch.compile splits the model at DDP's buckets (DDPOptimizer)
     counts: numbers of micro-batches; (): all of the benchmark's
-    machines: as many the ranks take each other to be on
     """
 
     make: str
@@ -78,7 +77,6 @@ class Variant:
     options: "dict | None" = None
     optimize_ddp: bool = False
     counts: tuple = ()
-    machines: int = 1
 
 
 class WithLoss(torch.nn.Module):
@@ -343,19 +341,16 @@ class Ours:
         self.optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
         graph = variant.replayed and bench.graph
         reduces = variant.options is not None
-        # torchrun's number of the machine.
-        machine = rank * variant.machines // dist.get_world_size()
-        with environment(GROUP_RANK=str(machine)):
-            self.step = TrainStep(
-                model,
-                self.optimizer,
-                micro_batches=max(bench.micro_batches),
-                compile=variant.compiled and bench.compile,
-                replay=Replay(policy="require") if graph else "eager",
-                distributed=(
-                    Distributed(broadcast_buffers=False, **variant.options) if reduces else None
-                ),
-            )
+        self.step = TrainStep(
+            model,
+            self.optimizer,
+            micro_batches=max(bench.micro_batches),
+            compile=variant.compiled and bench.compile,
+            replay=Replay(policy="require") if graph else "eager",
+            distributed=(
+                Distributed(broadcast_buffers=False, **variant.options) if reduces else None
+            ),
+        )
         assert not reduces or self.step.reducer is not None or dist.get_world_size() == 1
 
     def run(self, batch, count: int):
@@ -485,8 +480,7 @@ class Rank:
         """name -> operation -> milliseconds of one collective, measured `calls` times.
 
         Each time is the mean of COLLECTIVES, which on a GPU are one CUDA graph, as in a replayed
-        step: the host's speed does not count. "all_to_all" is between two ranks, as between two
-        machines, of an even number.
+        step: the host's speed does not count. "all_to_all" is between two ranks, of an even number.
 
         sizes: name -> (bytes, operations)"""
         largest = max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks

@@ -44,48 +44,34 @@ COPIED = 2**28
 class Products:
     """Linear layers of one input: `count` times in a model.
 
-    outs: outputs of each layer
-    trained: whether their weights have gradients
-    inputs: how many times the input needs a gradient; None: each time"""
+    outs: outputs of each layer"""
 
     name: str
     count: int
     ins: int
     outs: "tuple[int, ...]"
-    trained: bool = True
-    inputs: "int | None" = None
-
-    @property
-    def input_gradients(self) -> int:
-        return self.count if self.inputs is None else self.inputs
 
     def flops(self, tokens: int) -> int:
-        """Of forward and backward: two per weight and product."""
-        products = self.count * (1 + self.trained) + self.input_gradients
-        return 2 * products * tokens * self.ins * sum(self.outs)
+        """Of three products, one of forward and two of backward: two per weight and product."""
+        return 2 * 3 * self.count * tokens * self.ins * sum(self.outs)
 
 
-def products_of(c: Config, trained: bool = True) -> "list[Products]":
-    """The linear layers of a model of family "llama".
-
-    trained: False: all weights are frozen, and adapters of the attention are trained. The first
-        layer's input needs no gradient then."""
+def products_of(c: Config) -> "list[Products]":
+    """The linear layers of a model of family "llama"."""
     q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    inputs = None if trained else c.layers - 1
     return [
-        Products("w_q, w_k, w_v", c.layers, c.hidden, (q_dim, kv_dim, kv_dim), trained, inputs),
-        Products("w_o", c.layers, q_dim, (c.hidden,), trained),
-        Products("gate, up", c.layers, c.hidden, (c.intermediate,) * 2, trained),
-        Products("down", c.layers, c.intermediate, (c.hidden,), trained),
-        Products("lm_head", 1, c.hidden, (c.vocab,), trained),
+        Products("w_q, w_k, w_v", c.layers, c.hidden, (q_dim, kv_dim, kv_dim)),
+        Products("w_o", c.layers, q_dim, (c.hidden,)),
+        Products("gate, up", c.layers, c.hidden, (c.intermediate,) * 2),
+        Products("down", c.layers, c.intermediate, (c.hidden,)),
+        Products("lm_head", 1, c.hidden, (c.vocab,)),
     ]
 
 
-def bytes_of_micro_batch(c: Config, tokens: int, trained: bool = True) -> "dict[str, int]":
+def bytes_of_micro_batch(c: Config, tokens: int) -> "dict[str, int]":
     """What kernels between the products must read and write in forward and backward.
 
-    tokens: of the micro-batch; they are drawn uniformly
-    trained: as for products_of; without it no gradient goes through the first norm"""
+    tokens: of the micro-batch; they are drawn uniformly"""
     stream = tokens * c.hidden * HALF
     rotated = tokens * (c.heads + c.kv_heads) * c.head_dim * HALF
     wide = tokens * c.intermediate * HALF
@@ -96,13 +82,13 @@ def bytes_of_micro_batch(c: Config, tokens: int, trained: bool = True) -> "dict[
         # Rows are read; the stream and its norm, the first product's input, are written.
         "embedding, forward": 3 * stream,
         # The stream's gradient is read; fp32 rows of the sum are read and written.
-        "embedding, backward": trained * (stream + 2 * distinct * c.hidden * FULL),
+        "embedding, backward": stream + 2 * distinct * c.hidden * FULL,
         # The stream and what is added to it are read; the new stream and its norm are written.
         # One for each norm but the first, the final norm among them.
         "residual and norm, forward": norms * 4 * stream,
         # The norm's gradient, the stream and the stream's gradient are read, a new gradient is
         # written; no gradient comes to the final norm beside its own.
-        "residual and norm, backward": ((norms - (not trained)) * 4 + 3) * stream,
+        "residual and norm, backward": (norms * 4 + 3) * stream,
         # Queries and keys are read and written, and so are their gradients.
         "rotation": c.layers * 2 * 2 * rotated,
         # gate and up are read, their product is written.
@@ -145,11 +131,10 @@ def product_runs(layers: Products, tokens: int) -> "dict[tuple, object]":
         weights = random(*shape, seed=3)
         runs[out, "forward"] = in_turn(functools.partial(F.linear, x), weights)
         runs[out, "input"] = in_turn(functools.partial(torch.mm, dy), weights)
-        if layers.trained:
-            sums = torch.zeros(shape, device=DEVICE)
-            for what, beta in (("first", 0), ("added", 1)):
-                run = functools.partial(add_product, dy=dy, x=x, beta=beta)
-                runs[out, what] = in_turn(run, sums)
+        sums = torch.zeros(shape, device=DEVICE)
+        for what, beta in (("first", 0), ("added", 1)):
+            run = functools.partial(add_product, dy=dy, x=x, beta=beta)
+            runs[out, what] = in_turn(run, sums)
     return runs
 
 
@@ -176,10 +161,9 @@ def product_ms(layers: Products, tokens: int, micro_batches: int) -> dict:
         """Of a micro-batch; the first product of a weight in a step overwrites its sum."""
         total = 0.0
         for out in outs:
-            total += layers.count * ms[out, "forward"] + layers.input_gradients * ms[out, "input"]
-            if layers.trained:
-                first, added = ms[out, "first"], ms[out, "added"]
-                total += layers.count * (first + (micro_batches - 1) * added) / micro_batches
+            first, added = ms[out, "first"], ms[out, "added"]
+            weights = (first + (micro_batches - 1) * added) / micro_batches
+            total += layers.count * (ms[out, "forward"] + ms[out, "input"] + weights)
         return total
 
     joint, alone = of((sum(layers.outs),)), of(layers.outs)
@@ -226,34 +210,31 @@ def attention_ms(c: Config, rows: int, T: int) -> "tuple[float, str]":
 
 
 class Limit:
-    """The limit of a step, as a worker (workers.Workers). trained: as for products_of."""
+    """The limit of a step, as a worker (workers.Workers)."""
 
-    def __init__(self, config: Config, rows: int, T: int, micro_batches: int, trained: bool = True):
+    def __init__(self, config: Config, rows: int, T: int, micro_batches: int):
         self.config = config
-        self.trained = trained
         self.rows, self.T, self.micro_batches = rows, T, micro_batches
 
     def measure(self) -> dict:
         """Milliseconds of each part and of all."""
         c, tokens = self.config, self.rows * self.T
         products = {}
-        for layers in products_of(c, self.trained):
+        for layers in products_of(c):
             products[layers.name] = product_ms(layers, tokens, self.micro_batches)
             release()
         attention, kernels = attention_ms(c, self.rows, self.T)
         rate = copy_rate(COPIED)
         release()
-        moved = bytes_of_micro_batch(c, tokens, self.trained)
-        # Adapters are too small to count.
-        updated = parameters_of(c) if self.trained else 0
-        tail = updated * sum(tail_bytes_per_parameter().values())
+        moved = bytes_of_micro_batch(c, tokens)
+        tail = parameters_of(c) * sum(tail_bytes_per_parameter().values())
         parts = {
             "products": sum(p["ms"] for p in products.values()),
             "attention": attention * c.layers * self.micro_batches,
             "bytes": sum(moved.values()) * self.micro_batches / rate / 1e6,
             "tail": tail / rate / 1e6,
         }
-        done = sum(p.flops(tokens) for p in products_of(c, self.trained)) * self.micro_batches
+        done = sum(p.flops(tokens) for p in products_of(c)) * self.micro_batches
         return {
             "ms": math.fsum(parts.values()),
             "parts": parts,

@@ -28,7 +28,6 @@ BUILD = common.ROOT / "build" / "bench"
 PAGES = (
     common.ROOT / "README.md",
     DOCS / "benchmarks.md",
-    DOCS / "models.md",
     DOCS / "several-gpus.md",
 )
 # Their charts are in docs/charts.

@@ -1,9 +1,10 @@
 """A whole optimizer step of models of transformers: python benchmarks/transformers_step.py
 
-Needs a GPU, transformers and four minutes. Nothing is downloaded.
+Needs a GPU, transformers, peft and six minutes. Nothing is downloaded.
 
 LlamaForCausalLM with the sizes of llama-350m, batch 4, and GPT2LMHeadModel with those of gpt2-124m
-(12 layers, 50,304 tokens, no dropout), batch 8; 4 micro-batches, T = 1024, AdamW with decay of
+(12 layers, 50,304 tokens, no dropout), batch 8; then the same Llama with frozen bf16 weights and
+adapters of peft, of rank 8, on q_proj and v_proj. 4 micro-batches, T = 1024, AdamW with decay of
 matrices, clipped at 1.0. Attention is transformers' `sdpa` under another name, without the mask
 that transformers makes for `sdpa` when it is compiled, which only adds is_causal to is_causal and
 keeps torch from its flash kernels. As in step.py (step_variants.py):
@@ -14,7 +15,8 @@ torch, bf16 weights: the same with bf16 weights, fp32 masters and fp32 sums.
 Ours: bf16 weights with fp32 masters, compiled, replayed. GPT-2's layers are Conv1D.
 Then steps that are launched from Python: ours, and torch's with bf16 weights.
 
-Llama's table has the limit of its step (limits.py), which knows no other kind of model.
+The dtypes are those of what is trained: of all weights, or of the adapters. Llama's table has the
+limit of its step (limits.py), which knows no other kind of model.
 """
 
 import functools
@@ -33,7 +35,11 @@ T = 1024
 ATTENTION = "causal_sdpa"
 LIMIT = "limit"
 # Model -> (its sizes, sequences of a micro-batch).
-SIZES = {"Llama": (preset("llama-350m"), 4), "GPT-2": (preset("gpt2-124m"), 8)}
+SIZES = {
+    "Llama": (preset("llama-350m"), 4),
+    "GPT-2": (preset("gpt2-124m"), 8),
+    "Llama, peft": (preset("llama-350m"), 4),
+}
 
 
 def llama(config: Config, dtype=torch.float32):
@@ -54,6 +60,15 @@ def llama(config: Config, dtype=torch.float32):
         ),
         dtype,
     )
+
+
+def llama_peft(config: Config, dtype=torch.float32):
+    """Frozen bf16 weights with adapters of `dtype`."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    model = llama(config, torch.bfloat16)
+    return get_peft_model(model, settings, autocast_adapter_dtype=dtype == torch.float32)
 
 
 def gpt2(config: Config, dtype=torch.float32):
@@ -95,7 +110,7 @@ def logits(model, tokens):
     return model(input_ids=tokens).logits
 
 
-MAKERS = {"Llama": llama, "GPT-2": gpt2}
+MAKERS = {"Llama": llama, "GPT-2": gpt2, "Llama, peft": llama_peft}
 
 
 def task(name: str, config: Config, rows: int, T: int) -> Task:
@@ -111,7 +126,7 @@ def measure(sizes=SIZES, T: int = T, here=False) -> dict:
         variants[BF16, name] = (Bf16Peer, what)
         variants[OURS, name] = (Ours, what)
         config, rows = sizes[name]
-        if config.family == "llama":
+        if name == "Llama":
             variants[LIMIT, name] = (Limit, config, rows, T, what.micro_batches)
     clock = Clock()
     results = {}

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .source import (
+    DECLARATOR,
     DIRECTIVE,
     GPU_MACROS,
     active_text,
@@ -428,7 +429,6 @@ class Variable:
     has_value: bool
 
 
-_DECLARATOR = re.compile(r"(.*?)([A-Za-z_]\w*)\s*((?:\[[^\]]*\]\s*)*)", re.S)
 _NO_TYPE = re.compile(
     r"\b(?:__align__|alignas|__attribute__)\s*\((?:[^()]|\([^()]*\))*\)|"
     r"\b(?:static|inline|volatile|__(?:device|constant|managed|restrict)__)\b"
@@ -459,7 +459,7 @@ def device_variables(source: str) -> "tuple[Variable, ...]":
         scope = namespaces(text.view, d.start)
         ctype = ""
         for part in split_list(declared):
-            declarator = _DECLARATOR.fullmatch(re.split(r"[={(]", part)[0].strip())
+            declarator = DECLARATOR.fullmatch(re.split(r"[={(]", part)[0].strip())
             if declarator is None:
                 break
             ctype = ctype or " ".join(declarator[1].split())

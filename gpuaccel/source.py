@@ -6,11 +6,12 @@ signature(source, "accumulate_v1", {"GRAD_T": "float"})
 # [float* acc, const float* grad, long long n]
 """
 
+import ast
 import functools
 import operator
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -103,58 +104,40 @@ def line_directive(line: int, filename: str) -> str:
     return f'#line {line} "{name}"\n'
 
 
+# A header by its name, to the end of the line.
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
+# The type, the name and the lengths of an array or of one variable.
+DECLARATOR = re.compile(r"(.*?)([A-Za-z_]\w*)\s*((?:\[[^\]]*\]\s*)*)", re.S)
+
+
 # ---- conditionals: what the preprocessor leaves out ----------------------------------------------
 
 DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
 _DEFINED = re.compile(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))")
-# A character whose code is the same everywhere.
-_CHARACTER = r"'(?:[^'\\\n]|\\(?:[abfnrtv\\'\"]|x[0-9a-fA-F]+|[0-7]{1,3}))'"
-_TOKEN = re.compile(rf"\s*(\w+|{_CHARACTER}|<<|>>|[<>=!]=|&&|\|\||[-+*/%&|^~!<>?:()])")
-_NAME = re.compile(rf"{_CHARACTER}|\b[A-Za-z_]\w*")
-_WORDS = {
-    "and": "&&",
-    "or": "||",
-    "not": "!",
-    "not_eq": "!=",
-    "bitand": "&",
-    "bitor": "|",
-    "xor": "^",
-    "compl": "~",
+_NAME = re.compile(r"\b[A-Za-z_]\w*")
+# Python's operators that have C's value for the numbers of a condition.
+_OPERATORS: "dict[type, Callable[[int, int], int | None]]" = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    # C rounds towards zero.
+    ast.Div: lambda a, b: a // b if a >= 0 and b > 0 else None,
+    ast.Mod: lambda a, b: a % b if a >= 0 and b > 0 else None,
+    ast.LShift: lambda a, b: a << b if 0 <= b < 64 else None,
+    ast.RShift: lambda a, b: a >> b if 0 <= b < 64 else None,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.Gt: operator.gt,
+    ast.LtE: operator.le,
+    ast.GtE: operator.ge,
 }
-# Operators of two numbers that bind alike, the loosest first.
-_LEVELS = (
-    ("||",),
-    ("&&",),
-    ("|",),
-    ("^",),
-    ("&",),
-    ("==", "!="),
-    ("<", ">", "<=", ">="),
-    ("<<", ">>"),
-    ("+", "-"),
-    ("*", "/", "%"),
-)
-_COMPARISONS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-    "<=": operator.le,
-    ">=": operator.ge,
-}
-_BITWISE = {"&": operator.and_, "|": operator.or_, "^": operator.xor}
-# A number of a condition, and whether it is unsigned; None: it depends on the compiler.
-_Number = tuple[int, bool] | None
 
 
 def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
     """Whether an #if's condition holds; None where it depends on the compiler (__CUDA_ARCH__)."""
-    value = _expression(text, macros)
-    return None if value is None else value[0] != 0
-
-
-def _expression(text: str, macros: "dict[str, str]") -> _Number:
-    """The value of an expression of numbers and macros; None where it is not known."""
 
     def is_defined(match):
         name = match[1] or match[2]
@@ -163,131 +146,68 @@ def _expression(text: str, macros: "dict[str, str]") -> _Number:
             return name
         return "1" if name in macros else "0"
 
-    text = _DEFINED.sub(is_defined, text)
+    value = _number(_DEFINED.sub(is_defined, text), macros)
+    return None if value is None else value != 0
+
+
+def _number(text: str, macros: "dict[str, str]") -> "int | None":
+    """The value of C's expression of whole numbers and macros, as Python's grammar reads it.
+
+    None where the two languages may differ, and where a name is the compiler's.
+    """
     for _ in range(MACRO_DEPTH):
         text = _NAME.sub(lambda match: f" {macros.get(match[0], match[0])} ", text)
         if len(text) > 1000:
             return None
         text = " ".join(text.split())
-    tokens = []
-    position = 0
-    while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None:
-            return None
-        tokens.append(_WORDS.get(token[1], token[1]))
-        position = token.end()
-    # They are taken from the end.
-    tokens = ["", *reversed(tokens)]
+    if "~" in text or "-" in text and re.search(r"\d[lL]*[uU]", text):
+        # A large number where it is unsigned.
+        return None
+    text = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]*\b", r"\1", text)
+    text = re.sub(r"\b0+([0-7]+)\b", r"0o\1", text)
+    text = text.replace("&&", " and ").replace("||", " or ")
+    # Python's `not` binds more loosely than C's `!`, and its `~` as tightly.
+    text = re.sub(r"!(?!=)|\bnot\b", "~", text)
     try:
-        value = _choice(tokens)
-    except (ValueError, RecursionError):
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return None if len(tokens) > 1 else value
 
 
-def _choice(tokens: "list[str]") -> _Number:
-    """Take an expression, perhaps with ?:, from the tokens, and return its value."""
-    value = _operation(tokens, 0)
-    if tokens[-1] != "?":
-        return value
-    tokens.pop()
-    first = _choice(tokens)
-    if tokens.pop() != ":":
-        raise ValueError
-    second = _choice(tokens)
-    if value is None:
-        return None
-    chosen = first if value[0] else second
-    if chosen is None:
-        return None
-    is_unsigned = any(part is not None and part[1] for part in (first, second))
-    return _wrapped(chosen[0], is_unsigned)
-
-
-def _operation(tokens: "list[str]", level: int) -> _Number:
-    """Take operands with operators of this level, and of those that bind more tightly."""
-    if level == len(_LEVELS):
-        return _operand(tokens)
-    value = _operation(tokens, level + 1)
-    while tokens[-1] in _LEVELS[level]:
-        sign = tokens.pop()
-        value = _result(sign, value, _operation(tokens, level + 1))
-    return value
-
-
-def _operand(tokens: "list[str]") -> _Number:
-    """Take a number, a name, a part in parentheses, or one of these behind a sign."""
-    token = tokens.pop() if len(tokens) > 1 else ""
-    if token == "(":
-        value = _choice(tokens)
-        if tokens[-1] != ")":
-            raise ValueError
-        tokens.pop()
-        return value
-    if token in ("+", "-", "~", "!"):
-        value = _operand(tokens)
-        if value is None:
+def _value(node: ast.expr) -> "int | None":
+    """The value of an expression; None where it is not known."""
+    match node:
+        case ast.Constant(value=int(constant)):
+            return constant
+        case ast.Name(id=name):
+            # Names that are no macros are 0.
+            return None if name.startswith("__") else int(name == "true")
+        case ast.UnaryOp(op=sign, operand=operand):
+            number = _value(operand)
+            if number is None or isinstance(sign, ast.UAdd):
+                return number
+            return -number if isinstance(sign, ast.USub) else int(not number)
+        case ast.BoolOp(op=sign, values=values):
+            numbers = [_value(value) for value in values]
+            truths = [None if number is None else number != 0 for number in numbers]
+            decisive = isinstance(sign, ast.Or)
+            if decisive in truths:
+                return int(decisive)
+            return None if None in truths else int(not decisive)
+        case ast.BinOp(left=left, op=sign, right=right):
+            pass
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            # C compares first: `1 | 2 == 3`.
+            for side in (left, right):
+                if isinstance(side, ast.BinOp) and isinstance(side.op, (ast.BitAnd, ast.BitOr)):
+                    return None
+        case _:
             return None
-        number, is_unsigned = value
-        if token == "!":
-            return int(not number), False
-        return _wrapped({"+": number, "-": -number, "~": ~number}[token], is_unsigned)
-    if token[:1] == "'":
-        code = ord(token[1:-1].encode().decode("unicode_escape")[0])
-        return (code, False) if code < 128 else None
-    if digits := re.fullmatch(r"(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)([uUlLzZ]*)", token):
-        number = _number(digits[1])
-        return number, "u" in digits[2].lower() or number >= 2**63
-    if not re.fullmatch(r"[A-Za-z_]\w*", token):
-        raise ValueError
-    # Names that are no macros are 0.
-    return None if token.startswith("__") else (int(token == "true"), False)
-
-
-def _result(sign: str, left: _Number, right: _Number) -> _Number:
-    """The value of an operation with two operands, as C defines it."""
-    if sign in ("&&", "||"):
-        truths = [None if value is None else value[0] != 0 for value in (left, right)]
-        decisive = sign == "||"
-        if decisive in truths:
-            return int(decisive), False
-        return None if None in truths else (int(not decisive), False)
-    if left is None or right is None:
+    a, b = _value(left), _value(right)
+    if a is None or b is None or type(sign) not in _OPERATORS:
         return None
-    (a, is_unsigned), (b, _) = left, right
-    if sign in ("<<", ">>"):
-        if not 0 <= b < 64:
-            return None
-        return _wrapped(a << b if sign == "<<" else a >> b, is_unsigned)
-    if is_unsigned or right[1]:
-        is_unsigned = True
-        a, b = a % 2**64, b % 2**64
-    if sign in _COMPARISONS:
-        return int(_COMPARISONS[sign](a, b)), False
-    if sign in _BITWISE:
-        return _wrapped(_BITWISE[sign](a, b), is_unsigned)
-    if sign in ("/", "%"):
-        if b == 0:
-            return None
-        # Towards zero.
-        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-        return _wrapped(quotient if sign == "/" else a - quotient * b, is_unsigned)
-    return _wrapped({"+": a + b, "-": a - b, "*": a * b}[sign], is_unsigned)
-
-
-def _wrapped(number: int, is_unsigned: bool) -> "tuple[int, bool]":
-    """A number as 64 bits hold it."""
-    number %= 2**64
-    return number - 2**64 if number >= 2**63 and not is_unsigned else number, is_unsigned
-
-
-def _number(digits: str) -> int:
-    """The value of a whole number as C writes it: 0x1f, 0b11, 017 or 12."""
-    if digits[:2].lower() in ("0x", "0b"):
-        return int(digits, 0)
-    is_octal = digits.startswith("0") and not set(digits) - set("01234567")
-    return int(digits, 8 if is_octal else 10)
+    result = _OPERATORS[type(sign)](a, b)
+    return None if result is None else int(result)
 
 
 def active_text(
@@ -333,10 +253,7 @@ def _active_of(
         position = match.end()
         pieces.append(re.sub(r"[^\n]", " ", match[0]))
         word = match[1]
-        rest = match[2]
-        if "'" in rest or '"' in rest:
-            rest = without_comments(source[match.start(2) : match.end(2)], strings=True)
-        rest = rest.replace("\\\n", " ").strip()
+        rest = match[2].replace("\\\n", " ").strip()
         if word in ("if", "ifdef", "ifndef"):
             if word != "if":
                 rest = f"defined({rest.split()[0] if rest else ''})"
@@ -629,15 +546,22 @@ def _declaration(source, name, defines):
     if len(found) > 1 and declaration.name in overloaded_names(source, defines):
         raise CompileError(f"several kernels are named {declaration.name}: give each its own name")
     _, macros = _active(source, defines, declaration.start)
-    # Only macros that stand for a type or a number.
-    macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
-    before = _outside_code(text[: declaration.start])
-    types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(before)}
-    types |= {match[1]: match[2].strip() for match in _USING.finditer(before)}
-    types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(before)}
+    types = _types(_outside_code(text[: declaration.start]))
     if declaration.template is not None:
         types |= _template_values(declaration, name, arguments)
-    return declaration, types | macros
+    return declaration, types | _short(macros)
+
+
+def _types(text: str) -> "dict[str, str]":
+    """What each typedef, alias and enumeration of a text stands for."""
+    types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
+    types |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
+    return types | {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
+
+
+def _short(macros: "dict[str, str]") -> "dict[str, str]":
+    """The macros that stand for a type or a number."""
+    return {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
 
 
 def _template_arguments(name: str) -> "list[str] | None":
@@ -822,11 +746,7 @@ def element_type(source: str, ctype: str) -> "tuple[torch.dtype, int]":
         ctype: as its declaration says it: "float", "float3", "Sphere".
     """
     text, macros = _active(source, {})
-    types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
-    types |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
-    types |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
-    macros = {name: body for name, body in macros.items() if re.fullmatch(r"[\w \t*]+", body)}
-    param = _param(f"{ctype} x", types | macros)
+    param = _param(f"{ctype} x", _types(text) | _short(macros))
     if param.pointer:
         # An address.
         return torch.int64, 1
@@ -840,8 +760,8 @@ def array_length(source: str, text: str) -> "int | None":
     """The length of an array as a source writes it; None where it names no numbers or macros."""
     macros = _active(source, {})[1]
     constants = re.findall(r"\b(?:const|constexpr)\s+\w+\s+(\w+)\s*=\s*([^;,]+);", source)
-    value = _expression(text, dict(constants) | macros)
-    return value[0] if value and value[0] > 0 else None
+    value = _number(text, dict(constants) | macros)
+    return value if value and value > 0 else None
 
 
 # What only nvcc and its linker make of device code -> in words.

@@ -1,5 +1,4 @@
-// groups: rows of a matrix in groups of 16 bytes, one request of a thread. Shared by richards.cuh
-// and lora.cu.
+// groups: rows of a matrix in groups of 16 bytes, one request of a thread; of richards.cuh.
 
 #ifndef DATA_T
 #define DATA_T float          // the elements

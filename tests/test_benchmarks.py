@@ -292,23 +292,22 @@ def test_step_runs_and_leaves_out_a_peer_that_fails(on_simt, monkeypatch):
 
 @pytest.mark.slow
 @needs_simt
-def test_transformers_step_and_lora_run(on_simt):
+def test_transformers_step_runs(on_simt):
     pytest.importorskip("peft", reason="peft and transformers, of the extra `test`, are missing")
     on_simt("step_variants", CALLS=1)
     on_simt("limits", COPIED=2**10)
     gpt2 = dataclasses.replace(SMALL, family="gpt2", tied=True)
     module = on_simt("transformers_step")
-    results = module.measure({"Llama": (SMALL, 1), "GPT-2": (gpt2, 2)}, 8, here=True)
+    sizes = {"Llama": (SMALL, 1), "GPT-2": (gpt2, 2), "Llama, peft": (SMALL, 1)}
+    results = module.measure(sizes, 8, here=True)
     names = ["torch", "torch, bf16 weights", "ours"]
-    assert [list(r["rows"]) for r in results.values()] == [names, names]
+    assert [list(r["rows"]) for r in results.values()] == [names] * 3
     cells = column(table(on_simt, "transformers_step", results)["steps"], "of the limit")
-    assert cells["Llama, 1 x 8: ours"] and not cells["GPT-2, 2 x 8: ours"]
-    lora = on_simt("lora", RANK=4, B=1)
-    results = lora.measure(SMALL, (8,), here=True)
-    first = [row["first_loss"] for row in results["8"].values()]
-    assert abs(first[0] - first[1]) < 0.02, f"first losses {first}"
-    cells = column(table(on_simt, "lora", results)["steps"], "against torch")
-    assert list(cells) == [f"T=8: {lora.PEER}", f"T=8: {lora.OURS}"]
+    assert cells["Llama, 1 x 8: ours"]
+    assert not cells["GPT-2, 2 x 8: ours"] and not cells["Llama, peft, 1 x 8: ours"]
+    # peft's B is zero at first: the adapters change no loss.
+    losses = [results[name]["rows"]["ours"]["first_loss"] for name in ("Llama", "Llama, peft")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3), losses
 
 
 @pytest.mark.slow
@@ -416,7 +415,7 @@ def test_cpu_runs(scripts):
             ["cudnn_generated_fort_native_sdpa", "pytorch_flash::flash_bwd<cutlass::half>"],
         ),
         ("tail", ["adamw_v3", "at::native::multi_tensor_apply_kernel", "triton_for_fused_foreach"]),
-        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "rotary_backward_v2"]),
+        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "richards_backward"]),
         (
             "communication",
             ["Memcpy PtoP (Device -> Device)", "ncclDevKernel_AllReduce", "peers_sum"],
@@ -433,8 +432,8 @@ def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside
         {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
         {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
         # From 900 to 1,000 us beside a product.
-        {"name": "rotary_backward_v2", "ts": 900.0, "dur": 200.0},
-        {"name": "rotary_backward_v2", "ts": 1600.0, "dur": 100.0},
+        {"name": "richards_backward", "ts": 900.0, "dur": 200.0},
+        {"name": "richards_backward", "ts": 1600.0, "dur": 100.0},
     ]
     assert scripts("traces").in_groups(events, 2) == {
         "products": 0.5,
@@ -524,12 +523,7 @@ def test_the_limit_counts_the_models_weights_and_floating_point_operations(scrip
     assert set(", ".join(part.name for part in layers).split(", ")) == names
     linears = [m.weight for m in model.modules() if type(m) is nn.Linear]
     assert sum(p.ins * sum(p.outs) * p.count for p in layers) == sum(w.numel() for w in linears)
-    # Forward and the inputs' gradients, but for the input of the first layer's w_q, w_k and w_v.
-    frozen = limits.products_of(config, trained=False)
-    first = 2 * 8 * config.hidden * sum(frozen[0].outs)
-    assert 3 * (sum(part.flops(8) for part in frozen) + first) == 2 * sum(
-        part.flops(8) for part in layers
-    )
+    assert sum(part.flops(8) for part in layers) == 6 * 8 * sum(w.numel() for w in linears)
 
 
 def test_the_limit_counts_bytes_as_a_reader_would(scripts):
@@ -557,9 +551,6 @@ def test_the_limit_counts_bytes_as_a_reader_would(scripts):
         # logits -> dlogits
         "cross-entropy": 2 * logits,
     }
-    frozen = limits.bytes_of_micro_batch(c, 8, trained=False)
-    assert frozen["embedding, backward"] == 0
-    assert frozen["residual and norm, backward"] == 2 * (3 * x + 4 * x)
     assert sum(limits.tail_bytes_per_parameter().values()) == 4 + 4 * 4 + 3 * 4 + 2
 
 
@@ -1082,11 +1073,7 @@ def test_ddp_runs(ddp, groups, scripts):
     assert set(column(made["replayed"], "4: of one GPU")) == {
         f"{ddp.CAPTURED}: DDP",
         f"{ddp.CAPTURED_FSDP}: FSDP2",
-        *(
-            f"{ddp.REPLAYED}: {n}"
-            for n in groups[ddp.REPLAYED]
-            if n not in (ddp.ONE, ddp.HIERARCHICAL)
-        ),
+        *(f"{ddp.REPLAYED}: {n}" for n in groups[ddp.REPLAYED] if n != ddp.ONE),
     }
 
 

@@ -103,8 +103,8 @@ def test_the_files_are_those_that_binder_reads():
 
 
 def test_the_link_opens_the_index():
-    """docs/colab.md has the link, whose path is that of `make lab`."""
-    page = (ROOT / "docs" / "colab.md").read_text()
+    """docs/install.md has the link, whose path is that of `make lab`."""
+    page = (ROOT / "docs" / "install.md").read_text()
     (path,) = set(
         re.findall(r"mybinder\.org/v2/gh/OWNER/REPO/\w+\?urlpath=lab/tree/([\w/.]+)", page)
     )

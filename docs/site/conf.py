@@ -1,8 +1,5 @@
-"""Sphinx's settings for the site; docs/site/build.py makes the folder that they are read for."""
+"""Sphinx's settings for the site of docs/site/build.py."""
 
-import importlib
-import inspect
-import os
 import pathlib
 import sys
 
@@ -10,10 +7,11 @@ from pygments.lexer import Lexer
 from pygments.lexers import CudaLexer
 from pygments.token import Comment
 
-ROOT = pathlib.Path(os.environ["GPUACCEL_SITE_ROOT"])
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "site")]
 
 import docstrings  # noqa: E402
+import pages  # noqa: E402
 
 import gpuaccel  # noqa: E402
 
@@ -25,9 +23,13 @@ version = release = gpuaccel.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.linkcode",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+
+root_doc = "README"
+templates_path = ["templates"]
 
 # Notebooks show their stored outputs; nothing is executed.
 nb_execution_mode = "off"
@@ -48,21 +50,12 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 default_role = "literal"
 
-# Each name of this package in a signature or a link has to exist; torch's are not linked, because
-# the site makes no request to another host.
-nitpicky = True
-nitpick_ignore_regex = [
-    (r"py:.*", r"(?!gpuaccel).*"),
-    # Private classes, and type variables.
-    (r"py:.*", r"gpuaccel\..*\._\w+"),
-    (r"py:.*", r"gpuaccel\..*\.[A-Z]"),
-]
 # A notebook may leave out a level.
 suppress_warnings = ["myst.header"]
 
 html_theme = "furo"
 html_title = f"gpuaccel {release}"
-html_static_path = [str(ROOT / "docs" / "site" / "static")]
+html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_copyright = False
@@ -93,19 +86,7 @@ class CellLexer(Lexer):
             yield start + index, kind, value
 
 
-def linkcode_resolve(domain, info):
-    """The page of the file that defines a name of the reference."""
-    value = importlib.import_module(info["module"])
-    for name in info["fullname"].split("."):
-        value = getattr(value, name, None)
-    value = inspect.unwrap(getattr(value, "fget", None) or value)
-    try:
-        path = pathlib.Path(inspect.getsourcefile(value)).resolve()
-    except TypeError:
-        return None
-    return f"../{path.relative_to(ROOT).as_posix()}.html" if path.is_relative_to(ROOT) else None
-
-
 def setup(app):
     app.add_lexer("gpuaccel-cell", CellLexer)
     docstrings.setup(app)
+    pages.setup(app)

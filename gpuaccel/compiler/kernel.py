@@ -41,6 +41,7 @@ from ..backends import backend, find_compiler, find_driver
 from ..errors import ArgumentError, BackendError, CompileError, CompileWarning, suggestion
 from ..host_code import LeftOut, declared_names, device_code, needed_constants
 from ..source import (
+    INCLUDE,
     active_text,
     base_name,
     check_possible,
@@ -97,9 +98,6 @@ _MACRO_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]+([A-Za-z_]\w*)", re.M)
 _HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
-
-
-_ANY_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
 # Headers that have no file of the user's, in quotes as well.
 _STANDARD_HEADERS = (
@@ -152,7 +150,7 @@ def _only_used(source: str, ours: int) -> str:
     Args:
         ours: where the caller's own text begins; in front of it are the macros of standard.cuh.
     """
-    plain = without_comments(_ANY_INCLUDE.sub("", source))
+    plain = without_comments(INCLUDE.sub("", source))
     for header, word in _IF_USED.items():
         if not re.search(word, plain):
             include = re.compile(rf'^[ \t]*#[ \t]*include[ \t]*[<"]{header}.*', re.M)
@@ -225,7 +223,7 @@ def whole_program(
         """The text without #includes of headers that neither compiler has or needs."""
         plain = without_comments(text, strings=True)
         # From the end, so that positions stay.
-        for match in reversed(list(_ANY_INCLUDE.finditer(plain))):
+        for match in reversed(list(INCLUDE.finditer(plain))):
             header = match[1]
             if is_device_header(header) or any(
                 os.path.isfile(os.path.join(folder, header)) for folder in folders

@@ -288,14 +288,14 @@ def _headers(source: str, options: "tuple[str, ...]") -> "dict[str, str] | None"
 
 # "x.cu(3): warning #177-D: variable "a" was declared but never referenced"
 _WARNING = re.compile(r"^(.+?)\((\d+)\): warning(?: #[\w-]+)?: (.*)$", re.M)
-# What the compiler says of code that is not the user's: helpers that a kernel does not call.
-_UNUSED_HELPER = re.compile(r'function "[^"]*" was declared but never referenced')
+# Of helpers that a kernel does not call, and of a kernel that is half written.
+_UNUSED = re.compile(r'\w+ "[^"]*" was declared but never referenced')
 
 
 def _show_warnings(log: str, filename: str):
     """Show NVRTC's warnings, once for each compilation: a kernel from the cache shows none."""
     for file, line, text in dict.fromkeys(_WARNING.findall(log)):
-        if file.startswith("kernels_cu/") and file != filename or _UNUSED_HELPER.match(text):
+        if file.startswith("kernels_cu/") and file != filename or _UNUSED.match(text):
             continue
         # As a warning of the user's own line, not of this one.
         warnings.warn_explicit(text, CompileWarning, file, int(line))

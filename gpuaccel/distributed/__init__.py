@@ -4,9 +4,8 @@ config (ga.Distributed), collectives (torch.distributed's, with one kind of erro
 heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all ranks have in
 common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
-copies, in shared_memory, added by peer_sums), machines (several, and sums between them), zero1
-(sharded optimizer state), nonfinite (whose gradient is not finite), trace (what was sent when),
-plan (a step on N GPUs and its checkpoints, predicted)."""
+copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
+finite), trace (what was sent when), plan (a step on N GPUs and its checkpoints, predicted)."""
 
 from .collectives import raises_dist_error
 from .config import Distributed

@@ -7,9 +7,8 @@ summed while backward still runs.
     out.loss                               # the mean over all ranks
     step.reducer.last_nonfinite()         # waits; None, or {"rank": 1, "tensor": "head.weight"}
 
-The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs of one machine use
-peer-to-peer copies instead (distributed/p2p.py), and NCCL sums between machines only, where there
-are several (distributed/machines.py). Gradients are reduced in buckets,
+The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs that are all of one
+machine sum by peer-to-peer copies instead (distributed/p2p.py). Gradients are reduced in buckets,
 contiguous ranges of the arena in the order in which backward finishes. In the last micro-batch's
 backward a bucket is sent as soon as its gradients are complete, on a stream of its own, without
 host synchronisation. Ranks add sums, not means; the sum is divided once, by the tokens of all
@@ -17,8 +16,8 @@ ranks, so that uneven batches give the gradient that one process would have had.
 
 Two orders of summation:
   all-reduce  (default) Fast. All ranks get bit-identical sums, which depend on the number of ranks.
-              Copies are added in the order of a machine's ranks, then of the machines; where NCCL
-              or gloo sums over all ranks, the order is the library's.
+              Copies are added in the order of the ranks; where NCCL or gloo sums, the order is
+              the library's.
   ordered     Every micro-batch's gradient is added in global order: micro-batch m of rank r has
               number m * ranks + r. N ranks with M micro-batches are bit-identical to one rank with
               N * M. Costs an all-to-all per micro-batch and memory for one more arena.
@@ -28,7 +27,6 @@ for what must hold.
 """
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,10 +69,9 @@ class Distributed:
         find_nonfinite_rank: find the rank that brought a gradient that is NaN or infinite. In mode
             "fused" this reads the gradients once more, beside backward; with peer-to-peer copies it
             costs nothing.
-        peer_to_peer: GPUs of one machine reduce fp32 sums by peer-to-peer copies instead of NCCL's
-            kernels (distributed/p2p.py); with several machines NCCL sums between them. None: where
-            possible. True: ArgumentError where it is not possible. False: always NCCL, over all
-            ranks.
+        peer_to_peer: GPUs that are all of one machine reduce fp32 sums by peer-to-peer copies
+            instead of NCCL's kernels (distributed/p2p.py). None: where possible. True:
+            ArgumentError where it is not possible. False: always NCCL.
         timeout: seconds that a group made here waits for another rank, at its start and in every
             collective. Then RankError, which names the rank. With NCCL, where no call returns with
             an error, the process prints the message and ends. In any group peer-to-peer copies end
@@ -145,8 +142,6 @@ class Distributed:
         self.find_nonfinite_rank = find_nonfinite_rank
         self.peer_to_peer = peer_to_peer
         self.timeout = timeout
-        # Of Machines.of(): (which ranks are on which machine, or None, why).
-        self._placement: "tuple[Any, str] | None" = None
         self.rank, self.world, self.backend = 0, 1, "none"
         if dist.is_initialized():
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)

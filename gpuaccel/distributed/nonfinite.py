@@ -31,8 +31,8 @@ class NonFiniteSearch:
     Args:
         config: of the group.
         arena: of the model.
-        p2p: a PeerToPeer, whose kernel looks at the gradients of all ranks of this machine; None:
-            each rank probes its own.
+        p2p: a PeerToPeer, whose kernel looks at the gradients of all ranks; None: each rank probes
+            its own.
     """
 
     def __init__(self, config: Distributed, arena: Arena, p2p: "PeerToPeer | None" = None):
@@ -51,10 +51,10 @@ class NonFiniteSearch:
         # (rows,) float64, and (ranks, rows), not 0 where a rank's gradient is not finite.
         self.probes = torch.zeros(rows, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(1, rows, dtype=torch.bool, device=device)
-        # The ranks that self.nonfinite is of; None: this one.
-        self.seen: "range | None" = None
+        # Whether self.nonfinite is of all ranks, or of this one.
+        self.sees_all = p2p is not None
         if p2p is not None:
-            self.probes, self.nonfinite, self.seen = p2p.probes, p2p.nonfinite, p2p.machines.ranks
+            self.probes, self.nonfinite = p2p.probes, p2p.nonfinite
         # Of each rank: 1 + its first tensor that was not finite, 0 for none.
         self.rank_tensors = torch.zeros(self.world, dtype=torch.int64, device=device)
 
@@ -73,23 +73,20 @@ class NonFiniteSearch:
 
     def collect(self):
         """Between the micro-batches of ordered mode: remember what the probes have found."""
-        own = self.seen.index(self.rank) if self.seen else 0
+        own = self.rank if self.sees_all else 0
         self.nonfinite[own] |= ~torch.isfinite(self.probes)
 
     def message(self) -> Tensor:
         """(rows * ranks,) float64: 1 + the first tensor of each rank that was not finite, or 0.
 
         Each rank writes where the others have zeros, so that a sum over all ranks has everything:
-        its own column of the only row, or, where it sees the ranks of its machine, their columns of
-        the row that has its number there."""
+        its own column of the only row, or, where it sees all ranks, the row that has its number."""
         self.collect()
         none = len(self.arena.segments)
         first = torch.where(self.nonfinite != 0, self.tensor_of_row, none).amin(1)
         rows = len(self.nonfinite)
         message = torch.zeros(rows, self.world, dtype=torch.float64, device=self.arena.device)
-        mine = message[:, self.rank]
-        if self.seen:
-            mine = message[self.seen.index(self.rank), self.seen.start : self.seen.stop]
+        mine = message[self.rank] if self.sees_all else message[:, self.rank]
         mine.copy_(torch.where(first < none, first + 1, 0))
         self.nonfinite.zero_()
         return message.view(-1)

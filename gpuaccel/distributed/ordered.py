@@ -4,15 +4,8 @@ to one rank with N * M.
 After each micro-batch's backward the ranks exchange slices of arena.grads (all-to-all). Each rank
 adds the slices of its share in the order of the ranks; after the last one, the sums of all shares
 go to every rank (all-gather).
-
-With several machines of several ranks only sums go over the network. The ranks of a machine
-exchange slices among themselves; a rank's share is as large as all shares of its local number. The
-sum so far of the share goes from machine to machine, in as many stripes as there are machines, and
-each adds the slices of its ranks: while one adds the first stripe, the machine before it adds the
-second. The additions and their order are the same.
 """
 
-import logging
 import time
 
 import torch
@@ -20,10 +13,7 @@ import torch
 from ..ops import CHUNK, accumulate_
 from . import collectives
 from .buckets import whole_arena
-from .machines import Machines
 from .reducer_base import ReducerBase, StepTotals
-
-log = logging.getLogger("gpuaccel")
 
 
 class OrderedReducer(ReducerBase):
@@ -42,19 +32,10 @@ class OrderedReducer(ReducerBase):
         share = arena.numel // CHUNK // self.world * CHUNK
         # All shares, one behind the other.
         self.shared = share * self.world
-        # The ranks that exchange slices; the stripes of a share that go from machine to machine.
-        sources, stripes = self.world, 1
-        if self.machines is not None:
-            sources, stripes = self.machines.size, self.machines.count
-            log.info(
-                "ordered sums go from machine to machine: %d machines of %d ranks", stripes, sources
-            )
         rest = arena.numel - self.shared
-        self.total = torch.zeros(share * stripes, dtype=torch.float32, device=arena.device)
+        self.total = torch.zeros(share, dtype=torch.float32, device=arena.device)
         self.total_rest = torch.zeros(rest, dtype=torch.float32, device=arena.device)
-        self.slices = torch.empty(
-            sources, share * stripes, dtype=torch.float32, device=arena.device
-        )
+        self.slices = torch.empty(self.world, share, dtype=torch.float32, device=arena.device)
         self.rests = torch.empty(self.world, rest, dtype=torch.float32, device=arena.device)
         self.bucket = whole_arena(arena)
         # Of this step's micro-batches so far: StepTotals.message(), tensors with a gradient.
@@ -92,47 +73,9 @@ class OrderedReducer(ReducerBase):
         """Add the slices of this rank's share, of all ranks."""
         if not len(shares):
             return
-        if self.machines is None:
-            collectives.all_to_all(self.slices.view(-1), shares, group=self.group)
-            self._add_slices(slice(None))
-        else:
-            collectives.all_to_all(self.slices.view(-1), shares, group=self.machines.inside)
-            self._add_in_turns(self.machines)
-
-    def _add_slices(self, part: slice):
+        collectives.all_to_all(self.slices.view(-1), shares, group=self.group)
         for one_rank in self.slices:
-            accumulate_(self.total[part], one_rank[part])
-
-    def _add_in_turns(self, machines: Machines):
-        """Stripe s begins on machine 0 in round s, and has the slices of all machines after
-        `count` rounds. Then it is back on machine 0."""
-        count, machine = machines.count, machines.machine
-        length = len(self.total) // count
-        stripes = [slice(s * length, (s + 1) * length) for s in range(count)]
-        before, after = (machine - 1) % count, (machine + 1) % count
-        for turn in range(2 * count - 1):
-            ready = turn - machine
-            # What the machine before has had in this round.
-            arriving = turn - before
-            outgoing = incoming = self.total[:0]
-            sizes_in, sizes_out = [0] * count, [0] * count
-            if 0 <= ready < count:
-                self._add_slices(stripes[ready])
-                outgoing = self.total[stripes[ready]]
-                sizes_out[after] = length
-            if 0 <= arriving < count:
-                incoming = self.total[stripes[arriving]]
-                sizes_in[before] = length
-            collectives.all_to_all(incoming, outgoing, sizes_in, sizes_out, group=machines.between)
-
-    def _gather_shares(self, shares: torch.Tensor):
-        """The sums of all shares go to every rank."""
-        group, machines = self.group, self.machines
-        if machines is not None:
-            collectives.broadcast(self.total, group_src=0, group=machines.between)
-            group = machines.inside
-        if len(shares):
-            collectives.all_gather(shares, self.total, group=group)
+            accumulate_(self.total, one_rank)
 
     def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
         """All-gather the ordered sums, and the messages of all micro-batches."""
@@ -143,7 +86,8 @@ class OrderedReducer(ReducerBase):
             grads[: self.shared].copy_(self.total)
         else:
             everyone = mine.new_empty(self.world, len(mine))
-            self._gather_shares(grads[: self.shared])
+            if self.shared:
+                collectives.all_gather(grads[: self.shared], self.total, group=self.group)
             collectives.all_gather(everyone.view(-1), mine, group=self.group)
         grads[self.shared :].copy_(self.total_rest)
         count = len(self.messages)

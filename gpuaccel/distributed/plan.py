@@ -157,24 +157,19 @@ class Link:
     Attributes:
         GBs: gigabytes (1e9) per second that a GPU sends, and receives at the same time.
         latency_us: of a message between two neighbours.
-        message_us: least time between two messages that a GPU sends to different receivers.
 
     Raises:
-        ArgumentError: for a bandwidth that is not positive, and for negative times.
+        ArgumentError: for a bandwidth that is not positive, and for a negative latency.
     """
 
     GBs: float = math.inf
     latency_us: float = 0.0
-    message_us: float = 0.0
 
     def __post_init__(self):
         if not self.GBs > 0:
             raise ArgumentError(f"GBs is {self.GBs}; expected gigabytes per second above 0")
-        if self.latency_us < 0 or self.message_us < 0:
-            raise ArgumentError(
-                f"latency_us is {self.latency_us} and message_us {self.message_us}; "
-                "expected microseconds, 0 or more"
-            )
+        if self.latency_us < 0:
+            raise ArgumentError(f"latency_us is {self.latency_us}; expected 0 or more")
 
     def ms(self, count: float) -> float:
         """Milliseconds of so many bytes, without latency.
@@ -347,23 +342,8 @@ def all_reduce_ms(count: float, machine: Machine, gpus: int) -> float:
     return machine.start_us / 1e3 + min(ring, tree)
 
 
-def exchange_ms(count: float, network: Link, machines: int) -> float:
-    """Direct messages between machines: each GPU sends 1/machines of the bytes to each other one.
-
-    Args:
-        count: bytes that each GPU has, its share of a bucket.
-        network: of a GPU.
-        machines: number of them.
-
-    Returns:
-        Milliseconds of an all-to-all, or of an all-gather of the results.
-    """
-    sent = network.ms((machines - 1) / machines * count)
-    return network.latency_us / 1e3 + max(sent, (machines - 1) * network.message_us / 1e3)
-
-
-def flat_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) -> "list[Stage]":
-    """A bucket that NCCL reduces over all GPUs at once.
+def nccl_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) -> "list[Stage]":
+    """A bucket that NCCL reduces over all GPUs.
 
     The search for non-finite gradients reads it first. In bf16 it is rounded before and converted
     back behind. These are passes over memory (PASS_SLOW).
@@ -386,42 +366,24 @@ def flat_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) 
     return [stage for stage in stages if stage.ms]
 
 
-def hierarchical_stages(elements: int, machine: Machine, gpus: int) -> "list[Stage]":
-    """A bucket that is reduced in each machine, between machines, and copied back, in fp32.
+def copy_stages(elements: int, machine: Machine, gpus: int) -> "list[Stage]":
+    """A bucket that the GPUs of one machine reduce by peer-to-peer copies, in fp32.
 
-    Each of the g GPUs of a machine copies in what the others have in its block (1/g of the bucket)
-    and adds. GPUs with the same block exchange it between the machines, add, and exchange the sums;
-    what they send and receive is staged in memory of its own. Then each copies the other blocks'
-    sums. Adding and staging are passes over memory (PASS_SLOW).
+    Each GPU copies in what the others have in its block (1 / gpus of the bucket) and adds, which is
+    a pass over memory (PASS_SLOW). Then it copies the other blocks' sums.
 
     Args:
         elements: of the bucket.
         machine: of the GPUs.
-        gpus: of all machines.
+        gpus: of this machine.
 
     Returns:
-        The stages; on one machine those of peer-to-peer copies alone.
+        The stages.
     """
-    inside = min(gpus, machine.gpus)
-    machines = gpus // inside
-    count, start = 4 * elements, machine.start_us / 1e3
-
-    def memory_pass(moved):
-        return Stage("memory", machine.pass_ms(moved), PASS_SLOW)
-
-    stages, back = [], []
-    if inside > 1:
-        copy = Stage("link", start + machine.link.ms((inside - 1) / inside * count))
-        stages += [copy, memory_pass((inside + 1) / inside * count)]
-        back.append(copy)
-    if machines > 1:
-        share = count / inside
-        send = Stage(
-            "network", start + exchange_ms(share, machine.network, machines), machine.nccl_slow
-        )
-        staging, adding = memory_pass(2 * share), memory_pass((machines + 1) / machines * share)
-        stages += [staging, send, adding, send, staging]
-    return stages + back
+    count = 4 * elements
+    copy = Stage("link", machine.start_us / 1e3 + machine.link.ms((gpus - 1) / gpus * count))
+    adding = machine.pass_ms((gpus + 1) / gpus * count)
+    return [copy, Stage("memory", adding, PASS_SLOW), copy]
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -467,7 +429,7 @@ def predict(
     workload: Workload,
     machine: Machine,
     gpus: int,
-    hierarchical: bool = True,
+    peer_to_peer: bool = True,
     dtype: torch.dtype = torch.float32,
     bucket_mb: float = 32.0,
 ) -> Prediction:
@@ -477,17 +439,16 @@ def predict(
         workload: the model, and its step on one GPU.
         machine: the links.
         gpus: of all machines together.
-        hierarchical: peer-to-peer copies inside each machine, and each rank's share between
-            machines; False: NCCL over all GPUs at once.
-        dtype: of the sums, fp32 or bf16; bf16 is NCCL's alone.
+        peer_to_peer: the GPUs of one machine sum in fp32 by peer-to-peer copies. False: NCCL, as
+            always over several machines and in bf16.
+        dtype: of the sums, fp32 or bf16.
         bucket_mb: smallest size of a bucket, in megabytes of fp32.
 
     Returns:
         A Prediction.
 
     Raises:
-        ArgumentError: for GPUs that do not fill their machines, another dtype, and bf16 with
-            hierarchical=True.
+        ArgumentError: for GPUs that do not fill their machines, and another dtype.
 
     Example:
         >>> from gpuaccel.distributed.plan import Link, Machine, Workload, predict
@@ -506,20 +467,16 @@ def predict(
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise ArgumentError(f"dtype is {dtype}; expected torch.float32 or torch.bfloat16")
-    if hierarchical and dtype != torch.float32:
-        raise ArgumentError(
-            "dtype is torch.bfloat16, which only NCCL sums; expected hierarchical=False with it"
-        )
     alone = workload.step_ms
     if gpus == 1:
         return Prediction(1, alone, 0.0, 0.0, 0.0, ())
     sizes, work = zip(*workload.buckets(bucket_mb))
-    if hierarchical:
-        stages = [hierarchical_stages(size, machine, gpus) for size in sizes]
+    if peer_to_peer and gpus <= machine.gpus and dtype == torch.float32:
+        stages = [copy_stages(size, machine, gpus) for size in sizes]
         # The totals, and a sum of squares for each chunk.
         behind = all_reduce_ms(8 * (workload.numel // CHUNK), machine, gpus)
     else:
-        stages = [flat_stages(size, machine, gpus, dtype) for size in sizes]
+        stages = [nccl_stages(size, machine, gpus, dtype) for size in sizes]
         # The totals, and a pass that reads all sums for the norm.
         behind = all_reduce_ms(8, machine, gpus) + machine.pass_ms(4 * workload.numel)
     sent = overlap(work, stages)
@@ -608,7 +565,7 @@ def calibrated(
 
     def step_ms(nccl_slow):
         slowed = replace(machine, nccl_slow=nccl_slow)
-        return predict(workload, slowed, 2, hierarchical=False).step_ms
+        return predict(workload, slowed, 2, peer_to_peer=False).step_ms
 
     return workload, replace(machine, nccl_slow=fit(step_ms, nccl_1))
 

@@ -9,8 +9,8 @@ and the words for them: distributed/config.py.
 
 On GPUs everything runs on streams that fork from the current one by events and join it again, so
 that a CUDA graph can hold it, and the host reads nothing. Buckets are reduced by peer-to-peer
-copies within each machine and by NCCL between machines (distributed/p2p.py), or by NCCL alone. On
-CPUs gloo's threads work between start and join; with several machines see p2p.py.
+copies within one machine (distributed/p2p.py), or by NCCL. On CPUs gloo's threads work between
+start and join.
 """
 
 import contextlib
@@ -231,9 +231,6 @@ class Reducer(ReducerBase):
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
             on_stream = torch.cuda.stream(self.stream)
         with on_stream:
-            if self.p2p is not None and self.p2p.between is not None:
-                # Two groups' collectives at once would need the same order on all ranks.
-                self.p2p.join_sums()
             if self.light:
                 self.light.all_reduce(self.nonfinite)
             if self.p2p is not None:

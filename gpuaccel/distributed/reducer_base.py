@@ -23,7 +23,6 @@ from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast, broadcast_weights, compare
 from .buckets import buckets_of
 from .config import Distributed
-from .machines import Machines
 from .nonfinite import NonFiniteSearch
 from .zero1 import ShardedLayout
 
@@ -91,8 +90,6 @@ class ReducerBase:
         self.arena = arena
         self.optimizers = optimizers
         self.p2p = peer_to_peer
-        # Sums and all-gathers have two levels, inside machines and between; None: one.
-        self.machines: "Machines | None" = None
         self.rank, self.world, self.group = config.rank, config.world, config.group
         self.cuda = arena.device.type == "cuda"
         self.nccl = config.backend == "nccl"
@@ -117,13 +114,6 @@ class ReducerBase:
             broadcast_weights(config, arena)
         except dist.DistError as error:
             raise self._lost_rank(error, "at the start") from error
-        if peer_to_peer is not None:
-            self.machines = peer_to_peer.machines
-        elif config.ordered and config.peer_to_peer is not False:
-            self.machines = Machines.of(config)[0]
-            # One level is enough for one machine, and for machines of one rank.
-            if self.machines is not None and 1 in (self.machines.count, self.machines.size):
-                self.machines = None
         every_step = config.find_unused
         if every_step is None:
             every_step = not self.cuda
@@ -161,13 +151,7 @@ class ReducerBase:
                 f"optimizer is {type(opt).__name__} over {len(tensors)} of the arena's "
                 f"{len(arena.masters)} tensors, or over parameters"
             )
-        levels, position = [(self.group, self.world, self.rank)], self.rank
-        if self.machines is not None:
-            levels, position = self.machines.levels, self.machines.position
-        layout = ShardedLayout(
-            arena, self.buckets, position, self.world, self.group, levels, self.p2p
-        )
-        opt.shard(layout)
+        opt.shard(ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p))
 
     def _prepare_for_capture(self):
         """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
@@ -178,21 +162,14 @@ class ReducerBase:
             accumulate_kernel("accumulate_v2", torch.float32).load(index)
         if not self.nccl or self.world == 1:
             return
-        groups = [(self.group, self.world)]
-        if self.machines is not None and self.machines.count > 1:
-            # Copies need no communicator inside of the machine.
-            levels = self.machines.levels if self.p2p is None else self.machines.levels[:1]
-            groups += [(group, ranks) for group, ranks, _ in levels]
         one = torch.zeros(1, device=self.arena.device)
-        for group, ranks in groups:
-            each = torch.zeros(ranks, device=self.arena.device)
-            collectives.all_to_all(torch.empty_like(each), each, group=group)
-            collectives.all_gather(each, one, group=group)
-            collectives.reduce_scatter(one, each, group=group)
-            collectives.all_reduce(one, group=group)
-            collectives.broadcast(one, group_src=0, group=group)
-            # One group after the other: two at once would need the same order on all ranks.
-            torch.cuda.synchronize(self.arena.device)
+        each = torch.zeros(self.world, device=self.arena.device)
+        collectives.all_to_all(torch.empty_like(each), each, group=self.group)
+        collectives.all_gather(each, one, group=self.group)
+        collectives.reduce_scatter(one, each, group=self.group)
+        collectives.all_reduce(one, group=self.group)
+        collectives.broadcast(one, group_src=0, group=self.group)
+        torch.cuda.synchronize(self.arena.device)
 
     # ---- what TrainStep calls ----
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentError
@@ -52,13 +51,13 @@ def gathered_buffers(arena) -> "list[str]":
     return [name for dtype, name in names.items() if any(p.dtype == dtype for p in arena.params)]
 
 
-def pieces_of(buckets, position: int, world: int) -> "list[Piece]":
-    """What the rank with this range updates, in the order of the arena."""
+def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
+    """What a rank updates, in the order of the arena."""
     pieces, local = [], 0
     for b in buckets:
         own = share(b, world)
         ranges = (
-            (b.start + position * own, b.start + (position + 1) * own),
+            (b.start + rank * own, b.start + (rank + 1) * own),
             (b.start + world * own, b.stop),
         )
         for start, stop in ranges:
@@ -73,24 +72,21 @@ class ShardedLayout(ParameterLayout):
 
     Args:
         buckets: as the reducer sends them.
-        position: the number of this rank's range among those of a bucket.
+        rank: this process' number in the group.
         world: of the process group.
         group: that one.
-        levels: (group, its ranks, number of this one) of the all-gathers that make one over all
-            ranks, one behind the other: the group itself, or Machines.levels.
-        p2p: the PeerToPeer that copies new weights; None: the all-gathers.
+        p2p: the PeerToPeer that copies new weights; None: all-gathers.
     """
 
-    def __init__(self, arena, buckets, position: int, world: int, group, levels, p2p=None):
+    def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
         super().__init__()
         self.arena = arena
         self.buckets = buckets
-        self.position = position
+        self.rank = rank
         self.ranks = world
         self.group = group
-        self.levels = levels
         self.p2p = p2p
-        self.pieces = pieces_of(buckets, position, world)
+        self.pieces = pieces_of(buckets, rank, world)
         self.buffers: "dict[str, Tensor]" = {}  # state key -> (elements of all pieces,) fp32
         self._parts = [self._parts_of(s) for s in arena.segments]
 
@@ -143,17 +139,12 @@ class ShardedLayout(ParameterLayout):
         held = self.held(i)
         bucket = next(b for b in self.buckets if b.first <= i < b.last)
         common = bucket.start + self.ranks * share(bucket, self.ranks)
-        if self.position < self.ranks - 1:
+        if self.rank < self.ranks - 1:
             offset = self.arena.segments[i].offset
             held = [part for part in held if offset + part[0] < common]
         if not held:
             return 0, 0, 0
         return held[0][0], held[-1][1], held[0][2]
-
-    @property
-    def rank(self) -> int:
-        """This process' number in the group; `position` may be another one."""
-        return dist.get_rank(self.group)
 
     def gather_texts(self, text: str) -> "list[str]":
         """A text of each rank, in the order of the ranks. Collective."""
@@ -214,13 +205,9 @@ class ShardedLayout(ParameterLayout):
             length = share(b, self.ranks)
             if not length or self.ranks == 1:
                 continue
-            start = b.start + self.position * length
-            for group, count, number in self.levels:
-                mine = buffer[start : start + length]
-                start -= number * length
-                length *= count
-                everyone = buffer[start : start + length]
-                all_gather(everyone, mine if mine.is_cuda else mine.clone(), group=group)
+            everyone = buffer[b.start : b.start + self.ranks * length]
+            mine = everyone[self.rank * length : (self.rank + 1) * length]
+            all_gather(everyone, mine if mine.is_cuda else mine.clone(), group=self.group)
 
     # ---- the update ----
 

@@ -12,9 +12,9 @@ involves the host offers these methods, and GraphedStep calls them:
 | `refresh()` | before a capture and each replay | host values that the graph reads on the device |
 | `snapshot()` | before a warm-up | host state to restore after it |
 
-ga.AdamW, ga.Embedding and ga.training.LoRALinear implement them, and optim/participants.py does so
-for an arena. Parameters, buffers, gradients and the state of a torch optimizer
-need no participant: GraphedStep knows them by torch's own interfaces.
+ga.AdamW and ga.Embedding implement them, and optim/participants.py does so for an arena.
+Parameters, buffers, gradients and the state of a torch optimizer need no participant: GraphedStep
+knows them by torch's own interfaces.
 """
 
 from collections.abc import Callable, Hashable

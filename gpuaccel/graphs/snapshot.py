@@ -215,8 +215,8 @@ def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
 def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
     """Save what a forward may change: which tensors there are, and values of buffers.
 
-    Values of frozen weights, too, where these are as few as those of a momentum encoder. LoRA's
-    would take too much memory."""
+    Values of frozen weights, too, where these are as few as those of a momentum encoder. Those of
+    a base model under adapters would take too much memory."""
     restore_registered = _snapshot_registered(module)
     trained: "list[tuple[str, Tensor, int]]" = []
     frozen: "list[tuple[str, Tensor, int]]" = []

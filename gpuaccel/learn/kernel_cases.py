@@ -17,16 +17,11 @@ from ..nn import PolyAttention, RichardsCurve
 from ..ops import (
     CHUNK,
     SQUARES_THREADS,
-    WeightGradient,
     accumulate_,
     add_gradients,
-    add_lora_gradients_,
     find_segments,
     launch_forward,
     reference_encoder,
-    rotary_,
-    rotary_backward,
-    rotary_table,
 )
 from ..optim import AdamW, Arena, Lion, clip_grad_norm_, clip_grads_
 from ..training import TrainStep
@@ -316,40 +311,6 @@ def _sort(n, device, generator, dtypes) -> Results:
     return results
 
 
-def _rotary(n, device, generator, dtypes) -> Results:
-    normal = _Normal(device, generator)
-    results: Results = {}
-    T = 7
-    for dtype in dtypes:
-        # With and without accesses of 16 bytes.
-        for head_dim in (16, 6):
-            table = rotary_table(T, head_dim, 100.0).to(device)
-            B = n // (5 * T * head_dim) + 1
-            v, k, q = (normal(B, T, heads * head_dim, dtype=dtype) for heads in (1, 1, 3))
-            words = f"{B} x {T} tokens, heads of {head_dim} in {dtype}"
-            results[f"v, k and q, {words}"] = rotary_(torch.cat([v, k, q], -1), table, 1)
-            results[f"their gradient, {words}"] = rotary_backward(v, k, q, table)
-    return results
-
-
-def _lora_gradients(n, device, generator, dtypes) -> Results:
-    normal = _Normal(device, generator)
-    results: Results = {}
-    for dtype in dtypes:
-        # Sums of as many ranks as there are registers for, and of few that are no quad.
-        for rank in (16, 8, 3):
-            N = n // 32 + 1
-            x, dy = (normal(N, width, dtype=dtype) for width in (32, 48))
-            u, du = (normal(N, rank + 4, dtype=dtype)[:, 4:] for _ in range(2))
-            dA, dB = normal(rank, 32), normal(48, rank)
-            add_lora_gradients_(
-                [WeightGradient(dA, du, x), WeightGradient(dB, dy, u, alpha=0.5, overwrite=True)]
-            )
-            words = f"{N:,} tokens in {dtype}, rank {rank}"
-            results |= {f"dA of {words}": dA, f"dB of {words}": dB}
-    return results
-
-
 # ---- learned layers ------------------------------------------------------------------------------
 
 
@@ -423,8 +384,6 @@ _CLIP_MANY = Case(_clip_many, roundings=16)
 _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
-_ROTARY = Case(_rotary, roundings=4)
-_LORA_GRADIENTS = Case(_lora_gradients, roundings=64)
 _CURVE = Case(_curve, roundings=256, stored_roundings=4)
 _GLU = Case(_glu, roundings=256, stored_roundings=4)
 _HEADS = Case(_attention(16, torch.float32), roundings=2048)
@@ -453,11 +412,6 @@ CASES: "dict[str, tuple[Case, ...]]" = {
     "segments_count": (_SORT,),
     "segments_scatter": (_SORT,),
     "segments_pieces": (_SORT,),
-    "rotary_v1": (_ROTARY,),
-    "rotary_v2": (_ROTARY,),
-    "rotary_backward_v1": (_ROTARY,),
-    "rotary_backward_v2": (_ROTARY,),
-    "lora_gradients_v2": (_LORA_GRADIENTS,),
     "richards_forward": (_CURVE,),
     "richards_backward": (_CURVE,),
     "richards_finish": (_CURVE, _GLU),

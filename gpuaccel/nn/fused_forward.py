@@ -24,15 +24,13 @@ class Joint(NamedTuple):
     """Several layers of one input whose weights lie side by side, the last layer's first.
 
     Attributes:
-        weight: (sum of out, in), of an arena, or of frozen layers.
-        grad: the same range of arena.grads, fp32; None: the weights are frozen.
-        kernels: whether our kernels run on its device. It is known before torch.compile asks.
+        weight: (sum of out, in), of an arena.
+        grad: the same range of arena.grads, fp32.
         layers: in the order of fused_linears().
     """
 
     weight: Tensor
-    grad: "Tensor | None"
-    kernels: bool
+    grad: Tensor
     layers: "tuple[nn.Module, ...]"
 
 
@@ -50,12 +48,12 @@ class FusedForward:
 
     Args:
         layer: a module whose `forward` is its class's.
-        grad: fp32, of the weight's shape, the tensor of a GradientSlice. None: it is frozen.
+        grad: fp32, of the weight's shape, the tensor of a GradientSlice.
     """
 
     joint: "Joint | None" = None
 
-    def __init__(self, layer: nn.Module, grad: "Tensor | None"):
+    def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
         self.grad = grad
         self.weight = layer.weight

@@ -1,41 +1,17 @@
 """Several linear layers of one input as one product.
 
-    q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
-
-With rotary positions one kernel rotates what the product has written, in place, and one writes the
-gradients of q, k and v side by side, where the product's backward reads them:
-
-    q, k, v = fused_rotary(x, self.w_q, self.w_k, self.w_v, table)
-
-Frozen layers of one input are one product, too, with LoRA (LoRALinear) around some of them or none.
+q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
+h = fused_swiglu(x, self.gate, self.up)
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compiler import FLOAT_DTYPES
-from ..errors import ArgumentError
-from ..ops import reference_rotary_backward, rotate
-from .fused_forward import FusedForward, Joint, adds_to_arena, fused_forward
+from .fused_forward import Joint, adds_to_arena, fused_forward
 from .gradient_slice import slice_of
-from .gradient_use import RETURNED, backward_may_add, has_second_derivative
-from .lora import LoRALinear
-from .lora_linears import lora_linears, lora_linears_backward
-from .weight_gradient import add_or_return_each, add_product, side_by_side, weight_gradient
-
-
-class FrozenLinear(FusedForward):
-    """forward of a layer that is frozen, with LoRA or without, and part of a joint product.
-
-    Called by itself, the layer runs the forward of its class.
-    """
-
-    @staticmethod
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return type(layer).forward(layer, *args, **kwargs)
+from .gradient_use import RETURNED
+from .weight_gradient import add_product, side_by_side, weight_gradient
 
 
 def _as_autocast(x: Tensor) -> Tensor:
@@ -46,45 +22,25 @@ def _as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def _rotated_parts(y: Tensor, widths: "list[int]", table: "Tensor | None"):
-    """y, a joint product's output, cut; with a table its k and q are rotated in place before."""
-    if table is not None:
-        torch.ops.gpuaccel.rotary_(y, table, widths[0] // table.shape[-1])
-    return y.split(widths, -1)
-
-
-def _rotated_back(dys: "tuple[Tensor, ...]", table: "Tensor | None") -> "tuple[Tensor, ...]":
-    """The gradients of the parts; with a table that of y, in one tensor."""
-    if table is None:
-        return dys
-    dv, dk, dq = dys
-    if has_second_derivative():
-        return (reference_rotary_backward(dv, dk, dq, table),)
-    return (torch.ops.gpuaccel.rotary_backward(dv, dk, dq, table),)
-
-
 class _LinearsIntoArena(torch.autograd.Function):
     """The outputs of several layers from one product.
 
     joint: the layers' weights as the arena holds them, side by side. acc: their gradients,
     likewise. widths: the number of outputs of each layer; of all in one, where y stays whole.
-    table: of rotary positions, where the layers are v, k and q; else None.
     weights: the same weights one by one, so that autograd knows whose gradients backward computes.
     """
 
     @staticmethod
-    def forward(ctx, x, joint, acc, widths, table, *weights):
+    def forward(ctx, x, joint, acc, widths, *weights):
         joint = _as_autocast(joint)
         ctx.save_for_backward(x, joint, *weights)
         ctx.acc = acc
-        ctx.table = table
-        return _rotated_parts(F.linear(x, joint), widths, table)
+        return F.linear(x, joint).split(widths, -1)
 
     @staticmethod
     def backward(ctx, *dys):
         x, joint, *weights = ctx.saved_tensors
         grads: "list[Tensor | None]" = [None] * len(weights)
-        dys = _rotated_back(dys, ctx.table)
         if not torch.compiler.is_compiling():
             target = slice_of(ctx.acc)
             uses = target.uses(ctx.next_functions[-len(weights) :])
@@ -97,84 +53,22 @@ class _LinearsIntoArena(torch.autograd.Function):
                 # For a second derivative: `joint` does not lead back to the weights.
                 joint = torch.cat(weights).to(joint.dtype)
             dx = dy @ joint
-        elif any(ctx.needs_input_grad[5:]):
+        elif any(ctx.needs_input_grad[4:]):
             dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
         else:
             dx = side_by_side(dys) @ joint
-        return dx, None, None, None, None, *grads
-
-
-class _FrozenLinears(torch.autograd.Function):
-    """The outputs of several layers with frozen weights from one product, of which some have LoRA.
-
-    joint, widths, table: as for _LinearsIntoArena, but the joint weights have no gradient.
-    starts: the first column of each layer with LoRA in the joint output. scalings: of these layers.
-    tensors: A and B of each of these layers, and before them their gradients' slices of the arena.
-    """
-
-    @staticmethod
-    def forward(ctx, x, joint, widths, table, starts, scalings, *tensors):
-        joint = _as_autocast(joint)
-        ctx.table = table
-        ctx.starts = starts
-        ctx.scalings = scalings
-        ctx.accs = tensors[: len(tensors) // 2]
-        factors = tensors[len(tensors) // 2 :]
-        if not factors:
-            ctx.save_for_backward(joint)
-            return _rotated_parts(F.linear(x, joint), widths, table)
-        a, bs = _side_by_side_factors(factors, joint.dtype)
-        u = F.linear(x, a)
-        y = lora_linears(x, joint, u, bs, starts, scalings)
-        ctx.save_for_backward(joint, x, a, u, *factors)
-        return _rotated_parts(y, widths, table)
-
-    @staticmethod
-    def backward(ctx, *dys):
-        joint, *saved = ctx.saved_tensors
-        dy = side_by_side(_rotated_back(dys, ctx.table))
-        if not saved:
-            return dy @ joint, *[None] * 5
-        x, a, u, *factors = saved
-        if has_second_derivative():
-            # `a` and `u` do not lead back to x and the factors.
-            a, bs = _side_by_side_factors(factors, joint.dtype)
-            u = F.linear(x, a)
-            dus = [
-                scaling * dy[..., start : start + len(b)] @ b
-                for b, start, scaling in zip(bs, ctx.starts, ctx.scalings)
-            ]
-            du = torch.cat(dus, -1)
-            dx = dy @ joint + du @ a
-        else:
-            bs = [b.to(joint.dtype) for b in factors[1::2]]
-            dx, du = lora_linears_backward(dy, joint, a, bs, ctx.starts, ctx.scalings)
-        ranks = [b.shape[1] for b in bs]
-        products = []
-        for k, (du_k, u_k) in enumerate(zip(du.split(ranks, -1), u.split(ranks, -1))):
-            start = ctx.starts[k]
-            dy_k = dy[..., start : start + len(bs[k])]
-            products += [(du_k, x, 1.0), (dy_k, u_k, ctx.scalings[k])]
-        grads = add_or_return_each(ctx, ctx.accs, products)
-        return dx, *[None] * (5 + len(factors)), *grads
-
-
-def _side_by_side_factors(factors, dtype: torch.dtype) -> "tuple[Tensor, list[Tensor]]":
-    """(each A as one tensor, each B), of A and B in turn."""
-    factors = [factor.to(dtype) for factor in factors]
-    return torch.cat(factors[::2]), factors[1::2]
+        return dx, None, None, None, *grads
 
 
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
     It is possible while products add into the arena (optim/products.py), for layers that a module
-    lists in this order in FUSED_LINEARS, and whose weights lie side by side in the arena, or are
-    all frozen.
+    lists in this order in FUSED_LINEARS, and whose weights lie side by side in the arena.
 
     Args:
         x: (..., in).
-        *layers: nn.Linear or LoRALinear, all of the same input.
+        *layers: nn.Linear, all of the same input.
 
     Returns:
         The output of each layer.
@@ -182,75 +76,18 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     joint = _joint_of(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
-    return _linears(_as_autocast(x), joint, layers)
+    return _outputs(x, joint, layers)
 
 
-def _linears(
-    x: Tensor, joint: "Joint", layers, table: "Tensor | None" = None, whole: bool = False
-) -> "tuple[Tensor, ...]":
-    """The output of each layer, of one product; with a table k and q are rotated.
-
-    whole: the product's output in one tensor, that of the last layer first."""
+def _outputs(x: Tensor, joint: Joint, layers, whole: bool = False) -> "tuple[Tensor, ...]":
+    """The output of each layer, of one product; whole: in one tensor, the last layer's first."""
     # An arena lies in reverse order.
-    layers = layers[::-1]
-    widths = [layer.out_features for layer in layers]
-    parts = [sum(widths)] if whole else widths
-    if joint.grad is not None:
-        weights = [layer.weight for layer in layers]
-        return _LinearsIntoArena.apply(x, joint.weight, joint.grad, parts, table, *weights)[::-1]
-    starts, scalings, accs, factors = [], [], [], []
-    for k, layer in enumerate(layers):
-        if isinstance(layer, LoRALinear):
-            starts.append(sum(widths[:k]))
-            scalings.append(layer.scaling)
-            for factor in (layer.lora_A, layer.lora_B):
-                accs.append(factor.gpuaccel_fused.grad)
-                factors.append(factor.weight)
-    tensors = [*accs, *factors]
-    return _FrozenLinears.apply(x, joint.weight, parts, table, starts, scalings, *tensors)[::-1]
-
-
-def fused_rotary(
-    x: Tensor, w_q: nn.Module, w_k: nn.Module, w_v: nn.Module, table: Tensor
-) -> "tuple[Tensor, Tensor, Tensor]":
-    """Queries and keys with rotary positions, and values, for scaled_dot_product_attention.
-
-    Where fused_linears() makes one product and our kernels run on x's device, the product's output
-    is rotated in place, by one launch. q, k and v are views of it. Backward, one launch writes the
-    gradient of that output. With 16 bits the rotated values are rounded once, elsewhere as rotate()
-    does.
-
-    Args:
-        x: (B, T, in).
-        w_q: nn.Linear or LoRALinear, in -> heads * head_dim.
-        w_k, w_v: likewise, in -> kv_heads * head_dim.
-        table: (2, at least T, head_dim), ga.ops.rotary_table.
-
-    Returns:
-        q, (B, heads, T, head_dim), k and v, (B, kv_heads, T, head_dim). The last dimension is
-        contiguous, the others are not.
-
-    Raises:
-        ArgumentError: for an x of other dimensions, or of more positions than the table has.
-    """
-    if x.dim() != 3 or x.shape[1] > table.shape[1]:
-        raise ArgumentError(
-            f"x has shape {tuple(x.shape)}; expected (B, T, in), T up to {table.shape[1]}, the "
-            "positions of the table"
-        )
-    layers = w_q, w_k, w_v
-    joint = _joint_of(*layers)
-    in_place = False
-    if joint is None:
-        outputs = tuple(layer(x) for layer in layers)
-    else:
-        x = _as_autocast(x)
-        in_place = (
-            joint.kernels and x.dtype in FLOAT_DTYPES and w_k.out_features == w_v.out_features
-        )
-        outputs = _linears(x, joint, layers, table if in_place else None)
-    q, k, v = (y.unflatten(-1, (-1, table.shape[-1])).transpose(1, 2) for y in outputs)
-    return (q, k, v) if in_place else (rotate(q, table), rotate(k, table), v)
+    weights = [layer.weight for layer in reversed(layers)]
+    widths = [len(weight) for weight in weights]
+    if whole:
+        widths = [sum(widths)]
+    args = _as_autocast(x), joint.weight, joint.grad, widths
+    return _LinearsIntoArena.apply(*args, *weights)[::-1]
 
 
 class _Swiglu(torch.autograd.Function):
@@ -281,12 +118,12 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
     Args:
         x: (..., in). torch.compile makes one kernel of what follows the product.
-        gate, up: nn.Linear or LoRALinear, (..., in) -> (..., out).
+        gate, up: nn.Linear, (..., in) -> (..., out).
     """
     joint = _joint_of(gate, up) if torch.compiler.is_compiling() else None
     if joint is None or gate.out_features != up.out_features:
         return F.silu(gate(x)) * up(x)
-    (y,) = _linears(_as_autocast(x), joint, (gate, up), whole=True)
+    (y,) = _outputs(x, joint, (gate, up), whole=True)
     return _Swiglu.apply(y)
 
 
@@ -294,28 +131,14 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
     """The layers' weights as one tensor; None where each layer has to be called by itself.
 
     That is so without a joint of these layers in this order, without gradients, under torch.func,
-    for a weight that was replaced or unfrozen, merged LoRA, and hooks."""
+    for a weight that was replaced, and for hooks."""
     first = fused_forward(layers[0])
     joint = None if first is None else first.joint
-    if joint is None or not backward_may_add():
+    if joint is None:
         return None
     if len(layers) != len(joint.layers) or any(a is not b for a, b in zip(layers, joint.layers)):
         return None
     for layer in layers:
-        fused = fused_forward(layer)
-        linear = layer
-        if isinstance(layer, LoRALinear):
-            linear = layer.base_layer
-            if layer.merged or any(map(_has_hooks, layer.children())):
-                return None
-            if not all(map(adds_to_arena, (layer.lora_A, layer.lora_B))):
-                return None
-        if fused is None or linear.weight is not fused.weight or _has_hooks(layer):
-            return None
-        if joint.grad is None and fused.weight.requires_grad:
+        if adds_to_arena(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
             return None
     return joint
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)

@@ -10,15 +10,11 @@ traced before that is known: its operations ask when they run, and can only add.
 import torch
 from torch import Tensor
 
-from ..ops import WeightGradient, add_lora_gradients_, reference_weight_gradient
 from .gradient_slice import GradientSlice, slice_of
-from .gradient_use import ADDED, RETURNED, GradientUse
+from .gradient_use import RETURNED, GradientUse
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
-_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x, float alpha=1.0) -> ()")
-_library.define(
-    "add_lora_gradients_(Tensor(a!)[] accs, Tensor[] dys, Tensor[] xs, float[] alphas) -> ()"
-)
+_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
 _library.define(
     "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
 )
@@ -27,21 +23,15 @@ _library.define(
 # ---- the operations: what a compiled backward calls ----------------------------------------------
 
 
-def _add_weight_gradient(acc, dy, x, alpha=1.0):
-    """acc += alpha * dy^T @ x, summed in fp32.
+def _add_weight_gradient(acc, dy, x):
+    """acc += dy^T @ x, summed in fp32.
 
     Args:
         acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16. For a weight that is
             (in, out) x and dy change places.
     """
     target = slice_of(acc)
-    add_product(target, target.uses(), dy, x, alpha)
-
-
-def _add_lora_gradients(accs, dys, xs, alphas):
-    """_add_weight_gradient() of each, those of LoRA's factors in one launch."""
-    targets = [slice_of(acc) for acc in accs]
-    _add_products([(t, t.uses(), *rest) for t, *rest in zip(targets, dys, xs, alphas)])
+    add_product(target, target.uses(), dy, x)
 
 
 def _fused_linears_backward(acc, dys, x, weight):
@@ -57,8 +47,7 @@ def _fused_linears_backward(acc, dys, x, weight):
 
 
 for _name, _function, _fake in (
-    ("add_weight_gradient_", _add_weight_gradient, lambda acc, dy, x, alpha=1.0: None),
-    ("add_lora_gradients_", _add_lora_gradients, lambda accs, dys, xs, alphas: None),
+    ("add_weight_gradient_", _add_weight_gradient, lambda acc, dy, x: None),
     (
         "fused_linears_backward_",
         _fused_linears_backward,
@@ -73,39 +62,37 @@ for _name, _function, _fake in (
 # ---- their additions, which an eager backward calls ----------------------------------------------
 
 
-def _begin(target: GradientSlice, uses: "list[GradientUse]", dy, x, alpha):
-    """The product, in a piece for each part of the slice, which knows of it from here on."""
-    pieces = []
-    for acc, columns, overwrite in target.begin(uses):
-        part = dy if columns is None else dy[..., columns]
-        part, rows = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (part, x))
-        pieces.append(WeightGradient(acc, part, rows, alpha, overwrite))
-    return pieces
-
-
-def add_product(
-    target: GradientSlice, uses: "list[GradientUse]", dy: Tensor, x: Tensor, alpha: float = 1.0
-):
-    """Add alpha * dy^T @ x into a slice, for the weights whose gradient is added.
+def add_product(target: GradientSlice, uses: "list[GradientUse]", dy: Tensor, x: Tensor):
+    """Add dy^T @ x into a slice, for the weights whose gradient is added.
 
     Args:
         target: (out, in).
         uses: of its weights.
         dy: (..., out).
         x: (..., in).
-        alpha: a factor.
     """
-    for piece in _begin(target, uses, dy, x, alpha):
-        reference_weight_gradient(piece)
+    for acc, columns, overwrite in target.begin(uses):
+        accumulate_product(acc, dy if columns is None else dy[..., columns], x, overwrite)
     target.end(uses)
 
 
-def _add_products(arguments: "list[tuple]"):
-    """add_product() of each, those of LoRA's factors in one launch. Each slice has one weight."""
-    add_lora_gradients_([piece for each in arguments for piece in _begin(*each)])
-    # Once for a factor that two layers share, when both of its products are there.
-    for target, uses in {target: uses for target, uses, *_ in arguments}.items():
-        target.end(uses)
+def accumulate_product(acc: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False):
+    """acc += dy^T @ x, summed in fp32: the gradient of the weight of y = x @ weight^T.
+
+    Args:
+        acc: (out, in) fp32.
+        dy: (..., out).
+        x: (..., in), of dy's dtype.
+        overwrite: acc = dy^T @ x. Nothing reads acc: a NaN in it is gone.
+    """
+    dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
+    beta = 0 if overwrite else 1
+    if dy.dtype == torch.float32:
+        acc.addmm_(dy.t(), x, beta=beta)
+    elif dy.is_cuda:
+        torch.addmm(acc, dy.t(), x, beta=beta, out_dtype=torch.float32, out=acc)
+    else:
+        acc.addmm_(dy.t().float(), x.float(), beta=beta)
 
 
 # ---- for the backward of autograd functions ------------------------------------------------------
@@ -147,32 +134,3 @@ def add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor) -> "Tensor | 
     uses = target.uses([ctx.next_functions[i]])
     add_product(target, uses, dy, x)
     return weight_gradient(dy, x) if uses[0] is RETURNED else None
-
-
-def add_or_return_each(
-    ctx, accs: "tuple[Tensor, ...]", products: "list[tuple[Tensor, Tensor, float]]"
-) -> "list[Tensor | None]":
-    """add_or_return() of alpha * dy^T @ x for each weight. All that are added are one call.
-
-    Args:
-        ctx: of the autograd function, whose last inputs are the weights.
-        accs: the tensors of their slices.
-        products: (dy, x, alpha) of each weight.
-    """
-    count = len(products)
-    if torch.compiler.is_compiling():
-        needed = zip(ctx.needs_input_grad[-count:], accs, products)
-        arguments = [(acc, *product) for needs, acc, product in needed if needs]
-        if arguments:
-            torch.ops.gpuaccel.add_lora_gradients_(*map(list, zip(*arguments)))
-        return [None] * count
-    grads: "list[Tensor | None]" = []
-    added = []
-    for edge, acc, (dy, x, alpha) in zip(ctx.next_functions[-count:], accs, products):
-        target = slice_of(acc)
-        uses = target.uses([edge])
-        if uses[0] is ADDED:
-            added.append((target, uses, dy, x, alpha))
-        grads.append(alpha * weight_gradient(dy, x) if uses[0] is RETURNED else None)
-    _add_products(added)
-    return grads

@@ -50,20 +50,6 @@ from .embedding_backward import (
     reference_encoder,
     reference_encoder_backward,
 )
-from .lora_gradients import (
-    WeightGradient,
-    add_lora_gradients_,
-    reference_weight_gradient,
-)
-from .rotary import (
-    reference_rotary,
-    reference_rotary_backward,
-    rotary_,
-    rotary_backward,
-    rotary_kernel,
-    rotary_table,
-    rotate,
-)
 from .rounding import reference_round
 from .token_sort import (
     MAX_TOKENS,
@@ -108,11 +94,9 @@ __all__ = [
     "Segments",
     "StepInputs",
     "UpdateRule",
-    "WeightGradient",
     "accumulate_",
     "accumulate_kernel",
     "add_gradients",
-    "add_lora_gradients_",
     "arena_launches",
     "check_gradient",
     "check_gradients",
@@ -145,17 +129,9 @@ __all__ = [
     "reference_encoder",
     "reference_encoder_backward",
     "reference_norms",
-    "reference_rotary",
-    "reference_rotary_backward",
     "reference_round",
     "reference_scale",
     "reference_segments",
-    "reference_weight_gradient",
-    "rotary_",
-    "rotary_backward",
-    "rotary_kernel",
-    "rotary_table",
-    "rotate",
     "segments_on_host",
     "span",
     "tensors_of_launch",

@@ -460,8 +460,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def shard(self, layout):
         """Keep this rank's share of the state from here on.
 
-        state_dict() then has this share only; gathered() makes it whole for a while. A whole state
-        can be loaded at any time.
+        state_dict() is then an error, but inside gathered(), where the state is whole. A whole
+        state can be loaded at any time.
 
         Args:
             layout: a ShardedLayout: which share.
@@ -548,7 +548,17 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
         So a run that loads the model's and the optimizer's state resumes bit for bit. Optimizers of
         torch's load it and ignore the masters. As torch's it holds the state's own tensors, which
-        an optimizer of torch's that loads it shares: hand it a copy.deepcopy of the dict."""
+        an optimizer of torch's that loads it shares: hand it a copy.deepcopy of the dict.
+
+        Raises:
+            ArgumentError: of a sharded optimizer outside gathered(): this rank has only its share.
+        """
+        if self.layout.ranks > 1:
+            raise ArgumentError(
+                f"state_dict() of a sharded optimizer: this rank has its share of {self.layout.ranks}; "
+                "expected it inside `with step.gathered():`, which every rank enters, or "
+                "ga.save_checkpoint"
+            )
         packed = super().state_dict()
         if self.arena is None:
             return packed

@@ -12,8 +12,8 @@ FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of e
 `.grad` by the arena's rule: None is overwritten, a sum is added to. Nothing is rounded between the
 product and the fp32 sum. The other tensors are autograd's.
 
-Layers of one input (FUSED_LINEARS of their module) become one product: trained ones where the arena
-has their weights side by side, frozen ones, with LoRA or without, whose weights are moved so.
+Layers of one input (FUSED_LINEARS of their module) become one product where the arena has their
+weights side by side.
 """
 
 import itertools
@@ -23,10 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 
-from ..backends import takes
 from ..errors import ArgumentError
 from ..nn import (
-    FrozenLinear,
     FusedConv1D,
     FusedEmbedding,
     FusedForward,
@@ -34,7 +32,6 @@ from ..nn import (
     GradientSlice,
     GradientUse,
     Joint,
-    LoRALinear,
     SlicePart,
     gradient_uses,
     has_class_forward,
@@ -143,8 +140,6 @@ class Products:
         self._fused: "dict[nn.Module, FusedForward]" = {}
         # Kept alive here, until close().
         self._slices: "dict[tuple[int, ...], _ProductSlice]" = {}
-        # Frozen weights that lie side by side -> their addresses.
-        self._frozen: "dict[Tensor, int]" = {}
         for layer in arena.module.modules():
             # Not the attribute, which a parametrization would compute.
             weight = dict(layer.named_parameters(recurse=False)).get("weight")
@@ -157,9 +152,7 @@ class Products:
             self.tensors.add(i)
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
-                layers = [getattr(layer, name) for name in names]
-                self._add_joint(layers)
-                self._add_frozen_joint(layers)
+                self._add_joint([getattr(layer, name) for name in names])
         arena.before_release.append(self.close)
 
     def _acc(self, tensors: "tuple[int, ...]") -> Tensor:
@@ -194,46 +187,12 @@ class Products:
         start = segments[0].offset
         weight = weights[start : start + grad.numel()].view_as(grad)
         # fused_linears() looks at the first layer of forward, which is the last one here.
-        self._fused[layers[0]].joint = Joint(weight, grad, takes(weight.device), tuple(layers))
-
-    def _add_frozen_joint(self, layers: "list[nn.Module]"):
-        """Make one product of several frozen layers of one input, with LoRA or without.
-
-        Their weights are moved side by side, once, into memory that they keep after close().
-        Nothing changes where one of them is trained, or its layer has a bias or dropout.
-        """
-        # The order of an arena.
-        layers = layers[::-1]
-        linears = [_frozen_linear(layer, self._fused) for layer in layers]
-        weights = [linear.weight for linear in linears if linear is not None]
-        kinds = {(weight.dtype, weight.device) for weight in weights}
-        # Two weights in one memory stay in it, and a tied one where another group has it.
-        addresses = {weight.data_ptr() for weight in weights if weight not in self._frozen}
-        if len(addresses) < len(layers) or len(kinds) > 1:
-            return
-        joint = torch.cat([weight.detach() for weight in weights])
-        for layer, weight, piece in zip(layers, weights, joint.split([len(w) for w in weights])):
-            weight.data = own_storage(piece)
-            self._frozen[weight] = weight.data_ptr()
-            self._fused[layer] = first = FrozenLinear(layer, None)
-        # As in _add_joint().
-        first.joint = Joint(joint, None, takes(joint.device), tuple(layers[::-1]))
+        self._fused[layers[0]].joint = Joint(weight, grad, tuple(layers))
 
     # ---- while backward runs ----
 
     def begin_backward(self):
-        """Check what the next backward relies on, and count its products from zero.
-
-        Raises:
-            ArgumentError: for a frozen weight that has moved.
-        """
-        for weight, address in self._frozen.items():
-            if weight.data_ptr() != address:
-                raise ArgumentError(
-                    "a frozen weight no longer lies where its layer's product reads it "
-                    "(module.to(...) or .data = ... moved it): close the TrainStep before, and "
-                    "make a new one after"
-                )
+        """Count the products of the next backward from zero."""
         # A slice that has lost its memory (`p.grad.data = ...`) gets it again.
         self.arena.gradients.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
@@ -265,28 +224,3 @@ class Products:
 def _has_hooks(arena: Arena, i: int) -> bool:
     """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
     return bool(arena.params[i]._backward_hooks) or arena.gradients.has_hooks(i)
-
-
-def _frozen_linear(layer: nn.Module, fused: "dict[nn.Module, FusedForward]") -> "nn.Linear | None":
-    """The nn.Linear that `layer` is, or that LoRA is around; None where it cannot be joined.
-
-    Args:
-        fused: layers whose weight gradient goes into the arena.
-    """
-    linear = layer
-    if type(layer) is LoRALinear:
-        linear = layer.base_layer
-        factors = layer.lora_A, layer.lora_B
-        if not isinstance(layer.lora_dropout, nn.Identity) or any(
-            factor not in fused or factor.weight.dtype != layer.weight.dtype for factor in factors
-        ):
-            return None
-    if (
-        type(linear) is not nn.Linear
-        or linear.bias is not None
-        or linear.weight.requires_grad
-        or not has_class_forward(linear)
-        or not has_class_forward(layer)
-    ):
-        return None
-    return linear

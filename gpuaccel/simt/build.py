@@ -43,6 +43,8 @@ from ..headers import HOST_STUBS, curand_folder
 from ..host_code import device_variables
 from ..notebook import notice
 from ..source import (
+    DECLARATOR,
+    INCLUDE,
     LINE,
     base_name,
     kernel_positions,
@@ -332,14 +334,13 @@ HEADERS = {
 }
 SIMT_HEADERS = ("simt.h", "runtime.h", "half.h", "cooperative_groups.h", "<command-line>")
 OWN_HEADERS = ("half.h", "cooperative_groups.h")
-_SYSTEM_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
 
 
 def _with_headers(source: str) -> "tuple[str, list[str]]":
     """The source without the #includes of CUDA's headers, and the headers of ours it needs."""
     text = without_comments(source, strings=True)
     needed = {}
-    for match in _SYSTEM_INCLUDE.finditer(text):
+    for match in INCLUDE.finditer(text):
         if match[1] in HEADERS:
             needed[HEADERS[match[1]]] = True
             blanks = " " * len(match[0])
@@ -660,7 +661,6 @@ def _with_one_index(source: str) -> str:
 
 _ALIGNMENT = r"(?:__align__|alignas|__attribute__)\s*\((?:[^()]|\([^()]*\))*\)"
 _BEFORE_EXTERN = re.compile(rf"(?:(?:\b(?:__shared__|volatile|const|static)\b|{_ALIGNMENT})\s*)*\Z")
-_DECLARATOR = re.compile(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.S)
 
 
 def _is_in_directive(blank: str, position: int) -> bool:
@@ -692,7 +692,7 @@ def _dynamic_arrays(blank: str) -> "Iterator[tuple[int, int, list[tuple[str, str
         ctype = None
         arrays = []
         for part in split_list(" ".join(text.split())):
-            declarator = _DECLARATOR.fullmatch(part)
+            declarator = DECLARATOR.fullmatch(part)
             if declarator is None:
                 break
             ctype = declarator[1] if ctype is None else ctype

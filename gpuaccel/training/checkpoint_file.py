@@ -5,14 +5,16 @@ safetensors without pickle, verified by sha256 when it is read.
     contents = read_checkpoint(path)
     contents.tensor("model.head.weight"), contents.step, contents.state["extra"]
 
-The metadata of a safetensors file hold the format, the step, one sha256 per tensor, one over all
-of it, and as JSON the state: everything that is no tensor. Any tool that reads safetensors can read
-the tensors.
+The metadata of a safetensors file hold the format, the step, the sha256 of the whole file, and as
+JSON the state: everything that is no tensor. Any tool that reads safetensors can read the tensors.
 
-A folder has a file per rank, and manifest.json with the step, the state, and size and sha256 of
-each file. A tensor lies whole in one file, or as flat ranges of its elements in several. The files
-also have the metadata by which torch.distributed.checkpoint.HuggingFaceStorageReader reads them.
-The folder is written by checkpoint_shards.py.
+A folder has a file per rank, and manifest.json with the step, the state, and the sha256 of each
+file. A tensor lies whole in one file, or as flat ranges of its elements in several. The files also
+have the metadata by which torch.distributed.checkpoint.HuggingFaceStorageReader reads them. The
+folder is written by checkpoint_shards.py.
+
+safetensors reads the files and does not write them: its save_file takes all tensors at once, so
+that a copy of everything on a GPU would lie in the host's memory.
 """
 
 import collections
@@ -20,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import pathlib
 import reprlib
 from collections.abc import Callable
@@ -32,11 +35,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, GpuaccelError
-from ..files import damage, digest, written_aside
+from ..files import damage, host_bytes, written_aside
 
-FORMAT = "gpuaccel-checkpoint-1"
-SHARDS_FORMAT = "gpuaccel-sharded-checkpoint-1"
+FORMAT = "gpuaccel-checkpoint-2"
+SHARDS_FORMAT = "gpuaccel-sharded-checkpoint-2"
 MANIFEST = "manifest.json"
+# How a file begins whose sha256 is over itself, with zeros in the place of these 64 digits.
+DIGEST = b'{"__metadata__":{"sha256":"'
+DIGEST_PLACE = 8 + len(DIGEST)
+NO_DIGEST = "0" * 64
 # torch's name in a file's metadata for where each tensor's elements begin in the whole tensor.
 TORCH_OFFSETS = "DCP_SHARDING_INFO"
 # safetensors' names.
@@ -66,32 +73,21 @@ class Contents:
 
     Attributes:
         entries: name -> [dtype, shape] of each tensor.
-        digests: name -> sha256 of each tensor's bytes; of several ranges, joined in their order.
     """
 
     def __init__(self, step: int, state: dict, shapes: "dict[str, list] | None" = None):
         self.step = step
         self.state = state
         self.entries: "dict[str, list]" = dict(shapes or {})
-        # Of each tensor: (first element, (n,) elements, their sha256). Tensors are views of the
-        # mapped file, which is read when they are.
-        self._ranges: "dict[str, list[tuple[int, Tensor, str]]]" = {
-            name: [] for name in self.entries
-        }
+        # Of each tensor: (first element, (n,) elements), a view of the mapped file.
+        self._ranges: "dict[str, list[tuple[int, Tensor]]]" = {name: [] for name in self.entries}
 
-    def add(self, name: str, tensor: Tensor, sha256: str, first: int = 0):
+    def add(self, name: str, tensor: Tensor, first: int = 0):
         """Add a whole tensor, or the range of it that begins with element `first`."""
         expected, dtype = self.entries.setdefault(name, describe(tensor))[0], describe(tensor)[0]
         if dtype != expected:
             raise ValueError(f"a range of {name} is {dtype}, expected {expected}")
-        self._ranges.setdefault(name, []).append((first, tensor.reshape(-1), sha256))
-
-    @property
-    def digests(self) -> "dict[str, str]":
-        return {
-            name: " ".join(sha256 for _, _, sha256 in sorted(ranges, key=lambda r: r[0]))
-            for name, ranges in self._ranges.items()
-        }
+        self._ranges.setdefault(name, []).append((first, tensor.reshape(-1)))
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -100,7 +96,7 @@ class Contents:
         """(last - first,) elements of a tensor in C order; read only, it may be the mapped file."""
         parts = [
             data[max(first - start, 0) : last - start]
-            for start, data, _ in sorted(self._ranges[name], key=lambda r: r[0])
+            for start, data in sorted(self._ranges[name], key=lambda r: r[0])
             if start < last and start + len(data) > first
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -124,7 +120,7 @@ class Contents:
 
 def _covers(ranges, numel: int) -> bool:
     end = 0
-    for first, data, _ in sorted(ranges, key=lambda r: r[0]):
+    for first, data in sorted(ranges, key=lambda r: r[0]):
         if first != end:
             return False
         end += len(data)
@@ -259,8 +255,8 @@ STATE = {
 }
 MANIFEST_FORM: "dict[str, Any]" = {
     "step": int,
-    # Bytes, and sha256 of what the file says.
-    "files": {str: (int, str)},
+    # sha256.
+    "files": {str: str},
     "shapes": {str: DESCRIPTION},
     "state": STATE,
 }
@@ -286,38 +282,13 @@ def refusing(path: pathlib.Path):
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def _checksum(entries, digests, metadata) -> str:
-    """sha256 over all that a file says.
-
-    That is format, step and state, and name, dtype, shape and digest of each tensor."""
-    facts = [metadata["format"], metadata["step"], metadata["state"]]
-    total = hashlib.sha256(json.dumps(facts).encode())
-    for name in sorted(digests):
-        total.update(json.dumps([name, *entries[name], digests[name]]).encode())
-    return total.hexdigest()
-
-
-def _header(entries, offsets, metadata, digests) -> bytes:
-    """The beginning of a safetensors file: the header's length in 8 bytes, then the header."""
-    sums = {"digests": json.dumps(digests), "sha256": _checksum(entries, digests, metadata)}
-    header: dict = {"__metadata__": {**metadata, **sums}}
-    for name, (dtype, shape) in entries.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets[name]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # The data begin at a multiple of 8 bytes.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _write(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: "dict[str, str]") -> str:
-    """Write a safetensors file aside and rename it to `path`; returns the sha256 of what it says.
+    """Write a safetensors file aside and rename it to `path`; returns its sha256.
 
-    One pass, with one tensor at a time on the host. The header holds the digests, so it is written
-    last, over zeros of its own length."""
+    One pass, with one tensor at a time on the host. The sha256 in the header is written last."""
     # Largest elements first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    entries = {}
-    offsets = {}
+    header: dict = {"__metadata__": {"sha256": NO_DIGEST, **metadata}}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -326,19 +297,25 @@ def _write(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: "dict[str
                 f"{path}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; "
                 f"expected a dense tensor with data, of one of {', '.join(DTYPE_NAMES.values())}"
             )
-        entries[name] = describe(tensor)
-        start = end
-        end = end + tensor.numel() * tensor.element_size()
-        offsets[name] = [start, end]
-    digests = {name: "0" * 64 for name in names}
+        dtype, shape = describe(tensor)
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The data begin at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    total = hashlib.sha256()
     with written_aside(path) as file:
-        file.write(bytes(len(_header(entries, offsets, metadata, digests))))
-        for name in names:
-            digests[name], data = digest(tensors[name])
+
+        def put(data):
+            total.update(data)
             file.write(data)
-        file.seek(0)
-        file.write(_header(entries, offsets, metadata, digests))
-    return _checksum(entries, digests, metadata)
+
+        put(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            put(host_bytes(tensors[name]))
+        file.seek(DIGEST_PLACE)
+        file.write(total.hexdigest().encode())
+    return total.hexdigest()
 
 
 def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, state: dict):
@@ -372,47 +349,31 @@ def shard_name(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
-def _torch_offsets(names, firsts: "dict[str, int]", entries: "dict[str, list]") -> str:
-    """What torch's reader expects in a file's metadata."""
-    offsets = {
-        name: {"saved_offsets": [firsts[name]] if name in firsts else [0] * len(entries[name][1])}
-        for name in sorted(names)
-    }
-    return json.dumps(offsets)
-
-
-def write_shard(
-    path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, firsts: "dict[str, int]"
-) -> "tuple[int, str]":
+def write_shard(path: pathlib.Path, tensors: "dict[str, Tensor]", firsts: "dict[str, int]") -> str:
     """Write one rank's file of a folder.
 
     Args:
         path: of the file.
         tensors: whole ones, and flat ranges.
-        step: optimizer steps done.
         firsts: of each range its first element in the whole tensor.
 
     Returns:
-        (bytes, sha256 of what the file says), for the manifest.
+        Its sha256, for the manifest.
 
     Raises:
         CheckpointError: for a tensor that safetensors cannot hold.
         OSError: of the disk.
     """
-    entries = {name: describe(tensor) for name, tensor in tensors.items()}
-    metadata = {
-        "format": SHARDS_FORMAT,
-        "step": str(int(step)),
-        "state": json.dumps(firsts, sort_keys=True),
-        TORCH_OFFSETS: _torch_offsets(tensors, firsts, entries),
+    offsets = {
+        name: {"saved_offsets": [firsts[name]] if name in firsts else [0] * tensor.dim()}
+        for name, tensor in tensors.items()
     }
-    sha256 = _write(path, tensors, metadata)
-    return path.stat().st_size, sha256
+    return _write(path, tensors, {"format": SHARDS_FORMAT, TORCH_OFFSETS: json.dumps(offsets)})
 
 
 def write_manifest(
     folder: pathlib.Path,
-    files: "dict[str, tuple[int, str]]",
+    files: "dict[str, str]",
     step: int,
     state: dict,
     shapes: "dict[str, list]",
@@ -464,61 +425,47 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> "tuple[dict[str, Ten
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {damage(path)} ({error})"
         ) from error
-    missing = {"format", "step", "state", "digests", "sha256"} - metadata.keys()
-    if missing or metadata["format"] != expected:
+    if metadata.get("format") != expected:
         hint = ""
         if metadata.get("format") == SHARDS_FORMAT:
             hint = f": it is one of several shards; give the folder, {path.parent}"
         raise CheckpointError(
             f"{path} is a safetensors file, but not a checkpoint of this version: its format is "
             f"{metadata.get('format')!r}, expected {expected!r}{hint}"
-            + (f"; {', '.join(sorted(missing))} is missing" if missing else "")
         )
     return tensors, metadata
 
 
-def _verify(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: dict) -> "dict[str, str]":
-    """The sha256 of each tensor of a file; CheckpointError where it is not the one it says."""
-    digests = parse(json.loads(metadata["digests"]), {str: str}, "digests")
-    for name in sorted(tensors.keys() | digests.keys()):
-        if name not in tensors or name not in digests:
-            raise CheckpointError(
-                f"{path} is damaged: tensor {name} is missing from its "
-                f"{'tensors' if name in digests else 'digests'}"
-            )
-        sha256 = digest(tensors[name])[0]
-        if sha256 != digests[name]:
-            raise CheckpointError(
-                f"{path} is damaged: tensor {name} has sha256 {sha256}, expected {digests[name]}"
-            )
-    _verify_header(path, tensors, metadata, digests)
-    return digests
-
-
-def _verify_header(path, tensors, metadata, digests):
-    entries = {name: describe(tensor) for name, tensor in tensors.items()}
-    sha256 = _checksum(entries, digests, metadata)
-    if sha256 != metadata["sha256"]:
-        raise CheckpointError(
-            f"{path} is damaged: its names, shapes and state have sha256 {sha256}, "
-            f"expected {metadata['sha256']}"
-        )
+def _verify(path: pathlib.Path, metadata: "dict[str, str]"):
+    """Read all of a file; CheckpointError where its sha256 is not the one in its metadata."""
+    total = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            total.update(file.read(DIGEST_PLACE))
+            file.seek(len(NO_DIGEST), os.SEEK_CUR)
+            total.update(NO_DIGEST.encode())
+            while data := file.read(2**20):
+                total.update(data)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    sha256, expected = total.hexdigest(), metadata.get("sha256")
+    if sha256 != expected:
+        raise CheckpointError(f"{path} is damaged: it has sha256 {sha256}, expected {expected}")
 
 
 def read_file(path: pathlib.Path) -> Contents:
     """Everything in a file, verified.
 
     Raises:
-        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged;
-            the error names the tensor.
+        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged.
     """
     tensors, metadata = _read_safetensors(path, FORMAT)
     with refusing(path):
-        digests = _verify(path, tensors, metadata)
+        _verify(path, metadata)
         state = parse(json.loads(metadata["state"]), STATE, "state")
         contents = Contents(int(metadata["step"]), state)
         for name, tensor in tensors.items():
-            contents.add(name, tensor, digests[name])
+            contents.add(name, tensor)
     return contents
 
 
@@ -548,38 +495,24 @@ def _read_manifest(folder: pathlib.Path) -> dict:
     return parse(manifest, MANIFEST_FORM, "manifest")
 
 
-def _check_files(folder: pathlib.Path, files: "dict[str, list]"):
+def _check_files(folder: pathlib.Path, files: "dict[str, str]"):
     """The folder has the shards of its manifest, and no other."""
     present = {path.name for path in folder.glob("*.safetensors")}
     for name in sorted(present - files.keys()):
         raise CheckpointError(f"{folder} is damaged: {name} does not belong to it")
-    for name, (size, _) in sorted(files.items()):
-        if name not in present:
-            raise CheckpointError(f"{folder} is damaged: shard {name} is missing")
-        actual = (folder / name).stat().st_size
-        if actual != size:
-            raise CheckpointError(
-                f"{folder} is damaged: shard {name} has {actual} bytes, expected {size}"
-            )
-
-
-def _firsts(metadata) -> "dict[str, int]":
-    return parse(json.loads(metadata["state"]), {str: int}, "firsts")
+    for name in sorted(files.keys() - present):
+        raise CheckpointError(f"{folder} is damaged: shard {name} is missing")
 
 
 def _verify_shard(path: pathlib.Path, sha256: str):
     """Read all of a shard; CheckpointError unless it is the one that the manifest means."""
-    tensors, metadata = _read_safetensors(path, SHARDS_FORMAT)
-    _verify(path, tensors, metadata)
-    entries = {name: describe(tensor) for name, tensor in tensors.items()}
-    firsts = _firsts(metadata)
+    _, metadata = _read_safetensors(path, SHARDS_FORMAT)
+    _verify(path, metadata)
     if metadata["sha256"] != sha256:
         raise CheckpointError(
-            f"{path} is damaged or of another checkpoint: what it says has sha256 "
-            f"{metadata['sha256']}, expected {sha256}"
+            f"{path} is of another checkpoint: it has sha256 {metadata['sha256']}, "
+            f"expected {sha256}"
         )
-    if metadata.get(TORCH_OFFSETS) != _torch_offsets(tensors, firsts, entries):
-        raise CheckpointError(f"{path} is damaged: its {TORCH_OFFSETS} contradicts its ranges")
 
 
 def read_folder(
@@ -597,7 +530,7 @@ def read_folder(
 
     Raises:
         CheckpointError: for no such folder, one that is not a checkpoint, and one that is damaged;
-            the error names the shard and the tensor. Of several ranks all raise it.
+            the error names the shard. Of several ranks all raise it.
     """
     problem = ""
     manifest: dict = {}
@@ -608,7 +541,7 @@ def read_folder(
             _check_files(folder, files)
             for name in sorted(files)[rank::ranks]:
                 with refusing(folder / name):
-                    _verify_shard(folder / name, files[name][1])
+                    _verify_shard(folder / name, files[name])
     except CheckpointError as error:
         problem = str(error)
     problems = [text for text in gather(problem) if text]
@@ -618,10 +551,11 @@ def read_folder(
     with refusing(folder):
         for name in sorted(manifest["files"]):
             tensors, metadata = _read_safetensors(folder / name, SHARDS_FORMAT)
-            digests = json.loads(metadata["digests"])
-            firsts = _firsts(metadata)
+            form = {str: {"saved_offsets": [int]}}
+            offsets = parse(json.loads(metadata[TORCH_OFFSETS]), form, TORCH_OFFSETS)
             for key, tensor in tensors.items():
-                contents.add(key, tensor, digests[key], firsts.get(key, 0))
+                is_range = key in manifest["shapes"]
+                contents.add(key, tensor, offsets[key]["saved_offsets"][0] if is_range else 0)
     gaps = contents.gaps()
     if gaps:
         raise CheckpointError(

@@ -137,15 +137,16 @@ class _Writer(dcp.StorageWriter):
             for item in plan.items
             if item.index.fqn in self.shapes
         }
-        # A WriteResult has room for a size and for what a writer wants to say.
-        size, sha256 = write_shard(self.path.with_name(aside) / name, tensors, self.step, firsts)
+        file = self.path.with_name(aside) / name
+        sha256 = write_shard(file, tensors, firsts)
         done: Future = Future()
-        done.set_result([WriteResult(MetadataIndex(name), size, sha256)])
+        # A WriteResult has room for a size and for what a writer wants to say.
+        done.set_result([WriteResult(MetadataIndex(name), file.stat().st_size, sha256)])
         return done
 
     def finish(self, metadata, results):
         assert self.aside is not None
-        files = {r.index.fqn: (r.size_in_bytes, r.storage_data) for of in results for r in of}
+        files = {r.index.fqn: r.storage_data for of in results for r in of}
         write_manifest(self.aside, files, self.step, self.state, self.shapes)
         replace_folder(self.aside, self.path)
         self.aside = None

@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, check_choice
-from ..nn import Encoder, PolyAttention, RichardsGLU, fused_rotary, fused_swiglu
-from ..ops import rotary_table
+from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swiglu
 
 Family = Literal["llama", "gpt2", "poly"]
 
@@ -168,6 +167,34 @@ def preset(name: Preset, **changes: Any) -> Config:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
+def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
+    """(2, T, head_dim) fp32: [cos, cos] and [-sin, sin] of each position's angles.
+
+    Args:
+        T: number of positions.
+        head_dim: width of a head, even.
+        theta: base of the frequencies theta^(-2 i / head_dim), in radians per position.
+    """
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
+    cos = angle.cos()
+    sin = angle.sin()
+    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)]).float()
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
+
+    The pair becomes (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: (B, heads, T, head_dim).
+        table: rotary_table of at least T positions.
+    """
+    cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
 class Block(nn.Module):
     """A block of family "llama": nine weight tensors."""
 
@@ -199,9 +226,16 @@ class Block(nn.Module):
             rope: rotary_table of at least T positions.
         """
         h = self.input_norm(x)
-        q, k, v = fused_rotary(h, self.w_q, self.w_k, self.w_v, rope)
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in fused_linears(h, self.w_q, self.w_k, self.w_v)
+        )
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+            rotate(q, rope),
+            rotate(k, rope),
+            v,
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
         )
         x = x + self.w_o(y.transpose(1, 2).flatten(-2))
         return x + self.down(fused_swiglu(self.post_attn_norm(x), self.gate, self.up))

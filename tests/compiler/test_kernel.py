@@ -28,7 +28,7 @@ from gpuaccel.compiler.kernel import (
     zero_,
 )
 from gpuaccel.errors import ArgumentError, CompileError
-from gpuaccel.ops import clip, lora_gradients, update_rule
+from gpuaccel.ops import clip, update_rule
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops import token_sort as segments
 from gpuaccel.ops.accumulate import (
@@ -87,7 +87,6 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
                 "MAX_UPDATES": update_rule.MAX_UPDATES,
             },
         ),
-        ("lora", {"MAX_PRODUCTS": lora_gradients.MAX_PRODUCTS, "TILE": lora_gradients.TILE}),
         ("settings", {"MAX_VALUES": update_rule.MAX_VALUES}),
         ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
         (
@@ -127,10 +126,6 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
             for name in ("squares_v2", "scale_v2")
             for most in (clip.MAX_TENSORS, clip.MANY_TENSORS)
         ],
-        (
-            lora_gradients.lora_kernel("lora_gradients_v2", torch.bfloat16, 8),
-            [lora_gradients._PRODUCTS.pack],
-        ),
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
         (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
         (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),
@@ -407,12 +402,10 @@ fourth(int n) { printf("b"); }
 
 
 CONDITIONS = [
-    *("-7 / 2 == -3", "-7 % 2 == -1", "7 % -2 == 1", "(3 > 2 > 1) == 0", "1 < 2 < 3", "!2 + 1"),
-    *("2 > 1 ? 1 : 0", "0 ? 0 : 0 ? 0 : 3", "(1 << 3) == 8", "!(2 & 1 == 0)", "1 | 2 == 3"),
-    *("-8 >> 1 == -4", "1 + 1 << 2 == 8", "(6 ^ 3) == 5", "~0 == -1", "!!5 == 1", "- -1"),
-    *("'A' == 65", "LETTER == 'a'", "!(LETTER == 'b')", r"'\n' == 10", r"'\'' == 39"),
+    *("7 / 2 == 3", "7 % 2 == 1", "(3 > 2) > 0", "!2 + 1", "!5 == 0", "!!5 == 1", "- -1", "+1"),
+    *("(1 << 3) == 8", "-8 >> 1 == -4", "1 + 1 << 2 == 8", "6 & 3", "4 | 1", "!(2 & 1)"),
     *("0x1f == 31", "017 == 15", "0b11 == 3", "10uLL == 10", "true", "!false", "not 0 and 1"),
-    *("-1 > 0u", "0xffffffffffffffff > 0", "5 - 3 - 2 == 0"),
+    *("0xffffffffffffffff > 0", "5 - 3 - 2 == 0", "0 == 00", "16L > 0xFul"),
     *("SUM * 2 == 3", "defined SUM && !defined(NONE)", "NONE == 0", "1 || 1 / 0", "!(0 && 1 / 0)"),
     *("1 || __CUDA_ARCH__ > 800", "!(defined(__CUDA_ARCH__) && SUM > 4)"),
 ]
@@ -422,7 +415,6 @@ CONDITIONS = [
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_a_condition_has_the_value_that_c_gives_it(condition):
     source = f"""#define SUM 1 + 1
-#define LETTER 'a'
 #if {condition}
 #define T float
 #else
@@ -441,6 +433,9 @@ extern "C" __global__ void k(T* x) {{ static_assert(sizeof(T) == 4, ""); }}"""
         '__has_include("x.h")',
         "MAX(1, 2) == 2",
         *("1 / 0", "1 +", "(1", "1)", "", "1.5 > 1", "'ab'", "1 ? 2", "1 << 64", "2 3"),
+        # Python reads these in another way than C, or not at all.
+        *("-7 / 2 == -3", "7 % -2 == 1", "1 < 2 < 3", "1 | 2 == 3", "~0 == -1", "-1 > 0u"),
+        *("1 ? 0 : 1", "'A' == 65", "6 ^ 3", "1 if 1 else 0", "0 is 0"),
     ],
 )
 def test_a_condition_that_only_the_compiler_can_tell_leaves_nothing_out(condition):

@@ -18,12 +18,12 @@ import savers
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from file_memory import FileMemory
 from rank_workers import Rank
 from torch import nn
-from torch.distributed.distributed_c10d import _world
 
 import gpuaccel as ga
-from gpuaccel.distributed import collectives, heartbeat, machines, p2p, trace
+from gpuaccel.distributed import collectives, heartbeat, p2p, trace
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import buckets_of
 from gpuaccel.distributed.zero1 import pieces_of
@@ -90,14 +90,16 @@ class ProductsOnly(nn.Module):
 
 
 def adapted(tied=False, seed=0):
-    """Frozen layers of one input, which products that add make one, with LoRA."""
+    """With adapters of peft on the queries and values; all else is frozen."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(seed)
     sizes = dict(vocab=VOCAB, hidden=WIDTH, intermediate=WIDTH, layers=2, heads=2, kv_heads=1)
     model = ga.preset("tiny", head_dim=8, T=8, **sizes).build()
-    ga.apply_lora(model, rank=2, seed=seed, also=ga.training.BLOCK_NORMS)
-    for block in model.blocks:
-        for layer in (block.w_q, block.w_v):
-            nn.init.normal_(layer.lora_B.weight, std=0.1)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["w_q", "w_v"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -222,31 +224,26 @@ def copies_between_files(slab):
     """Gradients are reduced by copies as on GPUs (p2p.py), between files that all ranks map.
 
     slab: elements that are added at once; 0: no copies."""
-
-    def obstacle(config, arena):
-        return True, "" if config.world > 1 and not config.ordered else "there is nothing to copy"
-
     replaced = contextlib.nullcontext()
     if slab:
         replaced = mock.patch.multiple(
-            "gpuaccel.distributed.p2p", SLAB=max(slab, 4096), _obstacle=obstacle
+            p2p,
+            SLAB=max(slab, 4096),
+            SymmetricMemory=FileMemory,
+            can_copy=lambda config, device: config.backend == "gloo",
         )
     with replaced:
         yield
 
 
-def machines_of(rank: Rank, sizes):
-    """The ranks stand on machines with so many of them; None: on this one."""
-    if sizes is None:
+def machine_of(rank: Rank, machines):
+    """The environment of torchrun on several machines. machines: the number of each rank's; None:
+    there is one."""
+    if machines is None:
         return contextlib.nullcontext()
-    # Earlier checks of fewer ranks have made groups of their own: ranks with different counts of
-    # groups could make no further one among themselves.
-    counts = [0] * rank.ranks
-    dist.all_gather_object(counts, len(_world.pg_names), group=rank.group)
-    for _ in range(max(counts) - counts[rank.rank]):
-        dist.new_group([rank.rank], use_local_synchronization=True)
-    machine = next(m for m in range(len(sizes)) if rank.rank < sum(sizes[: m + 1]))
-    return mock.patch.object(machines, "machine_name", lambda: (f"machine {machine}",))
+    number = machines[rank.rank]
+    variables = {"GROUP_RANK": number, "LOCAL_WORLD_SIZE": str(machines.count(number))}
+    return mock.patch.dict(os.environ, variables)
 
 
 # ---- checks: sums --------------------------------------------------------------------------------
@@ -263,15 +260,15 @@ def as_one_process(
     net=Net,
     config=None,
     slab=0,
-    sizes=None,
+    machines=None,
     **options,
 ):
     """Ranks with these shares of the micro-batches, and one process with all of them.
 
     plain: that process has no ga.Distributed; else it is in ordered mode.
-    slab: of copies_between_files(). sizes: of machines_of()."""
+    slab: of copies_between_files(). machines: of machine_of()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
+    with ga.use_backend(backend), copies_between_files(slab), machine_of(rank, machines):
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
@@ -294,7 +291,7 @@ def as_one_process(
     }
 
 
-def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
+def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
     """Gradients of very different sizes, summed by a PeerToPeer.
 
     Returns:
@@ -302,7 +299,7 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         sums_in_order(); and how many elements this rank has no sum of.
     """
     config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
-    with ga.use_backend(backend), machines_of(rank, sizes), logged() as lines:
+    with ga.use_backend(backend), copies_between_files(slab), logged() as lines:
         arena = ga.Arena(Net().to(device))
         copies = p2p.PeerToPeer.of(config, arena)
         buckets = buckets_of(arena, 1e6 * config.bucket_mb)
@@ -313,11 +310,11 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
             copies.send(bucket)
         copies.join_sums()
         copies.join()
-        expected = sums_in_order(everyone, sizes)
+        expected = sums_in_order(everyone)
         has = torch.ones(arena.numel, dtype=torch.bool, device=device)
         if copies.scatters:
             has[:] = False
-            for piece in pieces_of(buckets, copies.machines.position, rank.ranks):
+            for piece in pieces_of(buckets, rank.rank, rank.ranks):
                 has[piece.start : piece.stop] = True
         squares = copies.squares.clone()
         dist.all_reduce(squares, group=rank.group)
@@ -328,36 +325,33 @@ def added(rank: Rank, sizes, backend, sharded=False, device="cpu"):
         return lines, same, int((~has).sum())
 
 
-def added_by_a_graph(rank: Rank, sizes):
-    """Sums of 64 MB, made by a replayed graph: are they bit-identical to those of sums_in_order()?
+def added_by_a_graph(rank: Rank):
+    """Sums of 64 MB, made by a replayed graph: are they bit-identical to those of sums_in_order()?"""
+    arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
+    copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
+    buckets = buckets_of(arena, 32e6)
+    copies.plan(buckets)
 
-    So much that NCCL registers its buffers while a graph is captured."""
-    with machines_of(rank, sizes):
-        arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
-        copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
-        buckets = buckets_of(arena, 32e6)
-        copies.plan(buckets)
+    def add():
+        for bucket in buckets:
+            copies.send(bucket)
+        copies.join_sums()
+        torch.cuda.current_stream().wait_stream(copies.stream)
+        copies.join()
 
-        def add():
-            for bucket in buckets:
-                copies.send(bucket)
-            copies.join_sums()
-            torch.cuda.current_stream().wait_stream(copies.stream)
-            copies.join()
-
-        arena.grads.zero_()
+    arena.grads.zero_()
+    add()
+    graph, same = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         add()
-        graph, same = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            add()
-        for first in (0, rank.ranks):
-            everyone = [gradients_of(first + r, arena.numel).cuda() for r in range(rank.ranks)]
-            arena.grads.copy_(everyone[rank.rank])
-            graph.replay()
-            same.append(torch.equal(arena.grads, sums_in_order(everyone, sizes)))
-        graph.reset()
-        arena.release()
-        return same
+    for first in (0, rank.ranks):
+        everyone = [gradients_of(first + r, arena.numel).cuda() for r in range(rank.ranks)]
+        arena.grads.copy_(everyone[rank.rank])
+        graph.replay()
+        same.append(torch.equal(arena.grads, sums_in_order(everyone)))
+    graph.reset()
+    arena.release()
+    return same
 
 
 def gradients_of(rank, numel):
@@ -366,23 +360,18 @@ def gradients_of(rank, numel):
     return torch.randn(numel, generator=generator) * 10.0**exponents
 
 
-def sums_in_order(everyone, sizes):
-    """The ranks of a machine in their order, then the machines in theirs."""
-    total, first = None, 0
-    for size in sizes:
-        inside = everyone[first].clone()
-        for grads in everyone[first + 1 : first + size]:
-            inside += grads
-        total = inside if total is None else total + inside
-        first += size
+def sums_in_order(everyone):
+    total = everyone[0].clone()
+    for grads in everyone[1:]:
+        total += grads
     return total
 
 
 @contextlib.contextmanager
 def logged():
-    """What p2p.py and ordered.py log in the block."""
+    """What p2p.py logs in the block."""
     lines, log, handler = [], logging.getLogger("gpuaccel"), logging.Handler()
-    handler.addFilter(lambda record: record.module in ("p2p", "ordered"))
+    handler.addFilter(lambda record: record.module == "p2p")
     handler.emit = lambda record: lines.append(record.getMessage())
     level = log.level
     log.addHandler(handler)
@@ -394,45 +383,19 @@ def logged():
         log.setLevel(level)
 
 
-def reduced_by(rank: Rank, names, config=None):
-    """What a step says when it is made. names: of the ranks' machines."""
-    with mock.patch.object(machines, "machine_name", lambda: (names[rank.rank],)):
-        with logged() as lines:
-            made(rank, config)
-    return lines
+def copies_refused(rank: Rank, machines=None, config=None, full=()):
+    """What is added by where copies cannot be, though there is memory to copy; then the error of
+    peer_to_peer=True.
 
-
-def reduced_without_memory(rank: Rank, names, who):
-    """reduced_by(), where rank `who` has no memory to share."""
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch("os.posix_fallocate", side_effect=full if rank.rank == who else None):
-        return reduced_by(rank, names)
-
-
-def groups_made(rank: Rank, names):
-    """How many process groups a second step on these machines makes."""
-    reduced_by(rank, names)
-    before = len(dist.distributed_c10d._world.pg_names)
-    reduced_by(rank, names)
-    return len(dist.distributed_c10d._world.pg_names) - before
-
-
-def state_of_shards(rank: Rank, sizes, backend, low=torch.float32):
-    """Three steps, sharded and not: whether weights, masters and moments are bit-identical, and
-    those that every rank has inside gathered()."""
-    results = []
-    for sharded in (True, False):
-        config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
-        with ga.use_backend(backend), machines_of(rank, sizes):
-            model = Net().to(low)
-            with make_step(model, distributed=config) as step:
-                for number in range(3):
-                    step([micro_batch(4 * number + rank.rank)])
-                with step.gathered():
-                    tensors = [*moments(step), step.arena.weights.clone(), *weights(model).values()]
-                results.append(tensors)
-    hashes = [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in results[0]]
-    return all(map(torch.equal, *results)), hashes
+    machines: of machine_of(). full: ranks that have no memory to share."""
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    no_memory = mock.patch("os.posix_fallocate", side_effect=error if rank.rank in full else None)
+    with copies_between_files(1 << 22), machine_of(rank, machines), no_memory:
+        with make_step(
+            Net(), distributed=ga.Distributed(group=rank.group, **(config or {}))
+        ) as step:
+            copies = step.reducer.p2p
+        return copies, error_of(lambda: made(rank, {"peer_to_peer": True, **(config or {})}))
 
 
 def on_without_shards(rank: Rank, backend, low):
@@ -470,27 +433,6 @@ def left_alone(rank: Rank, backend):
             stale = not torch.equal(arena.weights.bfloat16(), arena.bf16_weights)
             raise ZeroDivisionError
         return stale, torch.equal(arena.weights.bfloat16(), arena.bf16_weights)
-
-
-def shards_of_machines(rank: Rank, sizes, folder, low=torch.float32):
-    """Two steps of sharded ranks on machines, which write a checkpoint together; the same ranks on
-    one machine read it: whether weights, masters and moments are bit-identical."""
-    results = []
-    for placed in (sizes, None):
-        config = ga.Distributed(group=rank.group, sharded=True, bucket_mb=0.1)
-        with machines_of(rank, placed):
-            model = Net(seed=len(results)).to(low)
-            with make_step(model, distributed=config) as step:
-                state = dict(model=model, optimizer=step.optimizers, arena=step.arena)
-                if placed:
-                    for number in range(2):
-                        step([micro_batch(4 * number + rank.rank)])
-                    ga.save_checkpoint(f"{folder}/two.sharded", **state, step=2)
-                else:
-                    ga.load_checkpoint(f"{folder}/two.sharded", **state)
-                with step.gathered():
-                    results.append([*moments(step), step.arena.weights.clone()])
-    return all(map(torch.equal, *results))
 
 
 class Head(nn.Module):
@@ -536,16 +478,10 @@ def large_head(rank: Rank):
     return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
 
 
-def transformer(rank: Rank, device, replay, steps=4, sizes=None, **options):
+def transformer(rank: Rank, device, replay, steps=4, **options):
     """A small transformer on whole batches, this rank's rows of each, and one process on all rows.
 
-    options: low (a dtype of the weights) and compile; others are ga.Distributed's.
-    sizes: of machines_of()."""
-    with machines_of(rank, sizes):
-        return _transformer(rank, device, replay, steps, **options)
-
-
-def _transformer(rank: Rank, device, replay, steps, **options):
+    options: low (a dtype of the weights) and compile; others are ga.Distributed's."""
     low = options.pop("low", None)
     compiled = options.pop("compile", False)
     config = ga.Distributed(group=rank.group, bucket_mb=0.05, find_unused=False, **options)
@@ -577,7 +513,6 @@ def _transformer(rank: Rank, device, replay, steps, **options):
                 assert step.replays == replay, step.reason
                 results = {
                     "copies": step.reducer.p2p is not None,
-                    "levels": step.reducer.machines and len(step.reducer.machines.levels),
                     "hash": weight_hashes(arena, masters=low is None).tolist(),
                     "losses": losses,
                     "left": left,
@@ -678,6 +613,24 @@ def shards_from_file(rank: Rank, backend, folder):
                 )
             _four_micro_batches(step, rank.rank, rank.ranks, 2, 4)
             return all(map(torch.equal, model.parameters(), torch.load(f"{folder}/want.pt")))
+
+
+def state_dict_of_shards(rank: Rank):
+    """opt.state_dict() before gathered(), whether it has every element inside, and behind."""
+    with make_step(Net(), distributed=_ordered_and_sharded(rank)) as step:
+        step([micro_batch(rank.rank)])
+        opt = step.optimizers[0]
+        before = error_of(opt.state_dict)
+        with step.gathered():
+            state = opt.state_dict()
+            names = [name for group in state["param_groups"] for name in group["param_names"]]
+            shapes = {name: p.shape for name, p in step.model.named_parameters()}
+            # Tensors without a gradient have no state.
+            whole = len(state["state"]) > 3 and all(
+                moments["exp_avg"].shape == shapes[names[i]]
+                for i, moments in state["state"].items()
+            )
+        return before, whole, error_of(opt.state_dict)
 
 
 def savers_of_shards(rank: Rank, low, folder):
@@ -796,7 +749,6 @@ def nan_on(
     where="blocks.0",
     slab=0,
     sharded=False,
-    sizes=None,
     **options,
 ):
     """One step with a NaN that rank `who` makes in backward, between two good ones."""
@@ -806,7 +758,7 @@ def nan_on(
     def spoiled(grad):
         return grad * float("nan") if nan_now and rank.rank == who else grad
 
-    with ga.use_backend(backend), copies_between_files(slab), machines_of(rank, sizes):
+    with ga.use_backend(backend), copies_between_files(slab):
         model = Net()
         with make_step(model, deterministic=products, distributed=config, **options) as step:
             step([micro_batch(rank.rank)])

@@ -255,7 +255,7 @@ def train_and_die_in_a_save(folder, who=None, at=None, steps=6):
     renaming (at="rename")."""
     config = ga.Distributed(ordered=True, sharded=True, bucket_mb=0.1)
     left = at if isinstance(at, int) else 1
-    module, name = checkpoint_file, "digest"
+    module, name = checkpoint_file, "host_bytes"
     if at == "rename":
         module, name = checkpoint_shards, "replace_folder"
     function = getattr(module, name)

@@ -101,46 +101,22 @@ def command_of_the_page():
     return [sys.executable, "-m", "torch.distributed.run", *shlex.split(line[1])]
 
 
-# The trainer, with what the package logs.
-LOGGED = """
-import logging, sys
-from gpuaccel.cli import main
-logging.basicConfig(format="%(message)s", level=logging.INFO)
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks, ordered, said",
-    [
-        (1, True, ""),
-        (2, True, "ordered sums go from machine to machine: 2 machines of 2 ranks\n"),
-        (
-            2,
-            False,
-            "gradients are added up by peer-to-peer copies of 2 ranks on each machine, and gloo "
-            "between 2 machines\n",
-        ),
-    ],
-)
 def test_two_machines_train_as_one_process_and_start_again_when_a_rank_is_killed(
-    machines, one_process, tmp_path, ranks, ordered, said
+    machines, one_process, tmp_path
 ):
-    """The command of docs/several-gpus.md on each: the losses of one process, in order (--ordered)
-    bit for bit. When a rank of the second machine is killed, all ranks go on from the last
+    """The command of docs/several-gpus.md on each, with two ranks and --ordered: the losses of one
+    process, bit for bit. When a rank of the second machine is killed, all ranks go on from the last
     checkpoint, though only one machine counts a restart. Ranks listen on the cable, whatever their
     machine's name says."""
+    ranks = 2
     command = command_of_the_page()
     assert command[-2:] == ["-m", "gpuaccel"]
     assert "first-machine:29400" in command and "--max-restarts" in command
-    trainer = tmp_path / "trainer.py"
-    trainer.write_text(LOGGED)
-    launcher = [*command[:-2], "--monitor-interval", "0.1", str(trainer)]
+    launcher = [*command[:-2], "--monitor-interval", "0.1", *command[-2:]]
     launcher[launcher.index("--nproc-per-node") + 1] = str(ranks)
     folder = tmp_path / "run"
-    options = [o for o in one_process.options if ordered or o != "--ordered"]
-    options += ["--resume", "--checkpoint-every", "2"]
+    options = [*one_process.options, "--resume", "--checkpoint-every", "2"]
     two = [gpuaccel(folder, *options, launcher=[*prefix, *launcher]) for prefix in machines.prefix]
     try:
         wait_until(lambda: newest_step(folder) >= 4, *two)
@@ -157,12 +133,4 @@ def test_two_machines_train_as_one_process_and_start_again_when_a_rank_is_killed
     assert [process.returncode for process in two] == [0, 0], outputs
     assert addresses == {ADDRESSES[1]}
     assert sum(out.count("val loss") for out, _ in outputs) == 1
-    # Each rank, before the restart and after it.
-    assert all(err.count(said) == 2 * ranks for _, err in outputs if said), outputs
-    actual, expected = losses(folder), one_process.losses
-    assert len(actual) == len(expected)
-    if ordered:
-        assert actual == expected
-    else:
-        # Later steps enlarge the differences of rounding.
-        assert actual[:20] == pytest.approx(expected[:20], rel=1e-5)
+    assert losses(folder) == one_process.losses

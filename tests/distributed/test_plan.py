@@ -27,7 +27,6 @@ from gpuaccel.distributed.plan import (
     all_reduce_ms,
     calibrated,
     daly_interval,
-    exchange_ms,
     fit,
     lost_share,
     overlap,
@@ -37,7 +36,7 @@ from gpuaccel.distributed.plan import (
 from gpuaccel.errors import ArgumentError
 from gpuaccel.optim.layout import Block
 
-HOW = ({"hierarchical": True}, {"hierarchical": False})
+HOW = ({"peer_to_peer": True}, {"peer_to_peer": False})
 
 
 def workload(sizes=(4_000_000,), micro_ms=30.0, tail_ms=5.0, micro_batches=1, work=None):
@@ -154,20 +153,22 @@ def test_all_but_the_last_bucket_are_hidden():
     assert many.exposed_ms == pytest.approx(last.exposed_ms, rel=0.03)
 
 
-def test_hierarchical_sums_by_hand():
-    """One bucket on two machines of two: in and out (g-1)/g, between machines twice (n-1)/n/g."""
-    machine = Machine(gpus=2, link=Link(GBs=100), network=Link(GBs=10, latency_us=1000))
-    p = predict(workload((40_960_000,)), machine, 4, bucket_mb=1)
-    size = 4 * 40_960_000 / 1e6
-    bucket = 2 * (size / 2 / 100) + 2 * (1 + size / 2 / 2 / 10)
-    totals = all_reduce_ms(8 * 10_000, machine, 4)
-    assert p.exposed_ms == pytest.approx(bucket + totals)
-    # Adding inside: two blocks read, one written. Between: a block is staged, which reads and
-    # writes it, two halves are added to one, and the block is copied back.
-    memory = dataclasses.replace(machine, memory_GBs=1000)
-    slower = predict(workload((40_960_000,)), memory, 4, bucket_mb=1)
-    passes = (3 + 2 + 1.5 + 2) * size / 2 / 1000
-    assert slower.exposed_ms - p.exposed_ms == pytest.approx(passes)
+def test_copies_by_hand():
+    """One bucket on two GPUs: a half in, an addition that reads two halves and writes one, a half
+    out; the totals behind."""
+    machine = Machine(gpus=2, link=Link(GBs=100), memory_GBs=1000)
+    p = predict(workload((40_960_000,)), machine, 2, bucket_mb=1)
+    half = 4 * 40_960_000 / 2 / 1e6
+    totals = all_reduce_ms(8 * 10_000, machine, 2)
+    assert p.exposed_ms == pytest.approx(2 * half / 100 + 3 * half / 1000 + totals)
+
+
+def test_nccl_sums_over_several_machines_and_in_bf16():
+    machine = dataclasses.replace(REAL, gpus=2)
+    for gpus, dtype in ((4, torch.float32), (2, torch.bfloat16)):
+        copies, nccl = (predict(llama(), machine, gpus, how, dtype) for how in (True, False))
+        assert copies == nccl
+    assert predict(llama(), machine, 2) != predict(llama(), machine, 2, False)
 
 
 def test_ring_and_tree_by_hand():
@@ -181,12 +182,6 @@ def test_ring_and_tree_by_hand():
     # A machine with one GPU has no link to use.
     alone = dataclasses.replace(machine, gpus=1)
     assert all_reduce_ms(80e6, alone, 2) == pytest.approx(50e-3 + 8 + 0.2)
-
-
-def test_direct_messages_cost_the_larger_of_bytes_and_messages():
-    network = Link(GBs=10, latency_us=5, message_us=2)
-    assert exchange_ms(80e6, network, 2) == pytest.approx(0.005 + 4)
-    assert exchange_ms(8, network, 1001) == pytest.approx(0.005 + 2)
 
 
 def test_bf16_sends_half_and_pays_for_rounding():
@@ -225,7 +220,7 @@ def test_waiting_is_in_proportion_to_the_step():
 REAL = Machine(
     gpus=8,
     link=Link(GBs=300, latency_us=3),
-    network=Link(GBs=20, latency_us=10, message_us=2),
+    network=Link(GBs=20, latency_us=10),
     start_us=30,
     memory_GBs=4000,
     nccl_slow=0.7,
@@ -258,8 +253,8 @@ def test_better_hardware_makes_a_step_shorter(gpus, options):
     # Who comes first to a lane may change: a known anomaly of such schedules (Graham, 1966).
     assert better(memory_GBs=8000) < 1.01 * step
     faster = better(nccl_slow=0)
-    assert faster < step if gpus > 8 or not options["hierarchical"] else faster == step
-    faster = better(network=Link(GBs=40, latency_us=10, message_us=2))
+    assert faster < step if gpus > 8 or not options["peer_to_peer"] else faster == step
+    faster = better(network=Link(GBs=40, latency_us=10))
     assert faster < step if gpus > 8 else faster == step
 
 
@@ -305,7 +300,6 @@ def test_what_cannot_be_is_refused():
         lambda: predict(workload(), Machine(), 0),
         lambda: predict(workload(), Machine(), 12),
         lambda: predict(workload(), Machine(), 8, False, torch.float16),
-        lambda: predict(workload(), Machine(), 8, True, torch.bfloat16),
         lambda: daly_interval(0, 1e9),
     ):
         with pytest.raises(ArgumentError, match="expected"):
@@ -320,9 +314,8 @@ FOLDERS = {"H200": "h200", "H100": "h100_80gb_hbm3"}
 # A variant of benchmarks/ddp.py -> arguments of predict().
 VARIANTS = {
     "all-reduce": {},
-    "all-reduce by NCCL": {"hierarchical": False},
-    "all-reduce in bf16": {"hierarchical": False, "dtype": torch.bfloat16},
-    "hierarchical, 2 machines": {},
+    "all-reduce by NCCL": {"peer_to_peer": False},
+    "all-reduce in bf16": {"peer_to_peer": False, "dtype": torch.bfloat16},
 }
 
 
@@ -341,9 +334,7 @@ def known(gpu):
 def step_ms(known, gpus, variant, micro_batches):
     workload, machine = known
     workload = dataclasses.replace(workload, micro_batches=int(micro_batches))
-    # Half of the GPUs count as another machine.
-    inside = gpus // 2 if "2 machines" in variant else gpus
-    machine = dataclasses.replace(machine, gpus=inside)
+    machine = dataclasses.replace(machine, gpus=gpus)
     return predict(workload, machine, gpus, **VARIANTS[variant]).step_ms
 
 
@@ -362,7 +353,7 @@ def errors_on_four(gpu):
 def test_steps_of_four_gpus_are_predicted_from_two(gpu):
     errors = errors_on_four(gpu)
     assert max(map(abs, errors.values())) < 0.035, errors
-    assert sum(abs(error) < 0.02 for error in errors.values()) >= 6, errors
+    assert sum(abs(error) < 0.02 for error in errors.values()) >= 5, errors
 
 
 @pytest.mark.parametrize("gpu", FOLDERS)
@@ -380,7 +371,7 @@ def test_two_numbers_are_fitted_to_steps_of_two_gpus(gpu):
 
 def made_results(workload, machine):
     """What benchmarks/ddp.py would record where the model is true."""
-    names = list(VARIANTS)[:3]
+    names = list(VARIANTS)
     groups = {}
     for count in ("1", "4"):
         alone = int(count) * workload.micro_ms + workload.tail_ms

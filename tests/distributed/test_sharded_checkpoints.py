@@ -4,7 +4,6 @@ goes on bit for bit, and a damaged, missing or extra shard is refused with nothi
 import itertools
 import json
 import random
-import re
 import shutil
 import warnings
 
@@ -13,11 +12,11 @@ import rank_checks as checks
 import shard_checks
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import gpuaccel as ga
 from gpuaccel.errors import CheckpointError
+from gpuaccel.training import checkpoint_file
 from gpuaccel.training.checkpoint import (
     checkpoint_path,
     is_whole,
@@ -27,6 +26,8 @@ from gpuaccel.training.checkpoint import (
 )
 from gpuaccel.training.checkpoint_file import (
     MANIFEST,
+    SHARDS_FORMAT,
+    TORCH_OFFSETS,
     read_checkpoint,
     shard_name,
     write_manifest,
@@ -79,7 +80,8 @@ def test_a_sharded_checkpoint_holds_what_a_gathered_one_holds(written, low):
     assert shards.step == whole.step == 2 and shards.state.keys() == whole.state.keys()
     assert shards.state["optimizer"] == whole.state["optimizer"]
     assert shards.state["scheduler"] == whole.state["scheduler"]
-    cut = [name for name, sums in shards.digests.items() if " " in sums]
+    manifest = json.loads((folder / "step-00000002.sharded" / MANIFEST).read_bytes())
+    cut = manifest["shapes"]
     assert any("exp_avg" in name for name in cut), "no tensor lies in several files"
     assert any(name.startswith("master.") for name in cut) == (low == torch.bfloat16)
 
@@ -220,16 +222,16 @@ def test_a_flipped_bit_in_a_tensor_is_named_with_its_shard(saved, refuse):
     for rank in range(RANKS):
         file = saved / shard_name(rank, RANKS)
         data = file.read_bytes()
-        for name, (first, last) in itertools.islice(ranges_in(file).items(), 2):
+        for first, last in itertools.islice(ranges_in(file).values(), 2):
             damaged = bytearray(data)
             damaged[(first + last) // 2] ^= 4
             file.write_bytes(damaged)
-            refuse(saved, f"{file.name} is damaged: tensor {re.escape(name)} has sha256")
+            refuse(saved, f"{file.name} is damaged: it has sha256 [0-9a-f]+, expected [0-9a-f]+$")
         file.write_bytes(data)
 
 
 def test_a_flipped_bit_anywhere_is_found(saved, other_step):
-    """Also in the manifest. What has changed no value may be loaded."""
+    """Also in the manifest. Only a blank of its JSON may be another one."""
     before = everything(other_step)
     expected = read_checkpoint(saved)
     generator = random.Random(0)
@@ -248,11 +250,11 @@ def test_a_flipped_bit_anywhere_is_found(saved, other_step):
                 assert str(saved) in str(error)
                 refused += 1
             else:
+                assert file.name == MANIFEST, f"byte {offset} of {file.name}"
                 assert contents.state == expected.state and contents.step == expected.step
-                assert contents.digests == expected.digests, f"byte {offset} of {file.name}"
         file.write_bytes(data)
     print(f"{refused} of 300 flipped bits were refused")
-    assert refused >= 290 and everything(other_step) == before
+    assert refused >= 298 and everything(other_step) == before
     assert is_whole(saved)
 
 
@@ -261,7 +263,7 @@ def test_truncated(saved, refuse):
     data = file.read_bytes()
     for size in (0, 8, len(data) - 1, len(data) + 1):
         file.write_bytes((data + b"x")[:size])
-        refuse(saved, f"shard {file.name} has {size} bytes, expected {len(data)}")
+        refuse(saved, f"{file.name} cannot be read as safetensors: .*")
     file.write_bytes(data)
     manifest = saved / MANIFEST
     text = manifest.read_bytes()
@@ -288,7 +290,7 @@ def test_a_shard_of_another_checkpoint_is_named(saved, written, workers, tmp_pat
     workers(shard_checks.save_shares, RANKS, low=torch.float32, folder=str(tmp_path / "b"), seed=9)
     name = shard_name(3, RANKS)
     shutil.copy(tmp_path / "b" / saved.name / name, saved / name)
-    refuse(saved, f"{name} is damaged or of another checkpoint")
+    refuse(saved, f"{name} is of another checkpoint: it has sha256 .*, expected ")
 
 
 def test_one_shard_alone_is_no_checkpoint(saved, refuse):
@@ -302,28 +304,24 @@ def test_all_ranks_refuse_what_one_of_them_finds(saved, workers):
     data[-1] ^= 1
     file.write_bytes(data)
     for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
-        assert f"{file.name} is damaged: tensor " in message
+        assert f"{file.name} is damaged: it has sha256 " in message
 
 
 def test_all_ranks_refuse_a_value_of_another_kind(saved, workers):
-    """One that a single rank reads, in its file, and one that all read, in the manifest: no rank
-    waits for another one that has raised something else."""
+    """Of the manifest, which all ranks read, and of a file: no rank waits for another one that has
+    raised something else."""
     file = saved / shard_name(1, RANKS)
-    data = file.read_bytes()
-    with safe_open(file, "pt") as shard:
-        metadata = shard.metadata()
-    save_file(load_file(file), file, {**metadata, "digests": "[" * 100_000})
     manifest = json.loads((saved / MANIFEST).read_bytes())
-    manifest["files"][file.name][0] = file.stat().st_size
-    write_manifest(saved, manifest["files"], 2, manifest["state"], manifest["shapes"])
-    for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
-        assert f"{file.name} is damaged: its content is not what save_checkpoint" in message
-    file.write_bytes(data)
-    manifest["files"][file.name][0] = len(data)
-    manifest["state"]["optimizer"]["groups"] = {}
+    groups, manifest["state"]["optimizer"]["groups"] = manifest["state"]["optimizer"]["groups"], {}
     write_manifest(saved, manifest["files"], 2, manifest["state"], manifest["shapes"])
     for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
         assert "manifest.state.optimizer.groups is {}, expected list" in message
+    manifest["state"]["optimizer"]["groups"] = groups
+    metadata = {"format": SHARDS_FORMAT, TORCH_OFFSETS: "[" * 100_000}
+    manifest["files"][file.name] = checkpoint_file._write(file, load_file(file), metadata)
+    write_manifest(saved, manifest["files"], 2, manifest["state"], manifest["shapes"])
+    for message in workers(shard_checks.refuse_shares, 2, path=str(saved)):
+        assert "is damaged: its content is not what save_checkpoint" in message
 
 
 def test_another_model(saved, refuse, written):
@@ -372,7 +370,8 @@ def test_a_rank_killed_while_saving_leaves_the_old_checkpoint(tmp_path):
     train(left_alone)
     assert not list(killed.glob("*.tmp-*"))
     a, b = (read_checkpoint(latest_checkpoint(folder)) for folder in (killed, left_alone))
-    assert a.step == b.step == 6 and a.digests == b.digests
+    assert a.step == b.step == 6 and a.entries.keys() == b.entries.keys()
+    assert all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.entries)
     assert checks.logged_losses(killed) == checks.logged_losses(left_alone)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import rank_checks as checks
 import torch
-from test_sums import SIMT, is_one_process, near_one_process, words
+from test_sums import NEEDS_PEFT, SIMT, is_one_process, near_one_process, words
 
 
 @pytest.mark.slow
@@ -13,7 +13,9 @@ from test_sums import SIMT, is_one_process, near_one_process, words
         dict(),
         dict(backend="simt"),
         dict(backend="simt", deterministic=True, tied=True),
-        dict(backend="simt", deterministic=True, net=checks.adapted),
+        pytest.param(
+            dict(backend="simt", deterministic=True, net=checks.adapted), marks=NEEDS_PEFT
+        ),
         dict(backend="simt", low=torch.bfloat16, bound=2e-3),
         dict(low=torch.bfloat16, bound=2e-3),
         dict(backend="simt", config=dict(dtype=torch.bfloat16), bound=2e-2),
@@ -61,6 +63,13 @@ def test_a_sharded_run_goes_on_without_shards(workers, backend, low):
 def test_an_error_leaves_no_master_behind_its_weight(workers, backend):
     """Of other ranks' ranges the extra bits are lost with the state, the steps are not."""
     assert workers(checks.left_alone, 2, backend=backend) == [(True, True)] * 2
+
+
+def test_the_state_dict_of_a_sharded_optimizer_is_whole_or_an_error(workers):
+    """Never this rank's share."""
+    for error, whole, after in workers(checks.state_dict_of_shards, 2):
+        assert error.startswith("state_dict() of a sharded optimizer") and "gathered()" in error
+        assert whole and after == error
 
 
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])

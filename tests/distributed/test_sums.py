@@ -1,5 +1,6 @@
 """Data-parallel training: ranks are one process, bit for bit where that is promised."""
 
+import importlib.util
 import math
 import shutil
 
@@ -14,6 +15,9 @@ from gpuaccel.optim.arena import Arena
 
 SIMT = pytest.param(
     "simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+)
+NEEDS_PEFT = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft, of the extra `test`, is not installed"
 )
 
 
@@ -95,7 +99,7 @@ def test_what_a_compiled_backward_sends_early(workers, options, backend):
         dict(),
         dict(deterministic=True, tied=True),
         dict(deterministic=True, config=dict(find_nonfinite_rank=False, bucket_mb=0.02)),
-        dict(deterministic=True, net=checks.adapted),
+        pytest.param(dict(deterministic=True, net=checks.adapted), marks=NEEDS_PEFT),
     ],
     ids=words,
 )
@@ -269,6 +273,35 @@ def test_copies_are_added_in_the_order_of_the_ranks(workers, backend, ranks, sla
         assert one["off"] <= 1e-6 if gloo_adds else one["same"], (one["name"], one["off"])
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+def test_ranks_are_added_in_their_order(workers, backend, sharded):
+    """Bit-identical to additions in that order, of numbers whose sum depends on it."""
+    everyone = [checks.gradients_of(r, 1 << 14) for r in range(4)]
+    rotated = [*everyone[1:], everyone[0]]
+    assert not torch.equal(checks.sums_in_order(everyone), checks.sums_in_order(rotated))
+    results = workers(checks.added, 4, backend=backend, sharded=sharded, slab=1 << 22)
+    for lines, same, left_out in results:
+        assert lines == ["gradients are added up by peer-to-peer copies of 4 ranks"] and same
+        assert (left_out > 0) == (sharded and backend != "torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_gpus_are_added_in_the_same_order(gpu_workers, gpus, sharded):
+    options = dict(backend="cuda", sharded=sharded, device="cuda")
+    for lines, same, left_out in gpu_workers(gpus)(checks.added, gpus, **options):
+        assert lines == [f"gradients are added up by peer-to-peer copies of {gpus} ranks"] and same
+        assert (left_out > 0) == sharded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_gpus_add_large_buckets_in_a_graph(gpu_workers, gpus):
+    assert gpu_workers(gpus)(checks.added_by_a_graph, gpus) == [[True] * 2] * gpus
+
+
 @pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
 def test_a_second_step_takes_the_place_of_the_first_and_a_refused_one_leaves_it_alone(workers):
     for second, closed, refusal, refused, one in workers(checks.second_step, 2):
@@ -284,6 +317,36 @@ def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(workers):
             "backend torch; expected the GPUs of one machine, which can read each other's memory, "
             "and fp32 sums",
         )
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (dict(machines="001"), "the ranks are on 2 machines"),
+        (dict(config=dict(ordered=True)), "sums are ordered"),
+        (dict(config=dict(dtype=torch.bfloat16)), "sums are sent in torch.bfloat16"),
+        (dict(full=[2]), "on rank 2: [Errno 28] No space left on device"),
+    ],
+    ids=words,
+)
+def test_copies_that_are_not_possible_are_refused_on_all_ranks(workers, options, reason):
+    """Or not made, unless they are demanded."""
+    for copies, error in workers(checks.copies_refused, 3, **options):
+        assert copies is None
+        assert error.startswith(f"peer_to_peer is True, and {reason}; expected the GPUs of one")
+
+
+# ---- several machines ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [dict(), dict(sharded=True), dict(ordered=True)], ids=words)
+@pytest.mark.parametrize("machines", ["0011", "0122"])
+@pytest.mark.parametrize("shares", [[2, 2, 2, 2], [1, 2, 0, 3]], ids=str)
+def test_several_machines_are_one_process(workers, shares, machines, config):
+    """Where the ranks of one machine could copy, one collective over all ranks sums."""
+    options = dict(shares=shares, machines=machines, slab=1 << 22, config=config)
+    results = workers(checks.as_one_process, 4, **options)
+    (is_one_process if "ordered" in config else near_one_process)(results)
 
 
 # ---- a transformer, on CPUs and GPUs -------------------------------------------------------------

@@ -355,13 +355,6 @@ def takes_a_value(model, micro):
     return total, tokens + 0 * int(total.isnan().any().item())
 
 
-def adapted():
-    model = llama()
-    torch.manual_seed(1)
-    ga.apply_lora(model, rank=4)
-    return model
-
-
 def theirs(kind, **changes):
     """A model of transformers, from its config; GPT-2 with dropout in all its places."""
 

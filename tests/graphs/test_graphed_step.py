@@ -17,14 +17,11 @@ from replays import (
     LIMIT,
     LR,
     Net,
-    V,
-    adapted,
     agree,
     batches,
     everything,
     follow_eager,
     healthy,
-    llama,
     loss_fn,
     make,
     momentum,
@@ -835,24 +832,6 @@ def test_a_setting_of_the_optimizer_changed_by_hand_takes_effect_in_a_graphed_st
 
     norms = follow_eager(device, build, drive)
     assert norms[2] is not None
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_lora_merged_between_replays_is_not_counted_twice(device):
-    model = adapted().to(device).eval()
-    for p in model.parameters():
-        if p.requires_grad:
-            nn.init.normal_(p, std=0.1)  # a fresh B is zero, and merging it would change nothing
-    x = torch.randint(0, V, (2, 8), device=device)
-    with torch.no_grad(), ga.GraphedStep(lambda x: model(x), model, policy="require") as step:
-        base, one = llama().to(device)(x), step(x)
-        ga.merge_lora(model)
-        two = step(x)
-        want = model(x)
-        assert len(step) == 2 and torch.allclose(two, want) and torch.allclose(one, want, atol=1e-3)
-        assert not torch.allclose(model.eval()(x), base, atol=1e-2), "the factors say nothing"
-        ga.training.unmerge_lora(model)
-        assert torch.allclose(step(x), one) and len(step) == 2, "the first graph is found again"
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)

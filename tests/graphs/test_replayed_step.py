@@ -20,7 +20,6 @@ from replays import (
     OUTPUTS,
     Net,
     V,
-    adapted,
     agree,
     batches,
     compare,
@@ -595,11 +594,6 @@ def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_captured(dev
             with pytest.raises(ArgumentError):
                 step(batch)
         assert counts.captures == 0 and step.count == 0
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_lora_is_replayed_with_eagers_bits(device):
-    compare(device, batches(device, n=6, bad=(3,)), net=adapted)
 
 
 @pytest.mark.slow

@@ -371,8 +371,8 @@ def test_a_stub_fails_and_says_that_nothing_was_written(e, where):
     result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert result.passed is False
     if e.name == "block_sum":
-        # Its stub is a kernel with a race.
-        assert "race: " in str(result)
+        # Its stub is a kernel with a race, which a CPU's checks name.
+        assert where == "cuda without a compiler" or "race: " in str(result)
         return
     for n, (passed, _, outcome) in zip(checking.SIZES, result.lines):
         case = e.data(n, torch.Generator(ga.default_device().type))
@@ -837,6 +837,7 @@ def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
         ("attend", "sums stay as they were", "with sums that are not brought to a new largest"),
         ("attend", "not divided", "without the division by the sum of the weights"),
         ("attend", "forgets the last key", "without the last key"),
+        ("attend", "divides the score", "with scores divided by the square root of d"),
         ("attend", "scores as weights", ""),
         ("add_pair", "overwrites", "without what was in the table before"),
         ("add_pair", "degree 1", "with k[a] only: the degree is 2"),

@@ -92,20 +92,29 @@ def test_only_one_profiler_can_watch():
 
 @pytest.mark.gpu
 def test_gpu_the_waits_of_clipping_by_item_are_drawn_and_the_fused_step_has_none():
-    tokens = torch.randint(0, 256, (4, 65), device="cuda")
+    inputs, targets = torch.randint(0, 256, (2, 4, 64), device="cuda")
     waits = {}
     for clip in ("item", "torch", "fused"):
         arena = ga.Arena(ga.Transformer(ga.preset("tiny")).cuda())
-        opt = (
-            ga.AdamW(arena)
-            if clip == "fused"
-            else torch.optim.AdamW(arena.parameters(), fused=True)
-        )
-        step = ga.TrainStep(arena.module, opt, clip=clip, max_norm=1.0)
-        for _ in range(2):
-            step((tokens[:, :-1], tokens[:, 1:]))
-        spans = timeline.tail(lambda: step((tokens[:, :-1], tokens[:, 1:])))
+        if clip == "fused":
+            opt = ga.AdamW(arena, max_norm=1.0)
+        else:
+            opt = torch.optim.AdamW(arena.parameters(), fused=True)
+
+        def step():
+            logits = arena.module(inputs).flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits, targets.flatten()).backward()
+            if clip == "item":
+                for p in arena.parameters():
+                    if p.grad.norm().item() > 1.0:
+                        p.grad.mul_(0.5)
+            elif clip == "torch":
+                torch.nn.utils.clip_grad_norm_(arena.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+
+        step()
+        spans = timeline.tail(step)
         waits[clip] = facts(spans)["waits"]
         assert facts(spans)["gpu_busy"] > 0 and {"host", "GPU"} == {s.lane for s in spans}
-    print(waits)
     assert waits["item"] >= len(arena.segments) and waits["torch"] == waits["fused"] == 0

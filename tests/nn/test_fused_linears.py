@@ -13,9 +13,8 @@ from gpuaccel.errors import ArgumentError
 from gpuaccel.nn import fused_forward, fused_linears, joint_linears, weight_gradient
 from gpuaccel.nn.fused_linear import FusedConv1D
 from gpuaccel.nn.gradient_slice import slice_of
-from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.optim import Arena, Products
-from gpuaccel.training.models import Block, Config, Transformer
+from gpuaccel.training.models import Block, Config, Transformer, rotary_table
 
 DEVICES = ["cpu", "simt", CUDA]
 NAMES = ("w_q", "w_k", "w_v")
@@ -469,7 +468,7 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
     models = [Block(config).to(device) for _ in range(2)]
     x = torch.randn(2, 8, 64, device=device)
     models[1].load_state_dict(models[0].state_dict())
-    add = weight_gradient.reference_weight_gradient
+    add = weight_gradient.accumulate_product
     rope, weight = rotary_table(8, 16, 10_000.0).to(device), torch.randn(2, 8, 64, device=device)
     found, joined = [], []
     try:
@@ -480,13 +479,12 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
                     model.compile(dynamic=False)
                 joint = fused_forward(model.gate).joint.grad
 
-                def add_and_note(gradient, joint=joint, compiled=compiled):
-                    acc = gradient.acc
+                def add_and_note(acc, *rest, joint=joint, compiled=compiled):
                     if acc.data_ptr() == joint.data_ptr() and acc.shape == joint.shape:
                         joined.append(compiled)
-                    add(gradient)
+                    add(acc, *rest)
 
-                monkeypatch.setattr(weight_gradient, "reference_weight_gradient", add_and_note)
+                monkeypatch.setattr(weight_gradient, "accumulate_product", add_and_note)
                 y = model(given, rope)
                 (y * weight).sum().backward()
                 found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))
@@ -495,44 +493,6 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
     assert joined == [True], "one product for both when compiled, one for each otherwise"
     for mine, eager in zip(*found[::-1]):
         torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
-
-
-# ---- rotary positions ----
-
-
-def rotated_by_halves(x, table):
-    """The usual way: (a, b) -> (a cos - b sin, b cos + a sin) on two halves, joined by cat."""
-    half = x.shape[-1] // 2
-    cos, sin = (
-        table[0, : x.shape[-2], half:].to(x.dtype),
-        table[1, : x.shape[-2], half:].to(x.dtype),
-    )
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 3, 7, 8), (1, 1, 1, 2), (2, 2, 16, 64)])
-def test_rotate_is_the_formula_with_cat_in_value_and_gradient(shape, dtype):
-    table = rotary_table(16, shape[-1], 10_000.0)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
-    got, want = rotate(one, table), rotated_by_halves(two, table)
-    assert got.dtype == want.dtype == dtype and got.shape == want.shape
-    close = (
-        {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
-    )
-    torch.testing.assert_close(got, want, **close)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    (got * weight).sum().backward(), (want * weight).sum().backward()
-    torch.testing.assert_close(one.grad, two.grad, **close)
-
-
-def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
-    q = torch.randn(2, 5, 3 * 8).unflatten(-1, (3, 8)).transpose(1, 2)
-    table = rotary_table(9, 8, 10_000.0)
-    assert not q.is_contiguous()
-    torch.testing.assert_close(rotate(q, table), rotated_by_halves(q, table), rtol=1e-6, atol=1e-6)
 
 
 def test_a_block_says_which_layers_belong_together():
@@ -593,13 +553,13 @@ def test_conv1d_has_the_values_and_gradients_of_transformers(
     conv1d, device, dtype, tied, monkeypatch
 ):
     """Over two backwards; the weight is (in, out), as its slice of the arena."""
-    add, products = weight_gradient.reference_weight_gradient, []
+    add, products = weight_gradient.accumulate_product, []
 
-    def add_and_note(gradient):
-        products.append(tuple(gradient.acc.shape))
-        add(gradient)
+    def add_and_note(acc, *rest):
+        products.append(tuple(acc.shape))
+        add(acc, *rest)
 
-    monkeypatch.setattr(weight_gradient, "reference_weight_gradient", add_and_note)
+    monkeypatch.setattr(weight_gradient, "accumulate_product", add_and_note)
     model, plain = mlps(conv1d, device, dtype, tied=tied)
     arena = Arena(model)
     with products_add(arena):

@@ -23,7 +23,6 @@ def test_they_are_read_as_what_they_are(device):
     grad = negated(2, 3, 8, device=device)
     plain = grad.resolve_neg()
     tokens = torch.tensor([[1, 2, 1], [0, 3, 3]], device=device)
-    table = ga.ops.rotary_table(3, 4, 10.0).to(device)
 
     def results(x):
         sums = [torch.zeros(n, 8, device=device) for n in (4, 3)]
@@ -32,7 +31,6 @@ def test_they_are_read_as_what_they_are(device):
         return [
             ga.ops.accumulate_(torch.zeros(2, 3, 8, device=device), x),
             *sums,
-            ga.ops.rotary_backward(x, x, x, table),
             curve(x),
         ]
 

@@ -116,7 +116,7 @@ def test_a_module_that_keeps_its_own_arena_says_so_before_a_file_is_written(keep
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("optimizer", [ga.AdamW, torch.optim.AdamW])
 def test_masters_under_the_names_of_a_model_are_what_torchs_checkpoints_need(optimizer, flat):
-    """As in docs/accumulation.md: torch asks a model for the names of the optimizer's tensors."""
+    """As in docs/checkpoints.md: torch asks a model for the names of the optimizer's tensors."""
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
 
     def trained(steps):

@@ -44,7 +44,7 @@ def launched(case: Case, source: str):
 
 
 def counts_on_page(table: str) -> "list[int]":
-    """[planted, found] in the row of docs/kernels-on-the-cpu.md about a table of the tests."""
-    page = pathlib.Path(__file__).parents[2] / "docs" / "kernels-on-the-cpu.md"
+    """[planted, found] in the row of docs/kernels.md about a table of the tests."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "kernels.md"
     (row,) = [line for line in page.read_text().splitlines() if f"`{table}`" in line]
     return [int(cell) for cell in row.split("|")[2:4]]

@@ -446,26 +446,6 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
         "encoder_backward_v3",
         "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last)`",
     ): "it saves time only: what stands in dwte is read, and not used",
-    (
-        "rotary_v2",
-        "< -> <= in `for (int k = 0; k < HEADS; k++) {`",
-    ): "one round more, for a head that no row has",
-    (
-        "rotary_v2",
-        "< -> <= in `for (int k = 0; k < HEADS; k++) {` (2)",
-    ): "one round more, for a head that no row has",
-    (
-        "rotary_backward_v2",
-        "< -> <= in `for (int k = 0; k < HEADS; k++) {`",
-    ): "one round more, for a head that no row has",
-    (
-        "rotary_backward_v2",
-        "< -> <= in `for (int k = 0; k < HEADS; k++) {` (2)",
-    ): "one round more, for a head that no row has",
-    (
-        "lora_gradients_v2",
-        "< -> <= in `for (int start = 0; start < tokens; start += 2 * PIECE) {`",
-    ): "one round more, of zeros",
 }
 # What clang's instrumentation does not see, and the values do not show: copies of whole structs
 # past an array's end or at a wrong address, reads of what is never used, one place past the end of

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gpuaccel.backends import backend, use_backend
 from gpuaccel.errors import ArgumentError
-from gpuaccel.ops import rotary_table, rotate
 from gpuaccel.training.models import (
     GPT2,
     PRESETS,
@@ -20,6 +19,8 @@ from gpuaccel.training.models import (
     flops_per_token,
     generate,
     preset,
+    rotary_table,
+    rotate,
 )
 
 NINE = {
@@ -282,6 +283,55 @@ def test_rotary_positions_turn_each_pair_by_position_times_frequency(T, half, th
     got = rotate(x.float(), rotary_table(T + 3, 2 * half, theta)).double()
     d = (got - torch.cat([want.real, want.imag], -1)).abs()
     assert d.max() < 1e-5, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
+
+
+def rotated_by_halves(x, table):
+    """The usual way: (a, b) -> (a cos - b sin, b cos + a sin) on two halves, joined by cat."""
+    half = x.shape[-1] // 2
+    cos, sin = (
+        table[0, : x.shape[-2], half:].to(x.dtype),
+        table[1, : x.shape[-2], half:].to(x.dtype),
+    )
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 8), (1, 1, 1, 2), (2, 2, 16, 64)])
+def test_rotate_is_the_formula_with_cat_in_value_and_gradient(shape, dtype):
+    table = rotary_table(16, shape[-1], 10_000.0)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, want = rotate(one, table), rotated_by_halves(two, table)
+    assert got.dtype == want.dtype == dtype and got.shape == want.shape
+    close = (
+        {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    )
+    torch.testing.assert_close(got, want, **close)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (got * weight).sum().backward(), (want * weight).sum().backward()
+    torch.testing.assert_close(one.grad, two.grad, **close)
+
+
+def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
+    q = torch.randn(2, 5, 3 * 8).unflatten(-1, (3, 8)).transpose(1, 2)
+    table = rotary_table(9, 8, 10_000.0)
+    assert not q.is_contiguous()
+    torch.testing.assert_close(rotate(q, table), rotated_by_halves(q, table), rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_positions_are_those_of_transformers_llama():
+    llama = pytest.importorskip(
+        "transformers.models.llama.modeling_llama",
+        reason="transformers, of the extra `test`, is not installed",
+    )
+    heads = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    rotary = llama.LlamaRotaryEmbedding(llama.LlamaConfig(**heads))
+    q, k = torch.randn(2, 4, 30, 16), torch.randn(2, 2, 30, 16)
+    cos, sin = rotary(q, torch.arange(30)[None])
+    table = rotary_table(32, 16, 10_000.0)
+    for x, want in zip((q, k), llama.apply_rotary_pos_emb(q, k, cos, sin)):
+        torch.testing.assert_close(rotate(x, table), want, rtol=0, atol=2e-5)
 
 
 def test_attention_scores_depend_on_the_distance_only():

@@ -203,10 +203,6 @@ CASES = {
         lambda model: ga.deterministic_embeddings(model.parameters()),
         "model is a generator; expected a module",
     ),
-    "LoRA of parameters": (
-        lambda model: ga.apply_lora([*model.parameters()]),
-        "model is a list; expected a module",
-    ),
 }
 
 

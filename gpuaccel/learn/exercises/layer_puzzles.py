@@ -195,6 +195,7 @@ def _attend_case(n, generator):
             "of a mean, with equal weights": v.double().mean(0).expand(queries, d),
             "with the scores as weights": s @ v.double() / s.sum(-1, keepdim=True),
             "of the negative scores": (-s).softmax(-1) @ v.double(),
+            "with scores divided by the square root of d": (s / d**0.5).softmax(-1) @ v.double(),
             "without the values": weights.sum(-1, keepdim=True).expand(queries, d),
         }
         return {what: result.flatten()[:n] for what, result in results.items()}
@@ -545,6 +546,9 @@ sums[blockIdx.x] = sum;""",
                 "scores as weights": _ATTEND.replace("expf(s - larger)", "s"),
                 "the negative score": _ATTEND.replace(
                     "    float larger", "    s = -s;\n    float larger"
+                ),
+                "divides the score": _ATTEND.replace(
+                    "    float larger", "    s /= sqrtf((float)d);\n    float larger"
                 ),
                 "the channel of another thread": _ATTEND.replace("v[j * d + i % d]", "v[j * d]"),
                 "keys in columns": _ATTEND.replace("k[j * d + e]", "k[e * T + j]"),
