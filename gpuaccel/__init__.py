@@ -15,7 +15,7 @@ what is in which room.
 command line can handle Ctrl-C before it takes the seconds that torch needs.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 import importlib
 import sys

@@ -196,7 +196,7 @@ def test_the_kernel_of_the_readme_reads_every_second_element():
 @pytest.mark.skipif(find_compiler()[0] is None, reason=NO_COMPILER)
 def test_the_race_of_the_readme_is_the_one_that_comes():
     kernel, report = re.findall(
-        r"^```\n((?:%%cuda|add_rows).*?)```", README.read_text(), re.M | re.S
+        r"^```(?:cuda)?\n((?:%%cuda|add_rows).*?)```", README.read_text(), re.M | re.S
     )
     tokens = torch.tensor([2, 0, 1, 2, 3, 2, 1, 0], dtype=torch.int32)
     add_rows = ga.compile(kernel.replace("%%cuda", ""))

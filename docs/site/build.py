@@ -22,6 +22,7 @@ SITE = ROOT / "build" / "site"
 COPIED = (
     "*.md",
     "docs/*.md",
+    "docs/*.json",
     "docs/*/*.svg",
     "notebooks/*.md",
     "notebooks/*.svg",

@@ -49,6 +49,8 @@ autodoc_default_options = {"members": True, "undoc-members": False, "no-value": 
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 default_role = "literal"
+# A block without a language is a command or an output.
+highlight_language = "none"
 
 # A notebook may leave out a level.
 suppress_warnings = ["myst.header"]
