@@ -82,6 +82,18 @@ def exact_norm(grads, norm_type=2.0):
     return torch.linalg.vector_norm(elements, norm_type).item()
 
 
+class RaisesInBackward(torch.autograd.Function):
+    """A copy in forward, ZeroDivisionError in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("on purpose")
+
+
 class Blocks(nn.Module):
     """A list of blocks whose tensors have these shapes; a gradient of any value on request."""
 

@@ -221,7 +221,7 @@ def kernel_mutants(launched: "set[str]") -> "tuple[list[Mutant], int]":
     for path, text in files.items():
         for kernel in launched.intersection(kernel_names(text)):
             if f'"{path.stem}"' in python:
-                whole = whole_program(text, path.name)
+                whole, _ = whole_program(text, path.name)
                 programs[kernel] = whole, reached(kernel, whole)
     found, left_out = [], 0
     for path, text in files.items():

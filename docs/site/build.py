@@ -34,13 +34,13 @@ COPIED = (
 
 
 def write_source(folder: pathlib.Path):
-    """Copy the pages that Sphinx reads. Their times stay, so that Sphinx reads the changed ones."""
-    for path in (path for pattern in COPIED for path in sorted(ROOT.glob(pattern))):
+    """Copy the pages that Sphinx reads."""
+    for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
         copied = folder / path.relative_to(ROOT)
         copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, copied)
+        shutil.copy(path, copied)
     (folder / "api").mkdir(exist_ok=True)
-    shutil.copy2(ROOT / "docs" / "site" / "reference.rst", folder / "api" / "index.rst")
+    shutil.copy(ROOT / "docs" / "site" / "reference.rst", folder / "api" / "index.rst")
     kernels = sorted(path.name for path in (folder / "kernels_cu").glob("*.cu*"))
     for name in kernels:
         (folder / "kernels_cu" / f"{name}.md").write_text(
@@ -53,18 +53,18 @@ def write_source(folder: pathlib.Path):
 def build(site: pathlib.Path):
     """Write the source, run Sphinx, check the result. SystemExit says what is wrong."""
     folder = site.parent / f"{site.name}-source"
-    # Pages that are no more would stay.
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(site, ignore_errors=True)
+    for old in (folder, site):
+        shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
     write_source(folder)
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-c", str(ROOT / "docs" / "site")]
-    command += ["-W", "--keep-going", "-q", "-d", str(site.parent / f"{site.name}-doctrees")]
+    # All anew, because the tables of the reference do not know when a docstring has changed.
+    command += ["-E", "-W", "--keep-going", "-q", "-d", f"{folder}-doctrees"]
     environment = {**os.environ, "GPUACCEL_GPU": "off"}
     done = subprocess.run([*command, str(folder), str(site)], env=environment)
     if done.returncode:
         raise SystemExit("the site has errors, see above")
-    shutil.copy2(site / "README.html", site / "index.html")
+    shutil.copy(site / "README.html", site / "index.html")
     problems = check_site.problems(site)
     if problems:
         raise SystemExit("\n".join([*problems, "the site has errors, see above"]))

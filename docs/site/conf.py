@@ -10,7 +10,6 @@ from pygments.token import Comment
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "site")]
 
-import docstrings  # noqa: E402
 import pages  # noqa: E402
 
 import gpuaccel  # noqa: E402
@@ -23,13 +22,15 @@ version = release = gpuaccel.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "sphinx.ext.autosummary",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 
 root_doc = "README"
-templates_path = ["templates"]
+# autosummary looks beside the source.
+templates_path = [str(ROOT / "docs" / "site" / "templates")]
 
 # Notebooks show their stored outputs; nothing is executed.
 nb_execution_mode = "off"
@@ -51,6 +52,8 @@ python_maximum_signature_line_length = 80
 default_role = "literal"
 # A block without a language is a command or an output.
 highlight_language = "none"
+napoleon_custom_sections = ["Source"]
+napoleon_use_ivar = True
 
 # A notebook may leave out a level.
 suppress_warnings = ["myst.header"]
@@ -90,5 +93,4 @@ class CellLexer(Lexer):
 
 def setup(app):
     app.add_lexer("gpuaccel-cell", CellLexer)
-    docstrings.setup(app)
     pages.setup(app)

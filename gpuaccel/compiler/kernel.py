@@ -596,6 +596,18 @@ class Kernel:
         """
         return self._compile(self._target(arch))[0]
 
+    def ptx(self, arch: str = "sm_90") -> str:
+        """PTX for one architecture, with a `.loc` for each source line. No GPU is needed.
+
+        Args:
+            arch: an architecture that NVRTC knows, e.g. "sm_90".
+
+        Raises:
+            CompileError: with the compiler's messages.
+            BackendError: for an architecture that NVRTC does not know, and without NVRTC.
+        """
+        return nvrtc.compile_ptx(self.source, self.filename, self._target(arch), self.options)
+
     def _compile(self, target: str) -> "tuple[bytes, str, str, dict[str, str]]":
         """(cubin, ptxas's report, the kernel's symbol in the cubin, those of all expressions)."""
         try:

@@ -217,25 +217,46 @@ def compile_cubin(
     Raises:
         CompileError: with file, line and caret as NVRTC prints them.
     """
+    flags = _flags(source, arch, defines or {}, options)
+    headers = _headers(source, options)
+    facts = json.dumps([source, filename, flags, library().version, headers, expressions])
+    key = hashlib.sha256(facts.encode()).hexdigest()
+
+    def make():
+        cubin, _, log, symbols = _compile(source, filename, flags, expressions)
+        _show_warnings(log, filename)
+        return json.dumps([log, symbols]).encode() + b"\n" + cubin
+
+    return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
+
+
+def _flags(source, arch, defines, options) -> "list[str]":
     # From 12.9 on NVRTC has a cache of its own where there is a driver, without ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
-    macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
+    macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
     if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
             folders = (*folders, curand)
         flags += [f"-I{folder}" for folder in folders]
-    headers = _headers(source, options)
-    facts = json.dumps([source, filename, flags, library().version, headers, expressions])
-    key = hashlib.sha256(facts.encode()).hexdigest()
+    return flags
 
-    def make():
-        cubin, log, symbols = _compile(source, filename, flags, expressions)
-        _show_warnings(log, filename)
-        return json.dumps([log, symbols]).encode() + b"\n" + cubin
 
-    return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
+def compile_ptx(source: str, filename: str, arch: str, options: "tuple[str, ...]" = ()) -> str:
+    """PTX of a whole program, with a `.loc` for each source line. Nothing is kept in the cache.
+
+    Args:
+        source: CUDA C with everything it needs
+        filename: what error messages call it
+        arch: e.g. "sm_90"
+        options: further options for NVRTC
+
+    Raises:
+        CompileError: with file, line and caret as NVRTC prints them.
+    """
+    flags = _flags(source, arch, {}, (*options, "-lineinfo"))
+    return _compile(source, filename, flags, ())[1]
 
 
 def _load(entry: bytes) -> "tuple[bytes, str, dict[str, str]]":
@@ -308,12 +329,15 @@ def _compile(source, filename, flags, expressions):
     lib = library().handle
     program = ctypes.c_void_p()
 
-    def read_log():
+    def read(what):
         size = ctypes.c_size_t()
-        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        text = ctypes.create_string_buffer(max(size.value, 1))
-        lib.nvrtcGetProgramLog(program, text)
-        return text.value.decode(errors="replace").strip()
+        lib[f"nvrtcGet{what}Size"](program, ctypes.byref(size))
+        content = ctypes.create_string_buffer(max(size.value, 1))
+        lib[f"nvrtcGet{what}"](program, content)
+        return content.raw[: size.value]
+
+    def read_text(what):
+        return read(what).rstrip(b"\0").decode(errors="replace").strip()
 
     # A header of NVIDIA's is preferred.
     stubs = {
@@ -335,19 +359,15 @@ def _compile(source, filename, flags, expressions):
                 lib.nvrtcAddNameExpression(program, expression.encode())
             arguments = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
-            log = read_log()
+            log = read_text("ProgramLog")
             if status:
                 raise CompileError(f"{filename} does not compile:\n{log}{_hint(log, source)}", log)
-            size = ctypes.c_size_t()
-            lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
-            cubin = ctypes.create_string_buffer(size.value)
-            lib.nvrtcGetCUBIN(program, cubin)
             symbols = {}
             for expression in expressions:
                 symbol = ctypes.c_char_p()
                 lib.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(symbol))
                 symbols[expression] = (symbol.value or b"").decode()
-            return cubin.raw, log, symbols
+            return read("CUBIN"), read_text("PTX"), log, symbols
         finally:
             lib.nvrtcDestroyProgram(ctypes.byref(program))
 

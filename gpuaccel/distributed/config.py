@@ -151,7 +151,7 @@ class Distributed:
 
     @property
     def needs_reducer(self) -> bool:
-        """Whether gradients have to be reduced: with several ranks, and always in ordered mode."""
+        """Whether gradients have to be reduced, as with several ranks and in ordered mode."""
         return self.world > 1 or self.ordered
 
     def __repr__(self):

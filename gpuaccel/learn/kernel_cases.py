@@ -25,9 +25,19 @@ from ..ops import (
 )
 from ..optim import AdamW, Arena, Lion, clip_grad_norm_, clip_grads_
 from ..training import TrainStep
+from .figures.drawing import plural
 
-# fp32 tensors that an operation computes, by name
-Results = dict[str, Tensor]
+
+class Results(dict[str, Tensor]):
+    """Tensors that an operation computes, by name.
+
+    Attributes:
+        before: what those held that it adds to.
+    """
+
+    def __init__(self, results=()):
+        super().__init__(results)
+        self.before: "dict[str, Tensor]" = {}
 
 
 @dataclass(frozen=True)
@@ -75,13 +85,15 @@ def _sizes(n) -> "list[int]":
 
 def _accumulate(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
-    results: Results = {}
+    results = Results()
     for dtype in dtypes:
         # The vectorised kernel takes a multiple of four, the other one any number.
         for size in (n, 4 * n):
             total = 100 * normal(size)
+            name = f"sum of {size:,} elements, gradient in {dtype}"
+            results.before[name] = total.clone()
             accumulate_(total, normal(size, dtype=dtype))
-            results[f"sum of {size:,} elements, gradient in {dtype}"] = total
+            results[name] = total
     return results
 
 
@@ -111,6 +123,10 @@ def _variants(dtypes) -> "list[tuple[torch.dtype, bool]]":
     return [*((dtype, False) for dtype in dtypes), (torch.float32, True)]
 
 
+def _tensor(i, tensor) -> str:
+    return f"tensor {i} ({plural(tensor.numel(), 'element')})"
+
+
 def _words(dtype, with_unused) -> str:
     return f"parameters in {dtype}{', one without a gradient' if with_unused else ''}"
 
@@ -122,7 +138,7 @@ def _step(optimizer):
 
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
-        results: Results = {}
+        results = Results()
         for dtype, with_unused in _variants(dtypes):
             model = _Parameters(normal, _sizes(n), with_unused).to(device, dtype)
             arena = Arena(model)
@@ -141,9 +157,9 @@ def _step(optimizer):
                     results[f"norm of step {i + 1}, {words}"] = out.norm.clone()
                 words = f"({words}), after 2 steps and one with a NaN"
                 results[f"steps skipped {words}"] = opt.skipped.clone()
-                for i, segment in enumerate(arena.segments):
-                    name = f"{segment.name} {words}"
-                    results[name] = arena.params[i].detach().clone()
+                for i, param in enumerate(arena.params):
+                    name = f"{_tensor(i, param)} {words}"
+                    results[name] = param.detach().clone()
                     results[f"fp32 {name}"] = arena.masters[i].detach().clone()
                     results |= _state(opt, arena.masters[i], name)
         return results
@@ -151,7 +167,7 @@ def _step(optimizer):
     return run
 
 
-def _state(opt, parameter, words) -> Results:
+def _state(opt, parameter, words) -> "dict[str, Tensor]":
     """The optimizer's state of a parameter."""
     state = opt.state[parameter]
     return {f"{key} of {words}": value.clone() for key, value in state.items()}
@@ -162,7 +178,7 @@ def _optimizer(optimizer, *options):
 
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
-        results: Results = {}
+        results = Results()
         for option in options or ({},):
             for dtype in dtypes:
                 params = [nn.Parameter(normal(size, dtype=dtype)) for size in _sizes(n)]
@@ -189,7 +205,7 @@ def _set_gradients(params, normal) -> "list[Tensor]":
 
 def _clip(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
-    results: Results = {}
+    results = Results()
     for dtype in dtypes:
         params = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in _sizes(n)]
         for limit in (0.5, 1e6):
@@ -233,7 +249,7 @@ def _clip_many(n, device, generator, dtypes) -> Results:
     params = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(1100)]
     grads = _set_gradients(params, normal)
     norm = clip_grad_norm_(params, 0.5)
-    return {"norm of 1,100 gradients": norm, "the last of 1,100 gradients": grads[-1]}
+    return Results({"norm of 1,100 gradients": norm, "the last of 1,100 gradients": grads[-1]})
 
 
 def _peers(n, device, generator, dtypes) -> Results:
@@ -253,7 +269,9 @@ def _peers(n, device, generator, dtypes) -> Results:
         kernel = Kernel("peers", "peers_sum", CHUNK=CHUNK, THREADS=SQUARES_THREADS)
         row = others.stride(0) // 4
         kernel[chunks, SQUARES_THREADS](own, squares, nonfinite, others, 1, 3, chunks, row)
-    return {"sum of three ranks": total, "squares": squares.float(), "not finite": nonfinite}
+    return Results(
+        {"sum of three ranks": total, "squares": squares.float(), "not finite": nonfinite}
+    )
 
 
 # ---- embeddings ----------------------------------------------------------------------------------
@@ -261,7 +279,7 @@ def _peers(n, device, generator, dtypes) -> Results:
 
 def _embedding(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
-    results: Results = {}
+    results = Results()
     positions = min(n, 50)
     # Rows of 8 channels can be read four at a time, rows of 6 or 130 cannot; 130 are more than a
     # block takes.
@@ -285,10 +303,11 @@ def _embedding(n, device, generator, dtypes) -> Results:
                 results[f"number of tokens out of range, {words}{kind}"] = invalid[:1]
                 dwte = normal(7, channels)
                 dwpe = normal(positions, channels)
+                sums = {f"dwte, {words}{kind}": dwte, f"dwpe, {words}{kind}": dwpe}
+                results.before |= {name: total.clone() for name, total in sums.items()}
                 dout = normal(*tokens.shape, channels, dtype=dtype)
                 add_gradients(dwte, dwpe, dout, find_segments(tokens, 7), False, None)
-                results[f"dwte, {words}{kind}"] = dwte
-                results[f"dwpe, {words}{kind}"] = dwpe
+                results |= sums
     if torch.bfloat16 in dtypes:
         # Stochastic rounding and division by the count are kernels of their own.
         dwte = torch.full((7, 8), 256.0, dtype=torch.bfloat16, device=device)
@@ -300,7 +319,7 @@ def _embedding(n, device, generator, dtypes) -> Results:
 
 def _sort(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
-    results: Results = {}
+    results = Results()
     for vocab in (5, 700, 70_000):
         # One token is out of range, the first one of the vocabulary is left out.
         tokens = normal.integers(0, vocab, n)
@@ -316,7 +335,7 @@ def _sort(n, device, generator, dtypes) -> Results:
 
 def _curve(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
-    results: Results = {}
+    results = Results()
     curve = RichardsCurve(nu=0.7).to(device)
     for dtype in dtypes:
         for size in (n, 8 * n) if dtype == torch.float32 else (n,):
@@ -330,7 +349,7 @@ def _curve(n, device, generator, dtypes) -> Results:
 
 def _glu(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
-    results: Results = {}
+    results = Results()
     activation, gate = RichardsCurve(nu=0.7).to(device), RichardsCurve("tanh").to(device)
     for dtype in dtypes:
         for hidden in (8, 5) if dtype == torch.float32 else (8,):
@@ -351,7 +370,7 @@ def _attention(width, dtype):
 
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
-        results: Results = {}
+        results = Results()
         T = max(2, min(n // 16, 150))
         # Each degree is compiled for itself, which takes seconds.
         for degree, window in ((3, 20),) if n < 1000 else ((1, None), (3, 20)):

@@ -48,13 +48,13 @@ USAGE = (
 )
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
 
-# Kernels of cells before the last one of their name, which did not compile.
-_outdated: "weakref.WeakSet[Kernel]" = weakref.WeakSet()
+# Kernel of an earlier run of a cell -> what has become of that cell, in words.
+_outdated: "weakref.WeakKeyDictionary[Kernel, str]" = weakref.WeakKeyDictionary()
 
 
-def is_outdated(kernel: Kernel) -> bool:
-    """Whether a later %%cuda cell with a kernel of this name did not compile."""
-    return kernel in _outdated
+def why_outdated(kernel: Kernel) -> "str | None":
+    """Why a kernel is not the one that its cell was to make last, in words."""
+    return _outdated.get(kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,16 @@ class Compiled:
     """What a %%cuda cell displays: one line per kernel, and one on what was left out.
 
     Attributes:
-        kernels: name -> Kernel. milliseconds: name -> time until it was ready. left_out: in words.
+        kernels: name -> Kernel.
+        milliseconds: name -> time until it was ready.
+        left_out: in words.
+        still_there: kernels of the cell's run before that it no longer defines, in words.
     """
 
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
     left_out: str = ""
+    still_there: str = ""
 
     def _rows(self):
         """(signature, what it costs) of each kernel."""
@@ -91,6 +95,8 @@ class Compiled:
             yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
         if self.left_out:
             yield "left out:", self.left_out
+        if self.still_there:
+            yield "another name:", self.still_there
 
     def __str__(self):
         return "\n".join(f"{signature}    {cost}" for signature, cost in self._rows())
@@ -233,6 +239,17 @@ def _before(cell: str, namespace: dict) -> "dict[str, Kernel]":
     return {n: v for n, v in namespace.items() if n in words and isinstance(v, Kernel)}
 
 
+def _outdate(kernels: "dict[str, Kernel]", why: str) -> "list[str]":
+    """Remember that these kernels are outdated, and why.
+
+    Returns:
+        A line for each of them.
+    """
+    for name, kernel in kernels.items():
+        _outdated[kernel] = f"{why.format(name)}, and `{name}` is still the kernel of before"
+    return [f"{name} is still the kernel that it was before this cell" for name in kernels]
+
+
 def load_ipython_extension(shell: "InteractiveShell") -> None:
     """Register `%%cuda` and `%cuda`; `%load_ext gpuaccel` calls this.
 
@@ -249,6 +266,9 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
         >>> "cuda" in shell.magics_manager.lsmagic()["cell"]
         True
     """
+
+    # id of a cell -> the kernels of its last run
+    made: "dict[str | None, dict[str, Kernel]]" = {}
 
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
@@ -273,16 +293,22 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
             message += getattr(error, "__notes__", [])
             if cell is not None and not line.strip().startswith("--"):
-                kept = _before(cell, shell.user_ns)
-                _outdated.update(kept.values())
-                message += [
-                    f"{name} is still the kernel that it was before this cell" for name in kept
-                ]
+                why = "the last cell that defines `{}` did not compile"
+                message += _outdate(_before(cell, shell.user_ns), why)
             error._render_traceback_ = lambda *_, **__: message
             raise
-        _outdated.difference_update(compiled.kernels.values())
+        for kernel in compiled.kernels.values():
+            _outdated.pop(kernel, None)
+        # JupyterLab tells which cell it is.
+        cell_id = getattr(shell, "get_parent", dict)().get("metadata", {}).get("cellId")
+        before = made.get(cell_id, {}).items()
+        kept = {n: k for n, k in before if n not in compiled.kernels and shell.user_ns.get(n) is k}
+        names = ", ".join(f"`{name}`" for name in compiled.kernels)
+        lines = _outdate(kept, f"its cell now defines {names} in the place of `{{}}`")
+        if cell_id:
+            made[cell_id] = compiled.kernels
         shell.user_ns.update(compiled.kernels)
-        return compiled
+        return dataclasses.replace(compiled, still_there="; ".join(lines))
 
     # Its type is that of the decorator in IPython which it is not called through.
     register: Any = shell.register_magic_function

@@ -26,6 +26,7 @@ from ..compiler import Kernel, is_loaded, replace, replacements
 from ..errors import ArgumentError, CompileError, GpuaccelError, KernelError, ReplacementError
 from ..simt import checked
 from .kernel_cases import CASES, Case, Results
+from .sentences import first_wrong
 
 # Elements for the run with every access checked, and for the comparison.
 CHECKED_SIZES = (1, 700)
@@ -227,8 +228,7 @@ def _run_checked(name, source, case: Case):
             replace(name, source)
             with _refusal(name), _poisoned():
                 results = case.run(n, cpu, _generator(n), [torch.float32])
-        for label, want in expected.items():
-            _check_result(name, label, results[label], want, want, case)
+        _check_results(name, results, expected, expected, case)
 
 
 @contextlib.contextmanager
@@ -275,8 +275,7 @@ def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, in
             "cells again, without this one."
         ) from None
     for results in (first, yours):
-        for label, want in expected.items():
-            _check_result(name, label, results[label], want, ours[label], case)
+        _check_results(name, results, expected, ours, case)
     if _far_slower(your_seconds, our_seconds):
         raise ReplacementError(
             f"{name} is refused: it is right, but with it the operation takes "
@@ -326,40 +325,43 @@ def _poisoned():
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def _check_result(name, label, got, want, ours, case):
-    if problem := _difference(got, want, ours, case):
-        raise ReplacementError(f"{name} is refused: {label}: {problem}")
+def _check_results(name, results, expected, ours, case):
+    for label, want in expected.items():
+        got = results[label]
+        wrong, allowed = _wrong(got, want, ours[label], case)
+        if wrong.any():
+            problem = first_wrong(got, want, wrong)
+            if label in expected.before:
+                problem += _sum_lost(got, want, expected.before[label], allowed)
+            raise ReplacementError(f"{name} is refused: {label}: {problem}")
 
 
-def _difference(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> "str | None":
-    """Where a result differs from the definition's by more than rounding, in words."""
+def _sum_lost(got, want, before, allowed) -> str:
+    """What to say of a wrong sum that is only what was to be added to it."""
+    added = want.double() - before.double()
+    rounding = 4 * torch.finfo(want.dtype).eps * (want.abs() + before.abs()).double()
+    if bool(((got.double() - added).abs() <= allowed + rounding).all()):
+        return "; that is the gradient alone: what was in the sum before is lost"
+    return ""
+
+
+def _wrong(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> "tuple[Tensor, Tensor]":
+    """(where a result differs from the definition's by more than rounding, what is rounding)."""
     same = (got == want) | (got.isnan() & want.isnan())
-    if bool(same.all()):
-        return None
-    if got.dtype.is_floating_point:
-        exact = want.double()
-        size = exact.abs()
-        finite = size.isfinite()
-        # A sum is rounded as its terms are, which are as large as a typical element.
-        typical = float(size[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0
-        rounding = case.roundings * torch.finfo(torch.float32).eps
-        if got.dtype.itemsize < 4:
-            rounding += case.stored_roundings * torch.finfo(got.dtype).eps
-        allowed = rounding * (size + typical)
-        # Ours are the measure where the definition itself rounds more.
-        allowed = torch.maximum(allowed, 2 * (ours.double() - exact).abs())
-        # Written so that NaN counts as a difference.
-        wrong = ~(same | ((got.double() - exact).abs() <= allowed))
-    else:
-        wrong = ~same
-    places = wrong.flatten().nonzero().flatten()
-    if not len(places):
-        return None
-    i = int(places[0])
-    value, expected = got.flatten()[i].item(), want.flatten()[i].item()
-    digits = ".7g" if got.dtype.is_floating_point else ","
-    count = f"{len(places):,} of {got.numel():,} elements are wrong"
-    return f"{count}; the first is [{i:,}]: got {value:{digits}}, expected {expected:{digits}}"
+    exact = want.double()
+    if not got.dtype.is_floating_point:
+        return ~same, torch.zeros_like(exact)
+    size = exact.abs()
+    finite = size.isfinite()
+    # A sum is rounded as its terms are, which are as large as a typical element.
+    typical = float(size[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0
+    rounding = case.roundings * torch.finfo(torch.float32).eps
+    if got.dtype.itemsize < 4:
+        rounding += case.stored_roundings * torch.finfo(got.dtype).eps
+    # Ours are the measure where the definition itself rounds more.
+    allowed = torch.maximum(rounding * (size + typical), 2 * (ours.double() - exact).abs())
+    # Written so that NaN counts as a difference.
+    return ~(same | ((got.double() - exact).abs() <= allowed)), allowed
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:

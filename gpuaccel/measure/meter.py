@@ -207,6 +207,8 @@ class StageTimer:
 class LateValue:
     """A device scalar that is copied to the host without a wait.
 
+    In a loop::
+
         late.put(loss, tag=step)      # queues a copy into pinned memory, and an event behind it
         late.get()                    # the newest value whose copy is done, or None
         late.tag                      # the tag of that value

@@ -567,7 +567,7 @@ class Arena:
 
     @property
     def released(self) -> bool:
-        """Whether release() was called: the parameters are ordinary ones."""
+        """Whether release() was called, so that the parameters are ordinary ones."""
         return self not in _arenas
 
     def release(self):

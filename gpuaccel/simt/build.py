@@ -111,6 +111,8 @@ CHECKED_BY = {
         "-fno-tree-loop-im",
         "-fno-tree-pta",
         "-fno-tree-dce",
+        # It would store a struct such as float4 member by member.
+        "-fno-tree-sra",
         "--param=tsan-instrument-func-entry-exit=0",
         "--param=tsan-distinguish-volatile=1",
         *_NO_SAVED_REGISTERS,

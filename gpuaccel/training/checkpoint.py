@@ -731,7 +731,7 @@ def latest_checkpoint(folder: "str | pathlib.Path") -> "pathlib.Path | None":
 
 
 def is_checkpoint(path: "str | pathlib.Path") -> bool:
-    """Whether a file *.safetensors or a folder *.sharded is there. It may be damaged.
+    """Whether a file `*.safetensors` or a folder `*.sharded` is there. It may be damaged.
 
     Args:
         path: of anything.

@@ -620,12 +620,12 @@ class TrainStep:
 
     @property
     def max_norm(self) -> "float | None":
-        """The limit of the gradient norm; None: no clipping."""
+        """The limit of the gradient norm, or None without clipping."""
         return self._max_norm if self._clipping_opt is None else self._clipping_opt.max_norm
 
     @property
     def replays(self) -> str:
-        """ "graph" or "eager": how the next step runs."""
+        """How the next step runs, "graph" or "eager"."""
         return self._graphs.replay if self._graphs else "eager"
 
     @property
@@ -635,7 +635,7 @@ class TrainStep:
 
     @property
     def graphs(self) -> "GraphedStep | None":
-        """The graphs of whole batches: len(), graph(); None when replay is "eager"."""
+        """The graphs of whole batches, with len() and graph(); None when replay is "eager"."""
         return self._graphs.batch_graphs if self._graphs else None
 
     def capture(self, batch):

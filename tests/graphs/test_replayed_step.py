@@ -43,7 +43,6 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, CaptureError
-from gpuaccel.nn import fused_forward
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
 from gpuaccel.training.loop import train, warmup_cosine
@@ -95,12 +94,6 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_the_case_side_by_side_is_one_product(device):
-    with make(device, "graph", **CASES["q k v together"]) as step:
-        assert fused_forward(step.model.blocks[0].w_q).joint is not None
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_rare_weight_moves_only_where_it_got_a_gradient(device):
     """Eager leaves a weight alone, decay included, in a step that gave it no gradient: so does the
     graph of such a step."""
@@ -149,14 +142,6 @@ def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(devi
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_dropout_draws_anew_in_each_replay(device):
-    """The same batch again: another mask, eager's mask."""
-    (batch,) = batches(device, n=1)
-    wanted = compare(device, [batch] * 4, opt={"lr": 0.0, "max_norm": None}, schedule=None)
-    assert len({out.loss.item() for out in wanted}) == 4
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_replayed_run_warns_of_nothing(device):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -188,24 +173,25 @@ def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail
     assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(6)]
 
 
-def micro(device, T, seed):
-    """A micro-batch of two sequences."""
-    return batches(device, n=1, rows=2, lengths=(T,), seed=seed)[0]
-
-
+@pytest.mark.parametrize(
+    "options, steps",
+    [
+        # A kind that is new in the middle of a list.
+        ({}, [[(8, 0), (8, 1)], [(8, 2), (16, 3), (8, 4), (12, 5)], [(12, 6), (8, 7)]]),
+        # A graph that has to go in the middle of a list is captured again there: its warm-up must
+        # not take the sums so far.
+        ({"max_graphs": 1}, [[(8, 0), (16, 1), (8, 2)], [(16, 3), (8, 4)]]),
+    ],
+    ids=["new kinds", "more than max_graphs"],
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_kind_that_is_new_in_the_middle_of_a_list_leaves_the_sums_right(device):
-    steps = [[(8, 0), (8, 1)], [(8, 2), (16, 3), (8, 4), (12, 5)], [(12, 6), (8, 7)]]
-    data = [[micro(device, *kind) for kind in kinds] for kinds in steps]
-    compare(device, data)
+def test_a_capture_in_the_middle_of_a_list_leaves_the_sums_right(device, options, steps):
+    """A micro-batch has two sequences, of a length and a seed."""
 
+    def micro(T, seed):
+        return batches(device, n=1, rows=2, lengths=(T,), seed=seed)[0]
 
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_list_with_more_kinds_than_max_graphs_leaves_the_sums_right(device):
-    """A graph that has to go in the middle of a list is captured again there: its warm-up must not
-    take the sums so far."""
-    steps = [[(8, 0), (16, 1), (8, 2)], [(16, 3), (8, 4)]]
-    compare(device, [[micro(device, *kind) for kind in kinds] for kinds in steps], max_graphs=1)
+    compare(device, [[micro(*kind) for kind in kinds] for kinds in steps], **options)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -384,40 +370,26 @@ def test_eval_and_frozen_weights_are_other_kinds_of_step(device, counts):
     assert len({out.loss.item() for out in wanted}) == 8
 
 
-def set_rate(opt, k):
-    opt.param_groups[0]["lr"] = LR / (k + 1)
-
-
-def set_betas(opt, k):
-    opt.param_groups[-1]["betas"] = (0.9 - 0.1 * k, 0.999)
-
-
-def set_eps(opt, k):
-    opt.param_groups[0]["eps"] = 10.0 ** -(8 - k)
-
-
-def set_decay(opt, k):
-    opt.param_groups[0]["weight_decay"] = 0.1 * k
-
-
-def set_limit(opt, k):
-    opt.max_norm = LIMIT / (k + 1)
-
-
-def set_no_limit(opt, k):
-    opt.max_norm = LIMIT if k < 2 else None
-
-
 def set_sign(opt, k):
     for group in opt.param_groups:
         group["maximize"] = k % 2 == 1
 
 
-@pytest.mark.parametrize(
-    "change", [set_rate, set_betas, set_eps, set_decay, set_limit, set_no_limit, set_sign]
-)
+SETTINGS = {
+    "lr": lambda opt, k: opt.param_groups[0].update(lr=LR / (k + 1)),
+    "betas": lambda opt, k: opt.param_groups[-1].update(betas=(0.9 - 0.1 * k, 0.999)),
+    "eps": lambda opt, k: opt.param_groups[0].update(eps=10.0 ** -(8 - k)),
+    "weight_decay": lambda opt, k: opt.param_groups[0].update(weight_decay=0.1 * k),
+    "max_norm": lambda opt, k: setattr(opt, "max_norm", LIMIT / (k + 1)),
+    "no max_norm": lambda opt, k: setattr(opt, "max_norm", LIMIT if k < 2 else None),
+    "maximize": set_sign,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, change):
+def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, name):
+    change = SETTINGS[name]
     data = batches(device, n=5, lengths=(8,))
     wanted = compare(device, data, lambda step, k: change(step.optimizers[0], k), schedule=None)
     plain, *_ = trained(make(device, "eager", schedule=None), data, device)
@@ -605,26 +577,6 @@ def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, coun
     options = {"net": theirs(kind), "loss": their_loss}
     wanted = compare(device, batches(device, n=6, bad=(3,)), **options)
     assert counts.replays == 6 and len({out.loss.item() for out in wanted}) == 6
-
-
-class Recurrent(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V), by torch's nn.LSTM."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(V, HIDDEN)
-        self.lstm = nn.LSTM(HIDDEN, HIDDEN, num_layers=2, batch_first=True)
-        self.head = nn.Linear(HIDDEN, V)
-
-    def forward(self, tokens):
-        return self.head(self.lstm(self.embedding(tokens))[0])
-
-
-@pytest.mark.parametrize("device", ["simt"], indirect=True)
-def test_a_recurrent_model_is_replayed_with_eagers_bits(device, counts):
-    data = batches(device, n=5, bad=(3,))
-    wanted = compare(device, data, net=Recurrent)
-    assert counts.replays == 5 and len({out.loss.item() for out in wanted}) == 5
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)

@@ -3,12 +3,12 @@ were, and none of Python's work."""
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import products_add
 from torch import get_rng_state, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -66,14 +66,6 @@ def test_recording_runs_the_function_and_a_replay_repeats_it_on_the_same_memory(
     assert y.tolist() == [2, 2, 2], "repeating twice is as repeating once, where nothing is kept"
 
 
-def test_changes_in_place_are_repeated():
-    total = torch.zeros(2)
-    tape, _ = taped(lambda: total.add_(torch.ones(2)).mul_(2))
-    assert total.tolist() == [2, 2]
-    tape.replay()
-    assert total.tolist() == [6, 6]
-
-
 def test_views_lead_to_the_memory_that_they_are_views_of():
     base = torch.zeros(4, 4)
 
@@ -93,14 +85,6 @@ def test_views_lead_to_the_memory_that_they_are_views_of():
         want.view(-1)[::5] *= 2
         assert torch.equal(base, want) and torch.equal(row, want[2]), f"after {k} replays"
     assert row.data_ptr() == base[2].data_ptr()
-
-
-def test_a_view_of_a_result_follows_the_result():
-    x = torch.arange(6.0)
-    tape, part = taped(lambda: (x * 10).view(2, 3)[1])
-    x.add_(1)
-    tape.replay()
-    assert part.tolist() == [40, 50, 60]
 
 
 def follows_a_swap(x):
@@ -157,6 +141,10 @@ RESULTS = {
     "two numbers": torch.var_mean,
     "the input": lambda x: x.contiguous(),
     "nothing": lambda x: x[:0] + 1,
+    "a view of a result": lambda x: (x * 10).view(25)[5:],
+    # What is added must not be there the next time.
+    "zeros of its own": lambda x: torch.zeros(()).add_(x.sum()),
+    "a constant of its own": lambda x: torch.tensor(10.0).add_(x.sum()),
 }
 
 
@@ -186,34 +174,6 @@ def test_operations_on_many_tensors_at_once_are_repeated():
         g = want
         assert all(w.eq(want).all() for w in weights) and all(x.eq(want).all() for x in grads), k
         assert [n.item() for n in norms] == pytest.approx([want * n**0.5 for n in (1, 3, 5)])
-
-
-def test_forward_backward_and_an_optimizers_step_are_repeated():
-    """Gradients arrive in the memory that they had when it was recorded. Compared with eager."""
-    torch.manual_seed(0)
-    layer, twin = nn.Linear(4, 2), nn.Linear(4, 2)
-    twin.load_state_dict(layer.state_dict())
-    opt, other = (
-        torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), fused=True) for m in (layer, twin)
-    )
-    x = torch.randn(8, 4)
-
-    def step(model, opt, x):
-        loss = F.mse_loss(model(x), x[:, :2])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.detach()
-
-    for m, o in ((layer, opt), (twin, other)):
-        step(m, o, x)  # makes the optimizer's state
-    tape, loss = taped(lambda: step(layer, opt, x))
-    assert torch.equal(loss, step(twin, other, x))
-    for _ in range(3):
-        x.copy_(torch.randn(8, 4))
-        tape.replay()
-        assert torch.equal(loss, step(twin, other, x))
-        assert all(map(torch.equal, layer.parameters(), twin.parameters()))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -364,31 +324,6 @@ def test_a_state_that_an_operation_sets_is_part_of_the_operation():
     assert torch.equal(y, 2 * torch.rand(50))
 
 
-def test_a_constant_made_in_the_function_is_the_same_in_every_replay():
-    """torch.tensor() brings a value from the host; what is added to it must not be there the next
-    time."""
-    x = torch.ones(3)
-
-    def fn():
-        total = torch.tensor(10.0)
-        total += x.sum()
-        return total
-
-    tape, total = taped(fn)
-    assert total == 13
-    for k in range(2, 5):
-        x.fill_(k)
-        tape.replay()
-        assert total.item() == 10 + 3 * k
-
-
-def test_zeros_made_in_the_function_are_zero_in_every_replay():
-    x = torch.ones(3)
-    tape, total = taped(lambda: torch.zeros(()).add_(x.sum()))
-    tape.replay(), tape.replay()
-    assert total == 3
-
-
 # ---- our kernels ----
 
 
@@ -418,14 +353,6 @@ def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numb
     assert len(edges) >= 2
 
 
-def test_a_replay_records_nothing():
-    total, fresh = torch.zeros(4096), torch.ones(4096)
-    tape, _ = taped(lambda: ga.ops.accumulate_(total, fresh))
-    steps = len(tape.steps)
-    tape.replay(), tape.replay()
-    assert total.eq(3).all() and len(tape.steps) == steps and not kernel.recorders
-
-
 def test_an_operation_made_of_launches_is_one_step():
     """Else its launches would be repeated twice: in the operation, and by themselves. Launches
     after it are recorded again."""
@@ -446,24 +373,6 @@ def test_an_operation_made_of_launches_is_one_step():
     assert total.eq(9).all() and len(tape.steps) == 2
 
 
-def test_launches_of_other_threads_are_not_recorded():
-    mine, others = torch.zeros(4096), torch.zeros(4096)
-    fresh = torch.ones(4096)
-
-    def in_another_thread(fn, *args):
-        thread = threading.Thread(target=fn, args=args)
-        thread.start()
-        thread.join()
-
-    def fn():
-        in_another_thread(ga.ops.accumulate_, others, fresh)
-        ga.ops.accumulate_(mine, fresh)
-
-    tape, _ = taped(fn)
-    tape.replay()
-    assert len(tape.steps) == 1 and mine.eq(2).all() and others.eq(1).all()
-
-
 def test_two_threads_record_at_once():
     """Each tape holds the launches of its thread, whichever recording ends first."""
     barrier = threading.Barrier(2, timeout=60)
@@ -480,11 +389,8 @@ def test_two_threads_record_at_once():
 
         tapes[k].record(fn)
 
-    threads = [threading.Thread(target=record, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(record, range(2)))
     assert [len(tape.steps) for tape in tapes] == [20, 20] and not kernel.recorders
     for tape, total in zip(tapes, totals):
         want = total.clone()
@@ -492,21 +398,6 @@ def test_two_threads_record_at_once():
             want = (want + 1) * 2
         tape.replay()
         assert torch.equal(total, want)
-
-
-def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay():
-    torch.manual_seed(0)
-    layer, plain = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
-    plain.load_state_dict(layer.state_dict())
-    arena = ga.Arena(layer)
-    x = torch.randn(3, 8)
-    with products_add(arena):
-        layer(x).sum().backward()
-        tape, _ = taped(lambda: layer(x).sum().backward())
-        tape.replay()
-        for _ in range(3):
-            plain(x).sum().backward()
-        torch.testing.assert_close(arena.gradients.views[0], plain.weight.grad)
 
 
 # ---- the graph ----
@@ -603,19 +494,6 @@ def test_a_tensor_without_memory_of_its_own_is_refused(kind):
     WITHOUT_MEMORY[kind](torch.randn(3))
 
 
-def test_an_error_of_the_functions_own_arrives_and_leaves_nothing_behind():
-    def fn():
-        torch.ones(3).add_(1)
-        raise KeyError("mine")
-
-    tape = Tape()
-    with pytest.raises(KeyError, match="mine"):
-        tape.record(fn)
-    assert (
-        not kernel.recorders and not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    )
-
-
 # ---- memory ----
 
 
@@ -643,17 +521,3 @@ def test_intermediate_results_keep_their_memory_until_close():
     gc.collect()
     assert seen[0].expired() and len(tape.steps) == 0 and y.eq(8).all()
     tape.close()
-
-
-def test_two_tapes_know_nothing_of_each_other():
-    x = torch.ones(2)
-    one, y = taped(lambda: x + 1)
-    two, z = taped(lambda: x * 10)
-    x.fill_(5)
-    one.replay()
-    assert y.tolist() == [6, 6] and z.tolist() == [10, 10]
-    two.replay()
-    one.close()
-    x.fill_(7)
-    two.replay()
-    assert y.tolist() == [6, 6] and z.tolist() == [70, 70]

@@ -395,6 +395,33 @@ def test_accesses_outside_the_tensor_are_red_and_said():
     assert "reads elements -1 to 6; OUTSIDE: element -1 of 1,000" in str(before)
 
 
+@pytest.mark.parametrize(
+    "trace, look",
+    [
+        (saxpy(32, 32, 1), {}),
+        (saxpy(128, 128, 1), {}),
+        (saxpy(21, 8, 3), {"block": 2}),
+        # Two warps of which the second has few elements; half of a sector at the end.
+        (saxpy(100, 64, 2), {"block": 1}),
+        (copy(512, 64, item=2), {"block": 3}),
+        (copy(512, 32, item=8), {"block": 1}),
+        (transpose(64, 1), {"step": 1}),
+    ],
+)
+def test_a_thread_stands_below_its_element_and_coalesced_accesses_are_straight_lines(trace, look):
+    ends = re.findall(
+        r"M([\d.]+) [\d.]+C[\d. ]+? ([\d.]+) [\d.]+(?=[M\"])", show(trace, **look).picture()
+    )
+    assert len(ends) >= 8
+    assert all(abs(float(above) - float(below)) <= 0.11 for above, below in ends)
+
+
+def test_strided_accesses_are_no_straight_lines():
+    picture = show(copy(256, 32, stride=8), step=0).picture()
+    ends = re.findall(r"M([\d.]+) [\d.]+C[\d. ]+? ([\d.]+) [\d.]+(?=[M\"])", picture)
+    assert sum(abs(float(above) - float(below)) > 1 for above, below in ends) > 24
+
+
 def test_shared_memory_is_drawn_as_banks_with_the_turns_they_take():
     words = words_of(show(transpose(32, 0)).picture())
     assert (
@@ -602,13 +629,55 @@ def test_a_view_begins_in_the_middle_of_a_sector():
     assert "5.0 sectors per request (at best 4.0), 80% of their bytes used" in str(shown)
     trace = shown.trace
     index = [traced.name for traced in trace.tensors].index("x")
-    events = trace.events
-    cells = access_panels.Panel(trace, index, events, events, events, range(32)).cells
+    events, red = trace.events, np.zeros(len(trace.events), bool)
+    cells = access_panels.Panel(trace, index, events, red, events, events, range(32)).cells
     # The first holds one element, seven are in front of it.
     assert list(cells.sectors.values())[0] == (0, 4) and list(cells.sectors.values())[-1] == (
         100,
         128,
     )
+
+
+RACE = """extern "C" __global__ void turned(float* out, const float* x)
+{
+    __shared__ float part[96];
+    int t = threadIdx.x;
+    part[t] = x[t];
+    // here
+    out[t] = part[95 - t];
+}
+"""
+
+
+def test_a_race_is_stepped_warp_by_warp_and_red_is_what_a_later_warp_writes():
+    import torch
+
+    import gpuaccel as ga
+    from gpuaccel.backends import find_compiler
+
+    if not find_compiler()[0]:
+        pytest.skip(find_compiler()[1])
+    tensors = torch.zeros(96), torch.randn(96)
+    racing = ga.compile(RACE)[1, 96]
+    first, second, third = (show(racing, *tensors, turn=turn) for turn in range(3))
+    assert "block 0, warp 0 of 0 to 2, turn 0 of 0 to 2" in str(first)
+    assert "TOO EARLY: elements 64 to 95, written in a later turn" in str(first)
+    # Its own words, and those of the warp before it, are there.
+    assert "TOO EARLY" not in str(second) + str(third) + str(show(racing, *tensors))
+    assert drawn(
+        first, stroke=access_panels.RED
+    ) and "read before another warp writes it" in words_of(first.picture())
+    assert not drawn(third, stroke=access_panels.RED)
+    # With a barrier each warp has two turns, and none is too early.
+    ordered = ga.compile(RACE.replace("// here", "__syncthreads();"))[1, 96]
+    views = [show(ordered, *tensors, turn=turn) for turn in range(6)]
+    assert not any("TOO EARLY" in str(view) for view in views)
+    with pytest.raises(ArgumentError, match="turn is 6; block 0 has turns 0 to 5 here"):
+        show(ordered, *tensors, turn=6)
+    pytest.importorskip("ipywidgets")
+    names = [slider.description for slider in first._sliders().children]
+    assert names == ["access", "turn", "warp"]
+    assert "turn" not in [slider.description for slider in views[0]._sliders().children]
 
 
 # ---- in a notebook ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.compiler import nvrtc
-from gpuaccel.learn.magics import compile_cell, parse_line
+from gpuaccel.learn.magics import compile_cell, load_ipython_extension, parse_line
 
 InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
 
@@ -134,6 +134,41 @@ def test_a_check_after_a_failed_cell_says_that_it_did_not_compile(shell, broken)
     shell.run_cell("%%cuda\n" + TWICE.replace("x[i]", "y[i]"))
     shell.run_cell("%%cuda\n" + ADD)
     assert check()
+
+
+def test_a_kernel_that_its_cell_has_renamed_is_said_to_be_still_there():
+    class Lab:
+        """The part of JupyterLab's shell that the magics use."""
+
+        user_ns: dict = {}
+        cell = "a"
+
+        def get_parent(self):
+            return {"metadata": {"cellId": self.cell}}
+
+        def register_magic_function(self, function, kind, name):
+            self.cuda = function
+
+    lab = Lab()
+    load_ipython_extension(lab)
+    assert "still" not in str(lab.cuda("", ADD))
+    words = str(lab.cuda("", ADD.replace("accumulate", "mine")))
+    assert "accumulate is still the kernel that it was before this cell" in words
+    result = ga.check("accumulate", lab.user_ns["accumulate"])
+    assert result.passed is None
+    assert result.summary == (
+        "not judged: its cell now defines `mine` in the place of `accumulate`, and `accumulate` is "
+        "still the kernel of before. Mend that cell, run it, check again."
+    )
+    with ga.use_backend("simt"):
+        assert ga.check("accumulate", lab.user_ns["mine"])
+    # Another cell's kernel of that name is not outdated.
+    lab.cell = "b"
+    lab.cuda("", ADD)
+    lab.cell = "a"
+    assert "accumulate is still" not in str(lab.cuda("", TWICE))
+    with ga.use_backend("simt"):
+        assert ga.check("accumulate", lab.user_ns["accumulate"])
 
 
 def test_a_cell_without_a_kernel_says_what_is_missing():

@@ -248,38 +248,38 @@ def test_with_backend_torch_the_verdict_says_that_no_step_launches_it():
 
 # (kernel, old text, new text, what the refusal says)
 WRONG = [
-    ("settings_write", "values.value[i]", "values.value[0]", "elements are wrong"),
+    ("settings_write", "values.value[i]", "values.value[0]", "elements? wrong"),
     ("squares_v2", "partials[chunk] = sum", "partials[chunk] = (float)sum * 1.0001f", "norm"),
-    ("reduce_v2", "sum = block_joined(sum, warps);", "__syncthreads();", "elements are wrong"),
-    ("reduce_v2", "sqrt(sum)", "sum", "elements are wrong"),
-    ("reduce_v2", "i < stop", "i < stop - 1", "elements are wrong"),
+    ("reduce_v2", "sum = block_joined(sum, warps);", "__syncthreads();", "elements? wrong"),
+    ("reduce_v2", "sqrt(sum)", "sum", "elements? wrong"),
+    ("reduce_v2", "i < stop", "i < stop - 1", "elements? wrong"),
     # Wrong only where a thread adds more than one sum.
     ("reduce_v2", "sum = joined(sum, part);", "sum = part;", "norm of 1,100 gradients"),
     ("reduce_v2", "i += 1024", "i += 512", "norm of 1,100 gradients"),
-    ("reduce_v2", "ratio >= 1.0", "!(ratio < 1.0)", "elements are wrong"),
+    ("reduce_v2", "ratio >= 1.0", "!(ratio < 1.0)", "elements? wrong"),
     ("reduce_v2", "(norm + eps)", "norm", "scale of each tensor .* wrong"),
     ("reduce_v2", "warp < 32", "warp < 31", "first tensor with NaN, .* wrong"),
-    ("scale_v2", "|| (skip && result.w == 0.0f)) continue", ") continue", "elements are wrong"),
-    ("adamw_v3", "{exp_avg, exp_avg_sq};", "{exp_avg_sq, exp_avg};", "elements are wrong"),
-    ("adamw_v3", "w, g, state, copy,", "w, g, state, 0,", "elements are wrong"),
-    ("adamw_v3", "first, last, offset);", "first, last - 1, offset);", "elements are wrong"),
-    ("adamw_v2", "update_list<", "if (blockIdx.x > 0) update_list<", "elements are wrong"),
-    ("adamw_begin", "skip_nonfinite, divisor", "0, divisor", "elements are wrong"),
+    ("scale_v2", "|| (skip && result.w == 0.0f)) continue", ") continue", "elements? wrong"),
+    ("adamw_v3", "{exp_avg, exp_avg_sq};", "{exp_avg_sq, exp_avg};", "elements? wrong"),
+    ("adamw_v3", "w, g, state, copy,", "w, g, state, 0,", "elements? wrong"),
+    ("adamw_v3", "first, last, offset);", "first, last - 1, offset);", "elements? wrong"),
+    ("adamw_v2", "update_list<", "if (blockIdx.x > 0) update_list<", "elements? wrong"),
+    ("adamw_begin", "skip_nonfinite, divisor", "0, divisor", "elements? wrong"),
     (
         "encoder_forward",
         "token >= 0 && token < vocab",
         "true",
-        "elements are wrong|has [0-9,]+ elements?|lies in no tensor|outside",
+        "elements? wrong|has [0-9,]+ elements?|lies in no tensor|outside",
     ),
-    ("encoder_forward", "row % T * C", "row * C", "elements are wrong|has [0-9,]+ elements?"),
+    ("encoder_forward", "row % T * C", "row * C", "elements? wrong|has [0-9,]+ elements?"),
     (
         "encoder_backward_v3",
         "place + u - start + 1",
         "place + u - start",
-        "elements are wrong|type",
+        "elements? wrong|type",
     ),
-    ("encoder_backward_v3", "& ~INVALID", "& 7u", "elements are wrong"),
-    ("encoder_combine_v3", "int w = 1;", "int w = 2;", "elements are wrong"),
+    ("encoder_backward_v3", "& ~INVALID", "& 7u", "elements? wrong"),
+    ("encoder_combine_v3", "int w = 1;", "int w = 2;", "elements? wrong"),
     (
         "encoder_combine_v3",
         "warps[warp][lane] = sum;\n        }\n        __syncthreads();",
@@ -288,18 +288,18 @@ WRONG = [
     ),
     # Only with more than 128 channels does another block take those behind them.
     ("encoder_combine_v3", "group = blockIdx.y * 32 + lane", "group = lane", "race"),
-    ("encoder_wpe", "int b = 1;", "int b = 0;", "elements are wrong"),
-    ("segments_count", "__popc(same)", "1", "elements are wrong|race|has [0-9,]+ elements?"),
+    ("encoder_wpe", "int b = 1;", "int b = 0;", "elements? wrong"),
+    ("segments_count", "__popc(same)", "1", "elements? wrong|race|has [0-9,]+ elements?"),
     (
         "segments_scatter",
         "(1u << lane) - 1",
         "(2u << lane) - 1",
-        "elements are wrong|has [0-9,]+ elements?|race",
+        "elements? wrong|has [0-9,]+ elements?|race",
     ),
-    ("segments_pieces", "first ? 0 : PIECE", "PIECE", "elements are wrong"),
-    ("glu_backward", "__fmul_rn(dvalue, activation)", "dvalue", "elements are wrong"),
-    ("glu_forward", "height(point<true>(one, a), a)", "1.0f", "elements are wrong"),
-    ("richards_finish", "d[M] = -k_of_m * S1", "d[M] = k_of_m * S1", "elements are wrong"),
+    ("segments_pieces", "first ? 0 : PIECE", "PIECE", "elements? wrong"),
+    ("glu_backward", "__fmul_rn(dvalue, activation)", "dvalue", "elements? wrong"),
+    ("glu_forward", "height(point<true>(one, a), a)", "1.0f", "elements? wrong"),
+    ("richards_finish", "d[M] = -k_of_m * S1", "d[M] = k_of_m * S1", "elements? wrong"),
 ]
 
 
@@ -329,6 +329,34 @@ def test_an_element_that_is_not_written_holds_nothing_of_the_run_before(elements
             raise AssertionError("it was installed")
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory == before
+
+
+@pytest.mark.parametrize(
+    "name, old, new, words",
+    [
+        (
+            "accumulate_v1",
+            "+= as",
+            "= as",
+            "that is the gradient alone: what was in the sum before",
+        ),
+        ("accumulate_v2", "add4(acc[i], load4(grad, i))", "load4(grad, i)", "gradient alone"),
+        ("accumulate_v1", "acc[i] += as_float(grad[i])", "acc[i] += acc[i]", None),
+        ("accumulate_v2", "add4(acc[i], load4(grad, i))", "add4(acc[i], acc[i])", None),
+    ],
+)
+def test_a_lost_sum_is_refused_in_the_words_of_the_exercises(name, old, new, words, on_simt):
+    with pytest.raises(ReplacementError) as caught:
+        with ga.replaced(name, edited(name, old, new)):
+            raise AssertionError("it was installed")
+    said = " ".join(str(caught.value).split())
+    assert re.search(
+        r"refused: sum of [\d,]+ elements?, gradient in torch\.float32: [\d,]+ elements? wrong; "
+        r"the first is \[0\]: got \S+, expected",
+        said,
+    )
+    assert words is None or words in said
+    assert ("alone" in said) == bool(words)
 
 
 def test_there_are_twenty_wrong_edits():
@@ -438,7 +466,7 @@ def test_the_magic_replaces_and_restores(cuda, on_simt, capsys):
 @pytest.mark.slow
 def test_the_magic_refuses_in_words_and_without_a_traceback(cuda, on_simt):
     wrong = edited("segments_pieces", "pieces[i] = kind;", "pieces[i] = kind + 1;")
-    with pytest.raises(ReplacementError, match="elements are wrong") as caught:
+    with pytest.raises(ReplacementError, match="elements? wrong") as caught:
         cuda("--replace segments_pieces", wrong)
     # whole numbers are shown as whole numbers
     with pytest.raises(ReplacementError, match="got 1,000,000,001, expected 1$"):

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from optimizers import give, params_of
 from torch import nn
 
 import gpuaccel as ga
@@ -34,20 +36,18 @@ def fused_tensors(monkeypatch):
     return calls
 
 
-def parameters(dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    params = [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
-    params[0] = params[0].t()
-    params[4] = params[4].contiguous(memory_format=torch.channels_last)
-    return [nn.Parameter(p) for p in params]
+def parameters(dtype):
+    params = params_of(shapes=SHAPES, dtype=dtype)
+    params[0].data = params[0].data.t()
+    params[4].data = params[4].data.contiguous(memory_format=torch.channels_last)
+    return params
 
 
-def give(params, step):
-    """Gradients of a step, one of them with other strides than its parameter, one without."""
-    generator = torch.Generator().manual_seed(100 + step)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        p.grad = grad.contiguous() if i != 1 or step != 1 else None
+def give_contiguous(step, *sets):
+    """Gradients of a step, two of them with other strides than their parameter; once without."""
+    give(step, *sets, without=(1,) if step == 1 else ())
+    for p in itertools.chain(*sets):
+        p.grad = p.grad if p.grad is None else p.grad.contiguous()
 
 
 def close(ours, theirs, dtype):
@@ -75,7 +75,7 @@ def test_torchs_kernel_and_the_definition_do_the_same(dtype, options, fused_tens
     mine, definition = (AdamW(p, **{"lr": 0.01, **options}) for p in (ours, theirs))
     definition.rule = BY_DEFINITION
     for step in range(4):
-        give(ours, step), give(theirs, step)
+        give_contiguous(step, ours, theirs)
         grads = [p.grad if p.grad is None else p.grad.clone() for p in ours]
         versions = [p._version for p in ours]
         mine.step(), definition.step()
@@ -124,7 +124,7 @@ def test_over_an_arena_with_masters(low, seed, fused_tensors):
 def test_a_step_that_a_grad_scaler_skips_changes_nothing(fused_tensors):
     params = parameters(torch.float32)
     opt = AdamW(params, lr=0.1)
-    give(params, 0)
+    give(0, params)
     opt.step()
     before = [p.detach().clone() for p in params]
     steps = [float(opt.state[p]["step"]) for p in params]
@@ -171,6 +171,6 @@ def test_what_is_kept_for_the_next_step_follows_what_changes(monkeypatch):
 def test_a_step_is_made_of_calls_that_fit_the_cache(monkeypatch, fused_tensors):
     monkeypatch.setattr(update_rule, "BATCH", 100)
     params = [nn.Parameter(torch.randn(60)) for _ in range(5)]
-    give(params, 0)
+    give(0, params)
     AdamW(params).step()
     assert fused_tensors == [2, 2, 1]

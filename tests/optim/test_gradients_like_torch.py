@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from helpers import CUDA, EVERYWHERE, differ, generator
+from helpers import CUDA, RaisesInBackward, differ, generator
 from torch import nn
 
 import gpuaccel as ga
@@ -28,16 +28,6 @@ ADDING = ["autograd", "products"]
 # The dtype of the weights, and whose gradients are edited: the optimizer's or the model's.
 WEIGHTS = [("fp32", "arena"), ("bf16", "arena"), ("bf16", "model")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError("on purpose")
 
 
 class Net(nn.Module):
@@ -138,7 +128,7 @@ class Run:
         elif action == "raise":
             # After the gradients of `scale` and the bias, before that of the weight.
             x = torch.ones(2, 4, dtype=linear.weight.dtype, device=linear.weight.device)
-            h = nn.functional.linear(x, Raises.apply(linear.weight), linear.bias)
+            h = nn.functional.linear(x, RaisesInBackward.apply(linear.weight), linear.bias)
             # Unless the weight is frozen.
             with contextlib.suppress(ZeroDivisionError):
                 self.backward((h + self.model.scale).sum())
@@ -636,33 +626,3 @@ def test_weights_frozen_for_a_while_keep_their_moments(late, device, options):
     our_steps(model, opt, 6, options, frozen(model, late))
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
     close_to(model, torchs_steps(plain, theirs, 6, frozen(plain, late)))
-
-
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_weights_unfrozen_behind_an_arenas_back_join_a_new_one_and_moments_are_carried(device):
-    """The moments of those that were trained before are handed on by name."""
-
-    def own_steps(model, opt, count):
-        for k in range(count):
-            model(batch(k, device)).backward()
-            opt.step(), opt.zero_grad()
-
-    model, plain = Layers().to(device), Layers().to(device)
-    for m in (model, plain):
-        m.backbone.requires_grad_(False)
-    arena = arena_of(model)
-    opt = ga.AdamW(arena, lr=0.01)
-    theirs = torch.optim.AdamW(plain.head.parameters(), lr=0.01)
-    own_steps(model, opt, 3), own_steps(plain, theirs, 3)
-    for m in (model, plain):
-        m.backbone.requires_grad_(True)
-    theirs.add_param_group({"params": list(plain.backbone.parameters())})
-    states = {name: opt.state[p] for name, p in arena.named_parameters().items()}
-    arena.release()
-    arena = arena_of(model)
-    opt = ga.AdamW(arena, lr=0.01)
-    for name, p in arena.named_parameters().items():
-        if name in states:
-            opt.state[p] = dict(states[name])
-    own_steps(model, opt, 3), own_steps(plain, theirs, 3)
-    close_to(model, [p.cpu() for p in plain.parameters()])

@@ -4,7 +4,7 @@ A line that has to be reported has a mark in a comment: `// BUG`, `// BUG2`. The
 race is marked `// OTHER`. Each source compiles by itself. `program(sources)` joins many into one
 text: forty kernels compile ten times faster together.
 
-    >>> bug = BUGS["guard_one_too_far"]
+    >>> bug = BUGS["read_past_end"]
     >>> call = bug.call()                          # fresh tensors, a grid, a block
     >>> good = GOOD["transpose"]
     >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # compares with torch or numpy
@@ -165,7 +165,8 @@ def kernel_alone(file, name, **macros):
 BUGS: "dict[str, Bug]" = {}
 
 
-def bug(name, source, call, *expects, **more):
+def bug(source, call, *expects, **more):
+    (name,) = kernel_names(source)
     BUGS[name] = Bug(name, source.lstrip("\n"), call, expects, **more)
 
 
@@ -173,11 +174,9 @@ def ramp(n, dtype=torch.float32):
     return torch.arange(1, n + 1).to(dtype)
 
 
-INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;"
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
 
 bug(
-    "read_past_end",
     """
 extern "C" __global__ void read_past_end(float* out, const float* x, int n)
 {
@@ -190,24 +189,6 @@ extern "C" __global__ void read_past_end(float* out, const float* x, int n)
 )
 
 bug(
-    "guard_one_too_far",
-    """
-extern "C" __global__ void guard_one_too_far(float* out, const float* x, int n)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i <= n) {
-        float value = x[i];                                     // BUG
-        out[i] = 2.0f * value;                                  // BUG2
-    }
-}
-""",
-    lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
-    Expect(OUTSIDE, tensor="x", element=1000, thread=(232, 0, 0), block=(3, 0, 0)),
-    Expect(OUTSIDE, "BUG2", tensor="out", element=1000, thread=(232, 0, 0), block=(3, 0, 0)),
-)
-
-bug(
-    "float4_tail",
     """
 extern "C" __global__ void float4_tail(float4* out, const float4* x, int n)
 {
@@ -224,24 +205,6 @@ extern "C" __global__ void float4_tail(float4* out, const float4* x, int n)
 )
 
 bug(
-    "bf16_tail",
-    """
-extern "C" __global__ void bf16_tail(float* out, const bf16* x, int n)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (2 * i < n) {
-        unsigned two = reinterpret_cast<const unsigned*>(x)[i];  // BUG: n is odd
-        out[2 * i] = low_as_float(two);
-        if (2 * i + 1 < n) out[2 * i + 1] = high_as_float(two);
-    }
-}
-""",
-    lambda: Call(1, 64, (torch.zeros(101), ramp(101, torch.bfloat16), 101)),
-    Expect(OUTSIDE, tensor="x", element=101, thread=(50, 0, 0), block=(0, 0, 0)),
-)
-
-bug(
-    "before_the_start",
     """
 extern "C" __global__ void before_the_start(float* x, int n)
 {
@@ -254,7 +217,6 @@ extern "C" __global__ void before_the_start(float* x, int n)
 )
 
 bug(
-    "end_of_a_view",
     """
 extern "C" __global__ void end_of_a_view(float* x, int n)
 {
@@ -267,7 +229,6 @@ extern "C" __global__ void end_of_a_view(float* x, int n)
 )
 
 bug(
-    "rows_without_a_guard",
     """
 extern "C" __global__ void rows_without_a_guard(float* out, const float* x, int rows, int columns)
 {
@@ -282,7 +243,6 @@ extern "C" __global__ void rows_without_a_guard(float* out, const float* x, int 
 )
 
 bug(
-    "atomic_past_end",
     """
 extern "C" __global__ void atomic_past_end(int* bins, const int* x, int n)
 {
@@ -311,7 +271,6 @@ def _pair(n):
 
 
 bug(
-    "past_end_in_a_struct",
     """
 struct Pair { float* out; const float* x; int n; };
 extern "C" __global__ void past_end_in_a_struct(Pair pair)
@@ -335,7 +294,6 @@ def _table(second):
 
 
 bug(
-    "wild_address",
     """
 extern "C" __global__ void wild_address(float* out, const float* const* table)
 {
@@ -349,7 +307,6 @@ extern "C" __global__ void wild_address(float* out, const float* const* table)
 )
 
 bug(
-    "null_pointer",
     """
 extern "C" __global__ void null_pointer(float* out, const float* bias, int n)
 {
@@ -362,40 +319,6 @@ extern "C" __global__ void null_pointer(float* out, const float* bias, int n)
 )
 
 bug(
-    "shared_past_end",
-    """
-extern "C" __global__ void shared_past_end(float* out, const float* x)
-{
-    __shared__ float a[64];
-    int t = threadIdx.x;
-    a[t] = x[t];
-    __syncthreads();
-    out[t] = a[t + 1];                                          // BUG: thread 63 reads a[64]
-}
-""",
-    lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
-    Expect(OUTSIDE, element=64, thread=(63, 0, 0), block=(0, 0, 0)),
-)
-
-bug(
-    "local_past_end",
-    """
-extern "C" __global__ void local_past_end(float* out, const float* x, int count)
-{
-    float acc[8];
-    for (int k = 0; k <= count; k++)
-        acc[k] = x[k] + threadIdx.x;                            // BUG: acc[8]
-    float sum = 0.0f;
-    for (int k = 0; k < count; k++) sum += acc[k];
-    out[threadIdx.x] = sum;
-}
-""",
-    lambda: Call(1, 32, (torch.zeros(32), ramp(9), 8)),
-    Expect(OUTSIDE, element=8, thread=(0, 0, 0), block=(0, 0, 0)),
-)
-
-bug(
-    "local_groups_past_end",
     """
 extern "C" __global__ void local_groups_past_end(float4* out, const float4* x, int count)
 {
@@ -410,7 +333,6 @@ extern "C" __global__ void local_groups_past_end(float4* out, const float4* x, i
 )
 
 bug(
-    "shared_groups_past_end",
     """
 extern "C" __global__ void shared_groups_past_end(float4* out, const float4* x)
 {
@@ -426,7 +348,6 @@ extern "C" __global__ void shared_groups_past_end(float4* out, const float4* x)
 )
 
 bug(
-    "dynamic_shared_past_end",
     """
 extern "C" __global__ void dynamic_shared_past_end(float* out, const float* x)
 {
@@ -441,7 +362,6 @@ extern "C" __global__ void dynamic_shared_past_end(float* out, const float* x)
 )
 
 bug(
-    "misaligned_float4",
     """
 extern "C" __global__ void misaligned_float4(float* out, const float* x)
 {
@@ -455,7 +375,6 @@ extern "C" __global__ void misaligned_float4(float* out, const float* x)
 )
 
 bug(
-    "no_barrier",
     """
 extern "C" __global__ void no_barrier(float* out, const float* x)
 {
@@ -471,29 +390,6 @@ extern "C" __global__ void no_barrier(float* out, const float* x)
 )
 
 bug(
-    "shared_array_used_twice",
-    """
-extern "C" __global__ void shared_array_used_twice(float* out, const float* x)
-{
-    __shared__ float partial[8];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) partial[warp] = x[warp];
-    __syncthreads();
-    float sum = 0.0f;
-    for (int k = 0; k < 8; k++)
-        sum += partial[k];                                      // OTHER
-    if (lane == 0)
-        partial[warp] = -sum;                                   // BUG: others may still be reading
-    __syncthreads();
-    out[threadIdx.x] = sum + partial[warp];
-}
-""",
-    lambda: Call(1, 256, (torch.zeros(256), ramp(8))),
-    Expect(RACE, other="OTHER", tensor="partial"),
-)
-
-bug(
-    "too_many_partials",
     """
 extern "C" __global__ void too_many_partials(float* out, const float* x)
 {
@@ -512,7 +408,6 @@ extern "C" __global__ void too_many_partials(float* out, const float* x)
 )
 
 bug(
-    "bins_not_cleared",
     """
 extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
 {
@@ -527,7 +422,6 @@ extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
 )
 
 bug(
-    "race_between_warps",
     """
 extern "C" __global__ void race_between_warps(float* out, const float* x)
 {
@@ -545,7 +439,6 @@ extern "C" __global__ void race_between_warps(float* out, const float* x)
 )
 
 bug(
-    "only_the_last_warp_waits",
     """
 extern "C" __global__ void only_the_last_warp_waits(float* out)
 {
@@ -565,26 +458,6 @@ extern "C" __global__ void only_the_last_warp_waits(float* out)
 )
 
 bug(
-    "no_syncwarp",
-    """
-extern "C" __global__ void no_syncwarp(float* out, const float* x)
-{
-    __shared__ float sums[32];
-    int lane = threadIdx.x;
-    sums[lane] = x[lane];
-    __syncwarp();
-    for (int offset = 16; offset > 0; offset /= 2)
-        if (lane < offset) sums[lane] += sums[lane + offset];  // BUG: no barrier after a round
-    __syncwarp();
-    if (lane == 0) out[0] = sums[0];
-}
-""",
-    lambda: Call(1, 32, (torch.zeros(1), ramp(32))),
-    Expect(RACE, other="BUG", tensor="sums"),
-)
-
-bug(
-    "sum_without_atomic",
     """
 extern "C" __global__ void sum_without_atomic(float* sum, const float* x, int n)
 {
@@ -597,20 +470,6 @@ extern "C" __global__ void sum_without_atomic(float* sum, const float* x, int n)
 )
 
 bug(
-    "two_writers",
-    """
-extern "C" __global__ void two_writers(float* out, const float* x, int n)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i / 2] = x[i];  // BUG: neighbours write the same element
-}
-""",
-    lambda: Call(1, 64, (torch.zeros(32), ramp(64), 64)),
-    Expect(RACE, other="BUG", tensor="out", element=0),
-)
-
-bug(
-    "no_fence",
     """
 extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arrived, const float* x)
 {
@@ -637,7 +496,6 @@ extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arri
 )
 
 bug(
-    "result_of_another_block",
     """
 extern "C" __global__ void result_of_another_block(float* out, float* sums, const float* x)
 {
@@ -653,7 +511,6 @@ extern "C" __global__ void result_of_another_block(float* out, float* sums, cons
 )
 
 bug(
-    "overwritten_for_other_blocks",
     """
 extern "C" __global__ void overwritten_for_other_blocks(float* out, float* scale)
 {
@@ -668,7 +525,6 @@ extern "C" __global__ void overwritten_for_other_blocks(float* out, float* scale
 )
 
 bug(
-    "barrier_in_both_branches",
     """
 extern "C" __global__ void barrier_in_both_branches(float* x)
 {
@@ -689,7 +545,6 @@ extern "C" __global__ void barrier_in_both_branches(float* x)
 )
 
 bug(
-    "barrier_in_one_branch",
     """
 extern "C" __global__ void barrier_in_one_branch(float* x)
 {
@@ -708,7 +563,6 @@ extern "C" __global__ void barrier_in_one_branch(float* x)
 )
 
 bug(
-    "barrier_against_shuffle",
     """
 extern "C" __global__ void barrier_against_shuffle(float* x)
 {
@@ -728,7 +582,6 @@ extern "C" __global__ void barrier_against_shuffle(float* x)
 )
 
 bug(
-    "shuffle_from_the_gone",
     """
 extern "C" __global__ void shuffle_from_the_gone(float* x, int n)
 {
@@ -744,7 +597,6 @@ extern "C" __global__ void shuffle_from_the_gone(float* x, int n)
 )
 
 bug(
-    "lane_outside_its_mask",
     """
 extern "C" __global__ void lane_outside_its_mask(float* x)
 {
@@ -760,7 +612,6 @@ extern "C" __global__ void lane_outside_its_mask(float* x)
 )
 
 bug(
-    "division_by_zero",
     """
 extern "C" __global__ void division_by_zero(int* out, const int* x, const int* by, int n)
 {
@@ -782,7 +633,6 @@ extern "C" __global__ void division_by_zero(int* out, const int* x, const int* b
 )
 
 bug(
-    "shift_too_far",
     """
 extern "C" __global__ void shift_too_far(int* out, int n)
 {
@@ -795,7 +645,6 @@ extern "C" __global__ void shift_too_far(int* out, int n)
 )
 
 bug(
-    "waits_for_ever",
     """
 extern "C" __global__ void waits_for_ever(int* out, volatile int* flag)
 {
@@ -809,7 +658,6 @@ extern "C" __global__ void waits_for_ever(int* out, volatile int* flag)
 )
 
 bug(
-    "too_deep",
     """
 __device__ __noinline__ float sink(const float* x, int d)
 { volatile float k[64]; k[d % 64] = *x; return d <= 0 ? k[0] : sink(x, d - 1) + k[d % 64]; }  // BUG
@@ -823,7 +671,6 @@ extern "C" __global__ void too_deep(float* out, const float* x, int depth)
 )
 
 bug(
-    "large_local_array",
     """
 // The frame is larger than any guard page.
 extern "C" __global__ void large_local_array(int* out, const int* place)
@@ -836,7 +683,6 @@ extern "C" __global__ void large_local_array(int* out, const int* place)
 )
 
 bug(
-    "gives_up",
     """
 extern "C" __global__ void gives_up(float* x, int n)
 {
@@ -850,7 +696,6 @@ extern "C" __global__ void gives_up(float* x, int n)
 )
 
 bug(
-    "writes_through_const",
     """
 extern "C" __global__ void writes_through_const(float* out, const float* x, int n)
 {
@@ -925,8 +770,9 @@ class Good:
 GOOD: "dict[str, Good]" = {}
 
 
-def good(name, source, **more):
-    """Enters the decorated `run` under a name."""
+def good(source, **more):
+    """Enters the decorated `run` under the name of the kernel."""
+    (name,) = kernel_names(source)
 
     def enter(run):
         GOOD[name] = Good(name, source.lstrip("\n"), run, **more)
@@ -956,16 +802,13 @@ SIZES = (1, 255, 256, 257, 1000)
 f32 = np.float32
 
 
-@good(
-    "vec_add",
-    """
+@good("""
 extern "C" __global__ void vec_add(float* out, const float* a, const float* b, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = a[i] + b[i];
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n in SIZES:
         a, b = normal(rng(seed), 2, n)
@@ -974,81 +817,14 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", out.cpu(), cpu(a + b))
 
 
-MANY = (1, 31, 300, 1025)
-
-
-def _many(seed, device):
-    """[(acc, grad, their sum)] as tensors on the device and a numpy array."""
-    random = rng(seed)
-    pairs = [(normal(random, n), normal(random, n)) for n in MANY]
-    return [(on(device, a), on(device, g), a + g) for a, g in pairs]
-
-
-@good(
-    "add_by_table",
-    """
-extern "C" __global__ void add_by_table(
-    float* const* acc,              // (K) addresses of the sums
-    const float* const* grad,       // (K) addresses of what is added
-    const long long* sizes)         // (K)
-{
-    float* a = acc[blockIdx.y];
-    const float* g = grad[blockIdx.y];
-    long long first = blockIdx.x * blockDim.x + threadIdx.x;
-    for (long long i = first; i < sizes[blockIdx.y]; i += gridDim.x * blockDim.x) a[i] += g[i];
-}
-""",
-)
-def run(kernel, seed, device):
-    many = _many(seed, device)
-    acc, grad = ([pair[k] for pair in many] for k in (0, 1))
-    tables = [
-        torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (acc, grad)
-    ]
-    kernel[(3, len(many)), 128](*tables, torch.tensor(MANY, device=device), tensors=[*acc, *grad])
-    for n, a, (_, _, want) in zip(MANY, acc, many):
-        yield Outcome(f"n = {n}", a.cpu(), cpu(want))
-    for tensors, table in zip((acc, grad), tables):
-        assert table.tolist() == [t.data_ptr() for t in tensors], (
-            "the addresses in a table have changed"
-        )
-
-
-@good(
-    "add_by_struct",
-    """
-struct AddMany { float* acc[6]; const float* grad[6]; int sizes[6]; };
-extern "C" __global__ void add_by_struct(AddMany many)
-{
-    float* a = many.acc[blockIdx.x];
-    if (a == 0) return;
-    const float* grad = many.grad[blockIdx.x];
-    for (int i = threadIdx.x; i < many.sizes[blockIdx.x]; i += blockDim.x) a[i] += grad[i];
-}
-""",
-)
-def run(kernel, seed, device):
-    many = _many(seed, device)
-    acc, grad = ([pair[k] for pair in many] for k in (0, 1))
-    addresses = [[t.data_ptr() for t in tensors] + [0, 0] for tensors in (acc, grad)]
-    kernel[6, 128](
-        struct.pack("6Q6Q6i", *addresses[0], *addresses[1], *MANY, 0, 5), tensors=[*acc, *grad]
-    )
-    for n, a, (_, _, want) in zip(MANY, acc, many):
-        yield Outcome(f"n = {n}", a.cpu(), cpu(want))
-
-
-@good(
-    "add_between_pointers",
-    """
+@good("""
 struct Span { float* begin; float* end; const float* grad; };
 extern "C" __global__ void add_between_pointers(Span span)
 {
     float* first = span.begin + threadIdx.x;
     for (float* p = first; p < span.end; p += blockDim.x) *p += span.grad[p - span.begin];
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n in (1, 100):
         a, g = normal(rng(seed), 2, n)
@@ -1085,9 +861,7 @@ def butterfly(values):
     return values[..., 0]
 
 
-@good(
-    "sumsq_tree",
-    """
+@good("""
 extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
 {
     __shared__ float sums[128];
@@ -1102,8 +876,7 @@ extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
     }
     if (t == 0) partial[blockIdx.x] = sums[0];
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n in (1, 500, 1537):
         x = normal(rng(seed), n)
@@ -1118,9 +891,7 @@ def run(kernel, seed, device):
         )
 
 
-@good(
-    "sumsq_shuffle",
-    """
+@good("""
 __device__ __forceinline__ float sum_over_warp(float value)
 {
     for (int offset = 16; offset > 0; offset /= 2)
@@ -1140,8 +911,7 @@ extern "C" __global__ void sumsq_shuffle(float* partial, const float* x, int n)
         if (lane == 0) partial[blockIdx.x] = total;
     }
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n in (1, 257, 1000):
         blocks = -(-n // 256)
@@ -1155,231 +925,7 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", partial.cpu(), cpu(butterfly(warps)))
 
 
-@good(
-    "clip_scale",
-    """
-extern "C" __global__ void __launch_bounds__(1024) clip_scale(
-    float* out,                     // (2) the norm, and the factor that brings it down to max_norm
-    const float* partial,           // (count) sums of squares
-    int count, float max_norm)
-{
-    __shared__ float sums[1024];
-    int t = threadIdx.x;
-    float sum = 0.0f;
-    for (int i = t; i < count; i += 1024) sum += partial[i];
-    sums[t] = sum;
-    __syncthreads();
-    for (int half = 512; half > 0; half /= 2) {
-        if (t < half) sums[t] += sums[t + half];
-        __syncthreads();
-    }
-    if (t == 0) {
-        float norm = sqrtf(sums[0]);
-        out[0] = norm;
-        out[1] = norm > max_norm ? max_norm / norm : 1.0f;
-    }
-}
-""",
-)
-def run(kernel, seed, device):
-    for count, most in ((1, 0.5), (700, 1e3), (2500, 3.0)):
-        partial = np.abs(normal(rng(seed), count)) + f32(0.5)
-        out = on(device, np.full(2, np.nan, f32))
-        kernel[1, 1024](out, on(device, partial), count, most)
-        norm = np.sqrt(tree(strided_sums(partial, 1, 1024)))[0]
-        want = np.array([norm, f32(most) / norm if norm > f32(most) else f32(1)], f32)
-        yield Outcome(f"count = {count}", out.cpu(), cpu(want))
-        exact = np.sqrt(partial.astype(np.float64).sum())
-        yield Outcome(
-            f"count = {count}, in float64",
-            out.cpu(),
-            cpu(np.array([exact, min(1.0, most / exact)])),
-            1e-6,
-        )
-
-
-@good(
-    "apply_scale",
-    """
-extern "C" __global__ void apply_scale(float* x, const float* scale, int n)
-{
-    int first = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
-    float s = scale[0];
-    if (first + 4 <= n) {
-        float4* four = reinterpret_cast<float4*>(x + first);
-        float4 v = *four;
-        *four = make_float4(v.x * s, v.y * s, v.z * s, v.w * s);
-    } else {
-        for (int i = first; i < n; i++) x[i] *= s;
-    }
-}
-""",
-)
-def run(kernel, seed, device):
-    for n in (1, 511, 512, 1001):
-        x, s = normal(rng(seed), n), f32(0.3)
-        out = on(device, x)
-        kernel[-(-n // 512), 128](out, on(device, np.array([s])), n)
-        yield Outcome(f"n = {n}", out.cpu(), cpu(x * s))
-
-
-@good(
-    "adamw",
-    """
-extern "C" __global__ void adamw(
-    float* p, float* m, float* v,   // (n) parameter, first and second moment
-    const float* g,                 // (n) gradient
-    int n, float lr, float beta1, float beta2, float eps, float decay,
-    float bias1, float bias2)       // 1 - beta^step
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float grad = g[i];
-    float first = beta1 * m[i] + (1.0f - beta1) * grad;
-    float second = beta2 * v[i] + (1.0f - beta2) * grad * grad;
-    float kept = p[i] * (1.0f - lr * decay);
-    m[i] = first;
-    v[i] = second;
-    p[i] = kept - lr * (first / bias1) / (sqrtf(second / bias2) + eps);
-}
-""",
-)
-def run(kernel, seed, device):
-    lr, beta1, beta2, eps, decay, n = 1e-2, 0.9, 0.95, 1e-8, 0.1, 700
-    random = rng(seed)
-    start, grads = normal(random, n), normal(random, 4, n)
-    theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = torch.optim.AdamW(
-        [theirs], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay
-    )
-    p, m, v = on(device, start), on(device, np.zeros(n, f32)), on(device, np.zeros(n, f32))
-    P, M, V = (
-        start,
-        np.zeros(n, f32),
-        np.zeros(n, f32),
-    )  # the same arithmetic in numpy, rounded at the same places
-    one, b1, b2, step_size = f32(1), f32(beta1), f32(beta2), f32(lr)
-    for step, g in enumerate(grads, 1):
-        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        kernel[-(-n // 256), 256](
-            p, m, v, on(device, g), n, lr, beta1, beta2, eps, decay, bias1, bias2
-        )
-        theirs.grad = torch.from_numpy(g)
-        optimizer.step()
-        M = b1 * M + (one - b1) * g
-        V = b2 * V + (one - b2) * g * g
-        P = P * (one - step_size * f32(decay)) - step_size * (M / f32(bias1)) / (
-            np.sqrt(V / f32(bias2)) + f32(eps)
-        )
-        yield Outcome(f"step {step}", p.cpu().clone(), cpu(P))
-        yield Outcome(f"step {step}, torch's", p.cpu().clone(), theirs.detach().clone(), 1e-6)
-    yield Outcome("m", m.cpu(), cpu(M))
-    yield Outcome("v", v.cpu(), cpu(V))
-
-
-@good(
-    "stochastic_round",
-    """
-// Every bit of the result depends on every bit of x.
-__device__ __forceinline__ unsigned scrambled(unsigned x)
-{
-    x ^= x >> 16; x *= 0x7feb352du;
-    x ^= x >> 15; x *= 0x846ca68bu;
-    return x ^ x >> 16;
-}
-extern "C" __global__ void stochastic_round(bf16* out, const float* x, int n, unsigned seed)
-{
-    int first = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
-    for (int i = first; i < first + 4 && i < n; i++) {
-        unsigned bits = __float_as_uint(x[i]);
-        bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-        bf16 up_or_down;
-        up_or_down.bits = (unsigned short)((bits + (scrambled(seed + i) & 0xffffu)) >> 16);
-        out[i] = finite ? up_or_down : as_bf16(x[i]);
-    }
-}
-""",
-)
-def run(kernel, seed, device):
-    for n in (3, 512, 1001):
-        x = normal(rng(seed), n) * f32(10.0) ** rng(seed).integers(-40, 38, n).astype(f32)
-        x[:3] = np.inf, -np.inf, np.nan
-        out = torch.full((n,), -1.0, dtype=torch.bfloat16, device=device)
-        start = 2**32 - 5 + seed  # wraps around
-        kernel[-(-n // 512), 128](out, on(device, x), n, start % 2**32)
-        bits = x.view(np.uint32)
-        h = ((np.arange(n, dtype=np.uint64) + start) % 2**32).astype(np.uint32)
-        h ^= h >> 16
-        h *= np.uint32(0x7FEB352D)
-        h ^= h >> 15
-        h *= np.uint32(0x846CA68B)
-        h ^= h >> 16
-        want = ((bits + (h & 0xFFFF)) >> 16).astype(np.uint16)
-        want[:3] = 0x7F80, 0xFF80, 0x7FFF
-        yield Outcome(f"n = {n}", out.cpu().view(torch.int16), cpu(want.view(np.int16)))
-
-
-@good(
-    "embedding_backward",
-    """
-extern "C" __global__ void embedding_backward(
-    float* dweight,                 // (V, C) rows of tokens that do not occur stay as they are
-    const bf16* dout,               // (P, C) gradient of each position's vector
-    const int* order,               // (P) positions sorted by token (stable)
-    const int* starts,              // (S + 1) where each distinct token begins in `order`
-    const int* tokens,              // (S) the distinct tokens
-    int C)
-{
-    __shared__ float sums[8][32];
-    int lane = threadIdx.x, warp = threadIdx.y;
-    int first = starts[blockIdx.x], count = starts[blockIdx.x + 1] - first;
-    int channel = blockIdx.y * 32 + lane;
-    if (warp >= count) return;      // whole warps leave before the barrier
-    float sum = 0.0f;
-    for (int k = warp; k < count; k += 8)
-        if (channel < C) sum += as_float(dout[(long long)order[first + k] * C + channel]);
-    sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0 && channel < C) {
-        float total = 0.0f;
-        for (int w = 0; w < 8 && w < count; w++) total += sums[w][lane];
-        dweight[(long long)tokens[blockIdx.x] * C + channel] += total;
-    }
-}
-""",
-)
-def run(kernel, seed, device):
-    for V, P, C in ((5, 1, 1), (40, 64, 48), (9, 150, 33)):
-        random = rng(seed)
-        tokens = torch.from_numpy(
-            (random.random(P) ** 2 * V).astype(np.int64)
-        )  # small ones more often
-        dout = torch.from_numpy(normal(random, P, C)).bfloat16()
-        start = normal(random, V, C)
-        order = tokens.argsort(stable=True)
-        distinct, counts = tokens.unique(return_counts=True)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        dweight = on(device, start)
-        kernel[(len(distinct), -(-C // 32)), (32, 8)](
-            dweight, on(device, dout), *(on(device, t.int()) for t in (order, starts, distinct)), C
-        )
-        rows, want = dout.float().numpy()[order.numpy()], start.copy()
-        for token, begin, count in zip(distinct.tolist(), starts.tolist(), counts.tolist()):
-            total = np.zeros(C, f32)
-            for warp in range(min(8, count)):
-                sum_ = np.zeros(C, f32)
-                for row in rows[begin + warp : begin + count : 8]:
-                    sum_ = sum_ + row
-                total = total + sum_
-            want[token] = want[token] + total
-        yield Outcome(f"{(V, P, C)}", dweight.cpu(), cpu(want))
-        exact = torch.from_numpy(start).double().index_add(0, tokens, dout.double())
-        yield Outcome(f"{(V, P, C)} in float64", dweight.cpu(), exact, 1e-6)
-
-
-@good(
-    "histogram",
-    """
+@good("""
 extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
 {
     __shared__ int local[256];
@@ -1390,8 +936,7 @@ extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
     __syncthreads();
     for (int b = threadIdx.x; b < 256; b += blockDim.x) atomicAdd(&bins[b], local[b]);
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n in (1, 1000, 3001):
         x = (rng(seed).random(n) ** 3 * 256).astype(np.uint8)
@@ -1400,9 +945,7 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", bins.cpu(), cpu(np.bincount(x, minlength=256).astype(np.int32)))
 
 
-@good(
-    "transpose",
-    """
+@good("""
 extern "C" __global__ void transpose(float* out, const float* in, int rows, int columns)
 {
     __shared__ float tile[32][33];  // 33: a column's elements lie in 32 different banks
@@ -1414,8 +957,7 @@ extern "C" __global__ void transpose(float* out, const float* in, int rows, int 
     for (int k = threadIdx.y; k < 32; k += 8)
         if (x < rows && y + k < columns) out[(y + k) * rows + x] = tile[threadIdx.x][k];
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for rows, columns in ((1, 1), (32, 64), (50, 33)):
         x = normal(rng(seed), rows, columns)
@@ -1424,9 +966,7 @@ def run(kernel, seed, device):
         yield Outcome(f"{rows} x {columns}", out.cpu(), cpu(x.T))
 
 
-@good(
-    "last_block_sum",
-    """
+@good("""
 extern "C" __global__ void last_block_sum(
     float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
 {
@@ -1454,8 +994,7 @@ extern "C" __global__ void last_block_sum(
         arrived[0] = 0;             // ready for the next launch
     }
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     arrived = on(device, np.zeros(1, np.int32))
     for n in (1, 257, 1000):
@@ -1471,9 +1010,7 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}, counter", arrived.cpu().clone(), torch.zeros(1, dtype=torch.int32))
 
 
-@good(
-    "block_scan",
-    """
+@good("""
 extern "C" __global__ void block_scan(int* out, const int* x, int n)
 {
     extern __shared__ int both[];   // two rows of blockDim.x: read from one, write into the other
@@ -1489,8 +1026,7 @@ extern "C" __global__ void block_scan(int* out, const int* x, int n)
     }
     if (i < n) out[i] = both[from * blockDim.x + t];
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n, threads in ((1, 32), (300, 64), (500, 96)):
         blocks = -(-n // threads)
@@ -1503,9 +1039,7 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n} by {threads}", out.cpu(), cpu(want))
 
 
-@good(
-    "warp_groups",
-    """
+@good("""
 __device__ __forceinline__ int sum_of_group(unsigned mask, int value)
 {
     int sum = 0;
@@ -1543,8 +1077,7 @@ extern "C" __global__ void warp_groups(
     long long high = __shfl_xor_sync(0xffffffffu, ((long long)value << 33) + lane, 2);
     to[8 * n] = (int)(2.0f * wide) * 1000 + (int)(high >> 33) + (int)(high & 31);
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     n = 192
     x = rng(seed).integers(0, 70, n, dtype=np.int32)
@@ -1575,9 +1108,7 @@ def run(kernel, seed, device):
     yield Outcome("rows", out.cpu(), cpu((want % 2**32).astype(np.uint32).view(np.int32)))
 
 
-@good(
-    "warp_tree",
-    """
+@good("""
 extern "C" __global__ void warp_tree(int* out, const int* x)
 {
     __shared__ int cells[96];
@@ -1591,8 +1122,7 @@ extern "C" __global__ void warp_tree(int* out, const int* x)
     }
     if (lane == 0) out[blockIdx.x * 3 + threadIdx.x / 32] = mine[0];
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     x = rng(seed).integers(-1000, 1000, (2, 3, 32), dtype=np.int32)
     out = on(device, np.full(6, -1, np.int32))
@@ -1600,9 +1130,7 @@ def run(kernel, seed, device):
     yield Outcome("sums", out.cpu(), cpu(x.sum(2, dtype=np.int32).reshape(6)))
 
 
-@good(
-    "difference_in_block",
-    """
+@good("""
 extern "C" __global__ void difference_in_block(float* out, const float* x, int n)
 {
     __shared__ float here[96];
@@ -1612,8 +1140,7 @@ extern "C" __global__ void difference_in_block(float* out, const float* x, int n
     __syncthreads();
     out[i] = here[t] - (t > 0 ? here[t - 1] : 0.0f);
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for n in (1, 95, 97, 250):
         x = normal(rng(seed), n)
@@ -1624,9 +1151,7 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", out.cpu(), cpu(x - before))
 
 
-@good(
-    "neighbours_3d",
-    """
+@good("""
 extern "C" __global__ void neighbours_3d(int* out, const int* in, int X, int Y, int Z)
 {
     int x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -1640,8 +1165,7 @@ extern "C" __global__ void neighbours_3d(int* out, const int* in, int X, int Y, 
     if (z + 1 < Z) sum += in[at + X * Y];
     out[at] = sum;
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     for Z, Y, X in ((1, 1, 1), (5, 6, 9)):
         cube = rng(seed).integers(1, 1000, (Z, Y, X), dtype=np.int32)
@@ -1652,9 +1176,7 @@ def run(kernel, seed, device):
         yield Outcome(f"{Z} x {Y} x {X}", out.cpu(), cpu(want.astype(np.int32)))
 
 
-@good(
-    "atomic_kinds",
-    """
+@good("""
 extern "C" __global__ void atomic_kinds(int* r, unsigned long long* wide, const int* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1670,8 +1192,7 @@ extern "C" __global__ void atomic_kinds(int* r, unsigned long long* wide, const 
     do { seen = old; old = atomicCAS(&r[7], seen, (seen + x[i]) & 1023); } while (old != seen);
     atomicAdd(&wide[0], (unsigned long long)(unsigned)x[i] << 20);
 }
-""",
-)
+""")
 def run(kernel, seed, device):
     x = rng(seed).integers(-(2**20), 2**20, 500, dtype=np.int32)
     start = np.array([0, 0, 2**30, -(2**30), -1, 0, 0, 0], np.int32)
@@ -1685,7 +1206,6 @@ def run(kernel, seed, device):
 
 
 @good(
-    "atomic_sum",
     """
 extern "C" __global__ void atomic_sum(float* total, const float* x, int n)
 {
@@ -1765,90 +1285,88 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}, {skip} behind", acc.cpu(), want)
 
 
+CHUNK = 4096
+
+
+def _chunk_table(sizes):
+    """Of tensors in an arena: [(tensor, elements, number in the tensor, number in the arena)] of
+    each chunk, and the number of each tensor's first chunk."""
+    counts = [-(-n // CHUNK) for n in sizes]
+    firsts = np.cumsum([0, *counts])
+    rows = [
+        (i, min(CHUNK, n - CHUNK * k), k, firsts[i] + k)
+        for i, n in enumerate(sizes)
+        for k in range(counts[i])
+    ]
+    return rows, firsts
+
+
+class _Accumulation:
+    """Tensors of an arena, the second one without a gradient, some of the others misaligned."""
+
+    def __init__(self, kernel, random, device, sizes, skips):
+        self.sizes, dtype = sizes, _grad_dtype(kernel)
+        self.rows, self.firsts = _chunk_table(sizes)
+        self.table = on(device, np.array(self.rows, np.int32))
+        self.start = torch.zeros(CHUNK * len(self.rows))
+        for view in self.views(self.start):
+            view.copy_(torch.from_numpy(normal(random, len(view))))
+        self.grads = [
+            None
+            if i == 1
+            else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+            for i, (n, skip) in enumerate(zip(sizes, skips))
+        ]
+
+    def views(self, flat):
+        return [flat[CHUNK * k : CHUNK * k + n] for n, k in zip(self.sizes, self.firsts)]
+
+    def sums(self):
+        want = self.start.clone()
+        for view, g in zip(self.views(want), self.grads):
+            if g is not None:
+                view += g.cpu().float()
+        return want
+
+    def launch(self, kernel, threads, first, last, *tensors):
+        """Add the gradients of the tensors from `first` to before `last`."""
+        grads = self.grads[first:last]
+        addresses = [0 if g is None else g.data_ptr() for g in grads]
+        within = [k for k, row in enumerate(self.rows) if first <= row[0] < last]
+        kernel[len(within), threads](
+            *tensors,
+            self.table,
+            within[0],
+            first,
+            struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
+            tensors=[g for g in grads if g is not None],
+        )
+
+
 @ours("accumulate", "accumulate_v3")
 def run(kernel, seed, device):
-    """Six tensors, one without a gradient, one with a misaligned one; in one launch, and in two."""
-    chunk, dtype, random = 4096, _grad_dtype(kernel), rng(seed)
+    """In one launch, and in two."""
     sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
-    padded = [-(-n // chunk) * chunk for n in sizes]
-    offsets = np.cumsum([0, *padded])
-    rows = [
-        (i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k)
-        for i, n in enumerate(sizes)
-        for k in range(padded[i] // chunk)
-    ]
-    table = on(device, np.array(rows, np.int32))
-    start = torch.from_numpy(normal(random, int(offsets[-1])))
-    grads = [
-        None
-        if i == 1
-        else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-        for i, (n, skip) in enumerate(zip(sizes, skips))
-    ]
-    want = start.clone()
-    for g, n, at in zip(grads, sizes, offsets):
-        if g is not None:
-            want[at : at + n] += g.cpu().float()
+    case = _Accumulation(kernel, rng(seed), device, sizes, skips)
     for launches in ([(0, 6)], [(0, 2), (2, 6)]):
-        acc = start.to(device, copy=True)
+        acc = case.start.to(device, copy=True)
         for first, last in launches:
-            addresses = [0 if g is None else g.data_ptr() for g in grads[first:last]]
-            within = [k for k, row in enumerate(rows) if first <= row[0] < last]
-            kernel[len(within), 512](
-                acc,
-                table,
-                within[0],
-                first,
-                struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
-                tensors=[g for g in grads[first:last] if g is not None],
-            )
-        yield Outcome(f"launches of {launches}", acc.cpu(), want)
+            case.launch(kernel, 512, first, last, acc)
+        yield Outcome(f"launches of {launches}", acc.cpu(), case.sums())
 
 
 @ours("accumulate", "accumulate_v4")
 def run(kernel, seed, device):
     """As v3; each row of a tensor with a gradient also writes its sum of squares."""
-    chunk, dtype, random = 4096, _grad_dtype(kernel), rng(seed)
-    sizes, skips = (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2)
-    padded = [-(-n // chunk) * chunk for n in sizes]
-    offsets = np.cumsum([0, *padded])
-    rows = [
-        (i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k)
-        for i, n in enumerate(sizes)
-        for k in range(padded[i] // chunk)
-    ]
-    start = np.zeros(int(offsets[-1]), np.float32)
-    for n, at in zip(sizes, offsets):
-        start[at : at + n] = normal(random, n)
-    start[offsets[3]] = 1e25
-    grads = [
-        None
-        if i == 1
-        else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-        for i, (n, skip) in enumerate(zip(sizes, skips))
-    ]
-    want = torch.from_numpy(start.copy())
-    for g, n, at in zip(grads, sizes, offsets):
-        if g is not None:
-            want[at : at + n] += g.cpu().float()
-    squares = want.double().square().view(-1, chunk).sum(1)
-    squares[rows.index((1, 4096, 0, offsets[1] // chunk))] = (
-        0.5  # no gradient: what stood there stays
-    )
-    acc, table = on(device, start), on(device, np.array(rows, np.int32))
-    partials = torch.full((len(rows),), 0.5, dtype=torch.float64, device=device)
+    case = _Accumulation(kernel, rng(seed), device, (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2))
+    case.views(case.start)[3][0] = 1e25
+    want = case.sums()
+    squares = want.double().square().view(-1, CHUNK).sum(1)
+    squares[case.firsts[1]] = 0.5  # no gradient: what stood there stays
+    acc = case.start.to(device, copy=True)
+    partials = torch.full((len(case.rows),), 0.5, dtype=torch.float64, device=device)
     for first, last in ((0, 2), (2, 5)):
-        within = [k for k, row in enumerate(rows) if first <= row[0] < last]
-        addresses = [0 if g is None else g.data_ptr() for g in grads[first:last]]
-        kernel[len(within), kernel.bound](
-            acc,
-            partials,
-            table,
-            within[0],
-            first,
-            struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
-            tensors=[g for g in grads[first:last] if g is not None],
-        )
+        case.launch(kernel, kernel.bound, first, last, acc, partials)
     yield Outcome("sums", acc.cpu(), want)
     yield Outcome(
         "squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6
@@ -2408,13 +1926,7 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
         _grad_dtype(kernel),
     )
     sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
-    padded = [-(-n // 4096) for n in sizes]
-    starts = np.cumsum([0, *padded])
-    chunks = [
-        (i, min(4096, n - 4096 * k), k, starts[i] + k)
-        for i, n in enumerate(sizes)
-        for k in range(padded[i])
-    ]
+    chunks, starts = _chunk_table(sizes)
     used = np.zeros(4096 * len(chunks), bool)
     for n, at in zip(sizes, starts):
         used[4096 * at : 4096 * at + n] = True

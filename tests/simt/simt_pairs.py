@@ -1,6 +1,10 @@
-"""Pairs of kernels for the tests of simt: a correct one, and the same with one mistake."""
+"""What tests of simt share: pairs of kernels, one correct and one with a mistake; launches."""
 
+import os
 import pathlib
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,25 +16,41 @@ import gpuaccel as ga
 
 @dataclass(frozen=True)
 class Case:
-    """A correct kernel, called k.
+    """A correct kernel, called k, and the same with a mistake.
 
-    grid, block, shared: of the launch
+    text: of both: {{right => wrong}} where they differ; {{right}}: it is missing in the wrong one
     args: makes the arguments; the first one is the result
-    result: makes what must be in it afterwards; None: the order of the threads decides
-    change: (old, new) text; the kernel is wrong with the new one
+    result: makes what must be in it afterwards
     kinds: kinds of report that are right for the wrong kernel
+    grid, block, shared: of the launch
     note: what the correct kernel's only note is
     """
 
-    source: str
-    grid: int
-    block: int
+    text: str
     args: "Callable[[], tuple]"
-    result: "Callable[[], torch.Tensor] | None"
-    change: "tuple[str, str]"
+    result: "Callable[[], torch.Tensor]"
     kinds: "tuple[str, ...]" = ("race",)
-    note: "str | None" = None
+    grid: int = 1
+    block: "int | tuple[int, int]" = 64
     shared: int = 0
+    note: "str | None" = None
+
+    @property
+    def source(self) -> str:
+        return DIFFERENCE.sub(lambda m: m[1], self.text)
+
+    @property
+    def wrong_source(self) -> str:
+        return DIFFERENCE.sub(lambda m: m[2] or "", self.text)
+
+
+DIFFERENCE = re.compile(r"\{\{(.*?)(?: => (.*?))?\}\}(?!\})", re.DOTALL)
+
+
+def with_mistake(source: str, right: str, wrong: str) -> str:
+    """The text of a case, from that of a kernel that several cases share."""
+    assert right in source
+    return source.replace(right, f"{{{{{right} => {wrong}}}}}")
 
 
 def launched(case: Case, source: str):
@@ -41,6 +61,24 @@ def launched(case: Case, source: str):
         with ga.checked(seconds=20):
             ga.compile(source, "k")[case.grid, case.block, case.shared](*args)
     return args[0], [str(warning.message) for warning in caught]
+
+
+def run(source, *args, grid=1, block=32, shared=0, **compiling):
+    """Launch on copies of the tensors; those copies."""
+    copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    ga.compile(source, **compiling)[grid, block, shared](*copies)
+    return [a for a in copies if isinstance(a, torch.Tensor)]
+
+
+def python(code, **environment):
+    """Run this code in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **environment},
+    )
 
 
 def counts_on_page(table: str) -> "list[int]":

@@ -10,11 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from simt_pairs import python
 
 import gpuaccel as ga
 from gpuaccel.backends import cache_dir, find_compiler
@@ -31,12 +32,7 @@ SPIN = """extern "C" __global__ void spin(float* x) {
   if (threadIdx.x == 3)
     while (true) x[0] += 1;
 }"""
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with ga.use_backend("simt"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture
@@ -397,18 +393,8 @@ late, end = 0, time.monotonic() + 3
 while time.monotonic() < end:
     ga.checked(False, seconds=random.uniform(1e-6, 1.2e-5))
     late += driver.launch(loaded.program, "k", (20, 1, 1, 1, 1, 1, 0), loaded.address) is not None
-print("ended", late > 100)
+print("stopped", late > 100)
 """
-
-
-@pytest.mark.slow
-def test_a_time_limit_of_microseconds_ends_launches_and_never_the_process():
-    result = subprocess.run(
-        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120
-    )
-    assert (result.returncode, result.stdout) == (0, "ended True\n"), result.stderr[-2000:]
-
-
 # Every thread writes every element, the value that is there already: each write is a note that is
 # half made for a while.
 LATE_IN_A_CHECK = """
@@ -435,10 +421,9 @@ print("stopped", stopped > 100)
 
 
 @pytest.mark.slow
-def test_a_time_limit_inside_a_check_leaves_no_half_made_report():
-    result = subprocess.run(
-        [sys.executable, "-c", LATE_IN_A_CHECK], capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize("code", [LATE, LATE_IN_A_CHECK], ids=["of microseconds", "in a check"])
+def test_a_time_limit_ends_launches_never_the_process_and_leaves_no_half_made_report(code):
+    result = python(code)
     assert (result.returncode, result.stdout) == (0, "stopped True\n"), result.stderr[-2000:]
 
 
@@ -468,12 +453,8 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
         for _ in range(5):
             k[-(-x.numel() // 256), 256](x, x.numel())
 
-    with ga.checked(False, seconds=600):
-        threads = [threading.Thread(target=work, args=(x,)) for x in tensors]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with ga.checked(False, seconds=600), ThreadPoolExecutor(len(tensors)) as pool:
+        list(pool.map(work, tensors))
     assert all(x.eq(32).all() for x in tensors)
     for _ in range(2):
         with ga.checked(False, seconds=0.2), pytest.raises(KernelError):
@@ -507,11 +488,8 @@ def test_checked_launches_of_several_threads_report_each_its_own():
                 ]:
                     wrong.append((i, str(error)))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not wrong, wrong[0]
 
 
@@ -567,12 +545,8 @@ with ga.checked(False):
         os._exit(0 if x.eq(4).all() else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.eq(2).all().item())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "GPUACCEL_GPU": "off", "OMP_NUM_THREADS": "1"},
+    done = python(
+        code, GPUACCEL_GPU="off", OMP_NUM_THREADS="1"
     )  # torch's own threads do not survive a fork
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
 
@@ -604,10 +578,12 @@ def test_the_mode_comes_from_the_environment_and_checked_goes_back(monkeypatch):
 def test_what_a_kernel_prints_comes_where_python_prints(capsys):
     k = ga.compile(
         'extern "C" __global__ void hello(int n) {\n'
-        'if (threadIdx.x < n) printf("thread %d of %d\\n", threadIdx.x, blockDim.x); }'
+        "if (threadIdx.x < n) "
+        'printf("%u of %d: %.2f %s %lld%%\\n", threadIdx.x, n, 0.5f, "of", 1ll << 40); }'
     )
     k[1, 8](2)
-    assert capsys.readouterr().out == "thread 0 of 8\nthread 1 of 8\n"
+    line = "of 2: 0.50 of 1099511627776%\n"
+    assert capsys.readouterr().out == f"0 {line}1 {line}"
 
 
 @pytest.mark.slow
@@ -619,13 +595,7 @@ faulthandler.enable()
 ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
 ctypes.string_at(0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "GPUACCEL_BACKEND": "simt"},
-    )
+    done = python(code, GPUACCEL_BACKEND="simt")
     assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
 
 

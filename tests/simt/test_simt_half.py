@@ -16,12 +16,6 @@ TYPES = {
 }
 
 
-@pytest.fixture(params=["fast", "checked"])
-def mode(request):
-    with ga.use_backend("simt"), ga.checked(request.param == "checked"):
-        yield request.param
-
-
 @pytest.fixture(params=list(TYPES))
 def name(request):
     return request.param

@@ -2,22 +2,9 @@
 
 import pytest
 import torch
+from simt_pairs import run
 
 import gpuaccel as ga
-
-
-@pytest.fixture(params=["fast", "checked"])
-def mode(request):
-    with ga.use_backend("simt"), ga.checked(request.param == "checked"):
-        yield request.param
-
-
-def run(source, *args, grid=1, block=32, name=None):
-    """Launch on copies of the tensors; those copies."""
-    copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-    ga.compile(source, name)[grid, block](*copies)
-    return [a for a in copies if isinstance(a, torch.Tensor)]
-
 
 NUMBERS = torch.arange(64.0)
 

@@ -13,7 +13,6 @@ from simt_cases import (
     OURS_BY_DTYPE,
     VARIED,
     good_kernel,
-    kernel_alone,
     program,
     renamed,
     same_bits,
@@ -42,30 +41,6 @@ def ours(file, name, grad_t, **more):
 
 
 # ---- against the reference -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_a_correct_kernel_on_the_cpu_is_right(simt, name):
-    kernel = good_kernel(name)
-    for seed in range(3):
-        outcomes = list(GOOD[name].run(kernel, seed, "cpu"))
-        assert outcomes
-        for outcome in outcomes:
-            assert outcome.right, f"seed {seed}, {outcome}"
-
-
-@pytest.mark.parametrize("file, name, grad_t", OURS_BY_DTYPE)
-def test_our_own_kernel_on_the_cpu_is_right(simt, file, name, grad_t):
-    for seed in range(3):
-        for outcome in OURS[file, name](ours(file, name, grad_t), seed, "cpu"):
-            assert outcome.right, f"seed {seed}, {outcome}"
-
-
-@pytest.mark.parametrize("file, name, macros", VARIED, ids=str)
-def test_our_own_kernel_with_other_macros_is_right(simt, file, name, macros):
-    kernel = kernel_alone(file, name, GRAD_T="bf16", **macros)
-    for outcome in OURS[file, name](kernel, 0, "cpu", **macros):
-        assert outcome.right, str(outcome)
 
 
 def test_every_kernel_of_kernels_cu_is_tried_here():
@@ -200,9 +175,7 @@ def test_gpu_and_cpu_give_the_same_bits_with_other_macros(file, name, macros):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name, tolerance", [("adamw", 1e-6), ("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)]
-)
+@pytest.mark.parametrize("name, tolerance", [("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)])
 def test_gpu_with_contraction_stays_close(name, tolerance):
     """With a * b + c rounded once, as users of a GPU get it, the results differ by a few ulp."""
     for gpu, cpu in both(GOOD[name].run, ga.compile(GOOD[name].source, name), 0):

@@ -1,11 +1,8 @@
 """What a report says of local variables and arrays, of calls, and of what no launch survives."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
+from simt_pairs import python
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -13,12 +10,7 @@ from gpuaccel.simt.build import fill_pattern
 
 HOST = find_compiler()[0]
 FILLS = HOST is not None and fill_pattern(HOST) != 0
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with ga.use_backend("simt"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def mistakes(source, *args, grid=1, block=32, shared=0, seconds=10):
@@ -348,29 +340,11 @@ for name, (source, kind, block) in CASES.items():
 @pytest.mark.slow
 def test_a_checked_launch_never_ends_python():
     """In a process of its own, so that its end would be seen."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SURVIVED)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = python(SURVIVED)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split("|") for line in run.stdout.splitlines() if "|" in line]
     assert len(rows) == 13, run.stdout
     assert not [row for row in rows if row[1] != "right"], run.stdout
-
-
-def test_an_assertion_names_its_thread_and_line():
-    source = """
-extern "C" __global__ void k(float* out)
-{
-    assert(threadIdx.x < 5);
-    out[threadIdx.x] = 1;
-}
-"""
-    (report,) = mistakes(source, torch.zeros(32), grid=2)
-    assert (report.kind, report.line, report.thread) == ("trap", 4, (5, 0, 0))
-    assert "threadIdx.x < 5" in report.message
 
 
 # ---- barriers in a trace -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from simt_pairs import python
 
 import gpuaccel as ga
 from gpuaccel.compiler import Kernel
@@ -112,5 +113,5 @@ print(x.sum().item())
 
 
 def test_a_launch_has_as_many_workers_as_there_is_memory_for():
-    done = subprocess.run([sys.executable, "-c", LITTLE], capture_output=True, text=True)
+    done = python(LITTLE)
     assert done.stdout.split() == ["64"], done.stderr

@@ -2,8 +2,9 @@
 
 `EXERCISES` maps names to exercises; `check` takes a name."""
 
-from .checking import ARCHS, EXERCISES, SIZES, Folded, Result, check, exercise
+from .checking import ARCHS, SIZES, check
 from .exercises import BLOCK, Case, Exercise, Turns
+from .results import EXERCISES, Folded, Result, exercise
 
 __all__ = [
     "ARCHS",

@@ -16,7 +16,7 @@ def _deal_cases(generator):
         yield (
             f"{n} batch{'es' * (n > 1)}, rank {rank} of {ranks}",
             (order, rank, ranks),
-            expected.double(),
+            expected,
         )
 
 

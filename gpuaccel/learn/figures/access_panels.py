@@ -85,16 +85,18 @@ def _rows(events, *names):
 class Panel:
     """One tensor, the threads, and the lines between them.
 
-    those of all warps of the block.
-
     Args:
-        trace: a simt Trace. index: of the tensor.
-        drawn: the events to draw; frame: those that decide which part of the tensor is shown;
-            whole:
+        trace: a simt Trace.
+        index: of the tensor.
+        drawn: the events to draw.
+        red: which of them are wrong.
+        frame: those that decide which part of the tensor is shown.
+        whole: those of all warps of the block.
         threads: the range of threads.
     """
 
-    def __init__(self, trace, index, drawn, frame, whole, threads):
+    def __init__(self, trace, index, drawn, red, frame, whole, threads):
+        self.outside = red[drawn["tensor"] == index]
         drawn = drawn[drawn["tensor"] == index]
         frame = frame[frame["tensor"] == index]
         whole = whole[whole["tensor"] == index]
@@ -102,7 +104,6 @@ class Panel:
         self.threads = threads
         self.events = drawn
         self.shared = self.traced.space == "shared"
-        self.outside = trace.outside(drawn)
         self.reads = bool((frame["kind"] == READ).any())
         self.writes = bool((frame["kind"] != READ).any())
         self.arrow = "atomic ↓↑" if (frame["kind"] == ATOMIC).any() else "write ↓"
@@ -141,9 +142,9 @@ class Panel:
             cost = f"{self.bank_turns}-way bank conflict" if conflict else "no bank conflict"
             cost_x = words_x + text_width(words, 11.5) + 4
             sheet.text(cost_x, y + 12, cost, 11.5, RED if conflict else sheet.soft, weight=600)
-        band = Band(self.threads, x + LEFT, right)
         read = self.events["kind"] == READ
-        self.cells.place(x + LEFT + 4, right - 14)
+        self.cells.place(x + LEFT + 4, right - 14, self.threads, self.events)
+        band = Band(self.threads, x + LEFT, right, self.cells, self.events)
 
         def threads(top, which):
             sheet.text(x, top + 14, "threads", 11.5, sheet.soft)
@@ -176,27 +177,45 @@ class Panel:
 class Band:
     """The row of threads: a square each, a colour for each warp.
 
-    Small squares stand in groups of eight, so that they can be counted."""
+    Where there are about as many elements, threads have their spacing and stand below them, so that
+    neighbours that touch neighbours are joined by straight lines. Elsewhere small squares stand in
+    groups of eight, so that they can be counted.
 
-    def __init__(self, threads, left, right):
+    Args:
+        threads: a range of them.
+        left, right: where they may stand.
+        cells: of the same panel, with a place.
+        events: that are drawn between the two.
+    """
+
+    def __init__(self, threads, left, right, cells, events):
         self.threads = threads
         warps = -(-len(threads) // WARP)
-        room = right - left - 12 * (warps - 1) - 10
+        self.warp_gap, self.group, self.gap = 12.0, 8, 0.0
+        room = right - left - self.warp_gap * (warps - 1) - 10
         self.pitch = min(26.0, room / len(threads))
-        self.group_gap = 0.0
-        if self.pitch < 14:
-            self.group_gap = 2.0
+        if cells.spacing:
+            self.pitch, self.group, self.gap = cells.spacing
+            self.warp_gap = self.gap
+        elif self.pitch < 14:
+            self.gap = 2.0
             gaps = -(-len(threads) // 8) - warps
-            self.pitch = (room - self.group_gap * gaps) / len(threads)
+            self.pitch = (room - self.gap * gaps) / len(threads)
         self.start = 0.0
         width = self.left(threads[-1]) + self.pitch
         self.start = left + (right - left - width) / 2
+        if cells.spacing and len(events):
+            rows = _rows(events, "thread", "offset", "bytes")
+            shifts = [sum(cells.span(at, size)) / 2 - self.x(t) for t, at, size in rows]
+            start = self.start + float(np.median(shifts))
+            self.start = min(max(start, left), right - width)
 
     def left(self, thread):
         """The left edge of a thread's square."""
         k = thread - self.threads[0]
-        groups_before = k // 8 - k // WARP
-        return self.start + k * self.pitch + groups_before * self.group_gap + k // WARP * 12
+        warps = k // WARP
+        gaps = k // self.group - (warps if self.group <= WARP else 0)
+        return self.start + k * self.pitch + gaps * self.gap + warps * self.warp_gap
 
     def x(self, thread):
         """The middle of a thread's square."""
@@ -210,8 +229,9 @@ class Band:
         for first in range(self.threads[0], last + 1, WARP):
             warp = range(first, min(first + WARP - 1, last) + 1)
             colour = colour_of(first)
-            x = self.left(first) - 4
-            width = self.left(warp[-1]) + self.pitch - self.left(first) + 8
+            margin = min(self.warp_gap / 2, 4.0)
+            x = self.left(first) - margin
+            width = self.left(warp[-1]) + self.pitch - self.left(first) + 2 * margin
             sheet.boxes([(x, y, width, BAND)], colour, 0.13)
             square = {t: (self.left(t) + gap, y + 3, self.pitch - 2 * gap, 13) for t in warp}
             idle = [t for t in warp if t not in busy]
@@ -265,16 +285,38 @@ class Cells:
     def _sector(self, byte):
         return (byte + self.lead) // SECTOR
 
-    def place(self, left, right):
-        """Decide where each sector stands between left and right."""
+    def place(self, left, right, threads, events):
+        """Decide where each sector stands between left and right.
+
+        Where there are about as many elements as threads, `spacing` is that of both: (width of
+        one, how many in a group, gap between groups).
+        """
         order = list(self.sectors)
         gap = 5.0 if len(order) <= 12 else 3.0
         skip = 14.0 if self.stretches <= 12 else 7.0
         edge = 9.0
         beyond = edge * ((self.sectors[order[0]][0] < 0) + (self.sectors[order[-1]][1] > self.end))
         space = gap * (len(order) - 1) + skip * (self.stretches - 1) + beyond
-        self.scale = min(26 / self.item, (right - left - space) / self.bytes)
-        x = left + (right - left - space - self.bytes * self.scale) / 2
+        elements = self.bytes / self.item
+        pitch = min(26.0, (right - left - space) / elements)
+        # Elements and threads in one row of squares, from `low` on: the elements begin at 0.
+        lead = self._lead(threads, events)
+        low, high = min(lead, 0.0), max(lead + len(threads), elements)
+        group = max(SECTOR // self.item, 1)
+        room = right - left - space - gap * (high - low - elements) / group
+        self.spacing = None
+        if (
+            high - low <= 2 * min(elements, len(threads))
+            or room / (high - low) >= text_width(threads[-1], 9.5) + 4
+        ):
+            pitch = min(26.0, room / (high - low))
+            self.spacing = pitch, group, gap
+        else:
+            low, high = 0.0, elements
+        self.scale = pitch / self.item
+        wide = pitch + gap / group
+        x = left + (right - left - space - elements * pitch - (high - low - elements) * wide) / 2
+        x -= low * wide
         self.start = {}
         # where dots stand for sectors that are left out
         self.dots = [x - 10] if order[0] > 0 else []
@@ -294,6 +336,21 @@ class Cells:
             previous = s
         if self._first_byte(order[-1] + 1) < self.end:
             self.dots.append(x + 7.5)
+
+    def _lead(self, threads, events):
+        """How many squares the first thread stands behind the first element that is shown.
+
+        That of most threads, if each stands below what it touches.
+        """
+        index, count = {}, 0.0
+        for sector, (first, last) in self.sectors.items():
+            index[sector] = count - first / self.item
+            count += (last - first) / self.item
+        leads = [
+            index[self._sector(offset)] + offset / self.item - (thread - threads[0])
+            for thread, offset in _rows(events, "thread", "offset")
+        ]
+        return float(np.median(leads)) if leads else 0.0
 
     def x(self, byte):
         """Where a byte begins."""
@@ -404,9 +461,10 @@ class Banks:
         else:
             self.height = 11 if len(self.rows) <= 12 else 6
 
-    def place(self, left, right):
-        """Decide where the banks stand between left and right."""
+    def place(self, left, right, threads, events):
+        """Decide where the banks stand between left and right; threads stand as they do."""
         self.pitch = min(23.0, (right - left + 8) / BANKS)
+        self.spacing = (self.pitch, BANKS, 0.0) if len(threads) <= BANKS else None
         self.left = left + (right - left + 10 - BANKS * self.pitch) / 2
 
     def span(self, offset, size):

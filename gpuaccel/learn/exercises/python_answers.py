@@ -1,0 +1,313 @@
+"""Try a Python function as the answer to an exercise: called with data, or captured and replayed.
+
+run_python(exercise("deal"), deal, seed=1)          # a Result
+run_captured(exercise("decay"), decay, seed=1)
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import CaptureError
+from ...graphs import TapeRecorder
+from ..sentences import first_wrong, is_rounding
+from . import costs
+from .results import Result, conclude, with_remarks
+
+# roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
+_ROUNDINGS_BF16 = 4
+# Operations whose answer, or the size of whose result, the host has to know, by torch's names.
+WAITING = {
+    "aten.equal": "torch.equal",
+    "aten.allclose": "torch.allclose",
+    "aten.nonzero": "torch.nonzero",
+    "aten.masked_select": "torch.masked_select",
+    "aten._unique2": "torch.unique",
+    "aten.unique_dim": "torch.unique",
+    "aten.unique_consecutive": "torch.unique_consecutive",
+}
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations of torch, and numbers that Python reads out of tensors.
+
+    On a GPU each such number is a wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        self.numbers_read = 0
+        # (shape, method) of each tensor that was copied to the host
+        self.copied: "list[tuple]" = []
+        # what else the host waits for, in words: an answer, or the size of a result
+        self.waiting: "list[str]" = []
+        self.copies = _Copies(self.copied)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        self.numbers_read += func is torch.ops.aten._local_scalar_dense.default
+        name = str(func.overloadpacket)
+        if name in WAITING:
+            self.waiting.append(f"calls {WAITING[name]}()")
+        elif name in ("aten.index", "aten.index_put", "aten.index_put_") and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            self.waiting.append("indexes with a mask")
+        return func(*args, **(kwargs or {}))
+
+    def waits(self) -> str:
+        """For what the host would wait on a GPU, in a sentence; "" where it would not."""
+        if self.numbers_read:
+            numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
+            return f"it reads {numbers}: on a GPU the host waits for each"
+        if self.waiting:
+            return f"it {self.waiting[0]}: on a GPU the host waits for the result or for its size"
+        if not self.copied:
+            return ""
+        count = len(self.copied)
+        tensors = "a tensor" if count == 1 else f"{count:,} tensors"
+        waits = "the host waits for it" if count == 1 else "it waits for each"
+        return f"it copies {tensors} to the host ({self.copied[0][1]}): on a GPU {waits}"
+
+    def __enter__(self):
+        self.copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.copies.__exit__(*error)
+
+
+class _Copies(TorchFunctionMode):
+    """Lists tensors that Python takes to the host as a whole. On a CPU no operation is run then."""
+
+    METHODS = {
+        torch.Tensor.cpu: ".cpu()",
+        torch.Tensor.numpy: ".numpy()",
+        torch.Tensor.tolist: ".tolist()",
+        torch.Tensor.__array__: "numpy",
+    }
+
+    def __init__(self, copied):
+        super().__init__()
+        self.copied = copied
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        how = self.METHODS.get(func)
+        if func is torch.Tensor.to:
+            device = kwargs.get("device", args[1] if len(args) > 1 else None)
+            # A torch.device is most often that of another tensor: no copy, and none on a GPU.
+            if isinstance(device, str) and torch.device(device).type == "cpu":
+                how = '.to("cpu")'
+        if how:
+            self.copied.append((tuple(args[0].shape), how))
+        return func(*args, **kwargs)
+
+
+def run_python(task, function, seed) -> Result:
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    sentences: "dict[str, None]" = {}
+    for label, arguments, expected in task.cases(generator):
+        # the answer may change its own
+        given = copy.deepcopy(arguments)
+        operations = _Operations()
+        passed, outcome = _try_python(task, function, arguments, given, expected, operations)
+        changed = _changed(task, given, arguments)
+        if changed:
+            sentences[changed] = None
+            outcome += "" if passed else f"; {changed}"
+        waits = operations.waits() if task.on_device else ""
+        if waits:
+            outcome = waits if passed else f"{outcome}; {waits}"
+            passed = False
+        lines.append((passed, label, outcome))
+    result = conclude(task, lines, seed, "case")
+    if not result:
+        return result
+    return with_remarks(result, [*sentences, *_python_remarks(task, operations, given)])
+
+
+def _changed(task, before, after) -> str:
+    """A sentence on the first argument that a function has changed; "" where it changed none."""
+    for name, was, now in zip(_names(task), before, after):
+        if not _equal(was, now):
+            return f"it changes its argument `{name}` in place"
+    return ""
+
+
+def _names(task) -> "list[str]":
+    """The names of the arguments, as the task calls them."""
+    return list(inspect.signature(_function(task)).parameters)
+
+
+def _function(task) -> Callable:
+    """The solution of a Python exercise."""
+    space: dict = {"torch": torch}
+    exec(task.solution, space)
+    return space[task.name]
+
+
+def _equal(was, now) -> bool:
+    """Whether tensors, numbers, or lists of them are equal; NaN is equal to NaN."""
+    if isinstance(was, (list, tuple)):
+        same = isinstance(now, (list, tuple)) and len(was) == len(now)
+        return same and all(map(_equal, was, now))
+    if not isinstance(was, torch.Tensor):
+        return bool(was == now)
+    same = isinstance(now, torch.Tensor) and (was.shape, was.dtype) == (now.shape, now.dtype)
+    return same and torch.allclose(was, now, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _python_remarks(task, operations, arguments) -> "list[str]":
+    """What is to be said against a right function. arguments: of the run that was counted."""
+    sentences = []
+    with _Operations() as theirs:
+        _function(task)(*arguments)
+    if operations.count >= costs.MORE_OPERATIONS * max(theirs.count, 1):
+        sentences.append(
+            f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"
+        )
+    return sentences
+
+
+def _try_python(task, function, arguments, given, expected, operations):
+    """(passed, how it went) of one case.
+
+    Args:
+        given: a copy of the arguments, which the function may change
+    """
+    try:
+        with operations:
+            result = function(*arguments)
+    except Exception as error:
+        # the learner's own code: one line instead of a traceback
+        return False, f"{type(error).__name__}: {error}"
+    why = ""
+    if task.explain and isinstance(result, torch.Tensor):
+        sentence = task.explain(given, result)
+        why = f"; {sentence}" if sentence else ""
+    largest, problem = _difference(result, expected, _has_bf16(given))
+    if not problem:
+        return True, f"right; largest difference {largest:.2g}"
+    return False, problem + why
+
+
+def _difference(result, expected, in_bf16=False) -> "tuple[float, str]":
+    """(largest difference, what is wrong in words) of a function's result; "" where it is right.
+
+    Args:
+        in_bf16: whether its arguments are, so that it may have been rounded to it
+    """
+    problem = _kind_differs(result, expected)
+    if problem:
+        return math.nan, problem
+    expected = expected.double()
+    both_nan = result.isnan() & expected.isnan()
+    difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
+    differing = ~(difference <= 1e-5 * float(expected.abs().nan_to_num().max()))
+    if differing.any():
+        problem = first_wrong(result, expected, differing)
+        step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
+        if in_bf16 and is_rounding(difference, expected, step):
+            problem += "; it differs by roundings to bf16"
+    return float(difference.max()), problem
+
+
+def _has_bf16(arguments) -> bool:
+    """Whether a tensor among the arguments, or in a list of them, is in bf16."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.dtype == torch.bfloat16
+    return isinstance(arguments, (tuple, list)) and any(map(_has_bf16, arguments))
+
+
+def run_captured(task, function, seed) -> Result:
+    """The function is called once, on a tape; then only the tape is replayed."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    remarks: "dict[str, None]" = {}
+    for case in task.turns(generator):
+        tensors = [t.clone() for t in case.tensors]
+        try:
+            tape, returned = TapeRecorder().record(lambda: function(*tensors, *case.numbers))
+        except CaptureError as error:
+            line = (False, case.label, str(error))
+            return Result(task.name, False, "it cannot be captured.", [line])
+        except Exception as error:
+            # the learner's own code: one line instead of a traceback
+            lines.append((False, case.label, f"{type(error).__name__}: {error}"))
+            continue
+        # a tape's capture already was a step
+        for tensor, first in zip(tensors, case.tensors):
+            tensor.copy_(first)
+        result = returned if case.result_index is None else tensors[case.result_index]
+        passed, outcome, changed = _replay(task, case, tensors, tape, result)
+        lines.append((passed, case.label, outcome))
+        remarks |= dict.fromkeys(filter(None, [changed]))
+    result = conclude(task, lines, seed, "case")
+    return with_remarks(result, list(remarks)) if result else result
+
+
+def _replay(task, case, tensors, tape, result):
+    """(passed, how it went, a sentence on an argument that it changed) of all turns of a case."""
+    largest = 0.0
+    changed = ""
+    count = len(case.turns)
+    may_change = (case.result_index, case.counter and case.counter[1])
+    for turn, (values, expected, special) in enumerate(case.turns, 1):
+        for tensor, value in zip(tensors, values):
+            if value is not None:
+                tensor.copy_(value)
+        before = [tensor.clone() for tensor in tensors]
+        tape.replay()
+        difference, problem = _difference(result, expected)
+        if problem:
+            in_place = case.result_index is not None
+            if in_place and torch.equal(result, before[case.result_index]):
+                problem = "no element was changed in place"
+            where = f"wrong in replay {turn} of {count}, where {special}"
+            return False, f"{where}; {problem.removeprefix('wrong: ')}", ""
+        if case.counter:
+            name, index = case.counter
+            if int(tensors[index]) != turn:
+                held = f"`{name}` holds {int(tensors[index])}, expected {turn}"
+                return False, f"after replay {turn} of {count} {held}", ""
+        now = [b if i in may_change else t for i, (b, t) in enumerate(zip(before, tensors))]
+        changed = changed or _changed(task, before, now)
+        largest = max(largest, difference)
+    return True, f"right in {count} replays; largest difference {largest:.2g}", changed
+
+
+def _kind_differs(result, expected) -> str:
+    """A sentence where the result is no tensor of the expected shape, or no index; else ""."""
+    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
+        return f"expected a tensor of shape {tuple(expected.shape)}, got {_what(result)}"
+    if result.dtype.is_floating_point and not expected.dtype.is_floating_point:
+        return f"expected {expected.dtype}, got {result.dtype}, which cannot be an index"
+    return ""
+
+
+# items of a tuple or list that are named
+_ITEMS = 4
+
+
+def _what(result) -> str:
+    """What a function returned, without its numbers where these are many."""
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        items = [_what(item) for item in result[:_ITEMS]]
+        items += ["..."] if len(result) > _ITEMS else []
+        count = f"{len(result)} item{'' if len(result) == 1 else 's'}"
+        return (
+            f"a {type(result).__name__} of {count}: {', '.join(items)}" if items else repr(result)
+        )
+    if result is None or isinstance(result, (bool, int, float, str)):
+        return repr(result)[:60]
+    return f"a {type(result).__name__}"
