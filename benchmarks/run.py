@@ -52,7 +52,6 @@ ALL = {
     "encoder": Benchmark(110),
     "dispatch": Benchmark(240),
     "timeline": Benchmark(60),
-    "rungs": Benchmark(60),
     "models": Benchmark(90, 0, ("transformers",)),
     "cpu": Benchmark(60, 0),
     "ddp": Benchmark(300, 2),

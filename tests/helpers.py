@@ -174,12 +174,6 @@ def drawn(kind, n, vocab, seed=0):
     }[kind]
 
 
-def write_result(path, text: str):
-    """Write a result file, <folder>/<gpu>/<benchmark>.json."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-
-
 # ---- a browser
 
 FLAGS = [

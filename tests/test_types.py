@@ -84,7 +84,6 @@ MISSPELT = {
     'ga.training.Config(8, 8, 8, 1, 1, 1, 8, family="lama")': "llama",
     'ga.nn.RichardsCurve("sigmod")': "sigmoid",
     'ga.make_dataset(tokenizer="bytes")': "byte",
-    'ga.learn.recorded.ledger("1")': "01",
 }
 
 

@@ -347,7 +347,7 @@ def replacements() -> "tuple[tuple[str, str], ...]":
 
 
 def replaced_words() -> "str | None":
-    """ "your accumulate_v3": the kernels that are replaced now; None: none is."""
+    """ "your settings_write": the kernels that are replaced now; None: none is."""
     return f"your {', '.join(_replacements)}" if _replacements else None
 
 

@@ -1,13 +1,12 @@
-"""What only notebooks need: live views, pictures, exercises, the %%cuda magic, recorded runs.
+"""What only notebooks need: live views, pictures, exercises, the %%cuda magic.
 
 Nothing else imports this room: `import gpuaccel` loads a part of it when one of its names is first
 used. ipywidgets and IPython are imported where a view is displayed, and only there."""
 
-from . import figures, recorded
+from . import figures
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise
 from .figures import rank_figures, token_figures
-from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
@@ -22,11 +21,8 @@ __all__ = [
     "check",
     "exercise",
     "figures",
-    "launched",
-    "launches",
     "load_ipython_extension",
     "rank_figures",
-    "recorded",
     "replaced",
     "restore",
     "show",

@@ -26,7 +26,6 @@ from ..ops import (
 from ..optim import AdamW, Arena, Lion, clip_grad_norm_, clip_grads_
 from ..training import TrainStep
 from .figures.drawing import plural
-from .places import add_all
 
 
 class Results(dict[str, Tensor]):
@@ -117,23 +116,6 @@ class _Parameters(nn.Module):
         used = [self.first, *self.members]
         rows = data.sum(0).split([p.numel() for p in used])
         return sum((p.float() * row).sum() for p, row in zip(used, rows))
-
-
-def _sums(n, device, generator, dtypes) -> Results:
-    """The arena's sums after two micro-batches."""
-    normal = _Normal(device, generator)
-    results = Results()
-    for dtype, with_unused in _variants(dtypes):
-        model = _Parameters(normal, _sizes(n), with_unused).to(device, dtype)
-        arena = Arena(model)
-        arena.grads.zero_()
-        for held in (results.before, results):
-            loss = model.loss(normal(3, sum(_sizes(n))))
-            add_all(arena, torch.autograd.grad(loss, arena.params, allow_unused=True))
-            for i, view in enumerate(arena.gradients.views):
-                name = f"sum of two gradients of {_tensor(i, view)}, {_words(dtype, with_unused)}"
-                held[name] = view.clone()
-    return results
 
 
 def _variants(dtypes) -> "list[tuple[torch.dtype, bool]]":
@@ -413,7 +395,6 @@ def _attention(width, dtype):
 # ---- which case launches which kernel ------------------------------------------------------------
 
 _STEP = Case(_step(AdamW), roundings=16)
-_SUMS = Case(_sums, roundings=16)
 _LION = Case(_step(Lion), roundings=16)
 _LISTS = Case(_optimizer(AdamW, {}, {"amsgrad": True}, {"maximize": True}), roundings=16)
 _LION_LISTS = Case(_optimizer(Lion, {}, {"maximize": True}), roundings=16)
@@ -432,7 +413,6 @@ _HEADS_128 = Case(_attention(128, torch.bfloat16), roundings=2048, stored_roundi
 CASES: "dict[str, tuple[Case, ...]]" = {
     "accumulate_v1": (_ADD,),
     "accumulate_v2": (_ADD,),
-    "accumulate_v3": (_SUMS,),
     "squares_v2": (_CLIP, _STEP),
     "reduce_v2": (_CLIP, _CLIP_MANY, _STEP),
     "scale_v2": (_CLIP,),

@@ -19,7 +19,7 @@ shown as the compiler shows it, with line and caret; line numbers are those of t
 `%%cuda --check saxpy` also tries the cell's kernel as the answer to an exercise, and shows how it
 did. Until it is right, the name is the solution's kernel, so that later cells run.
 
-`%%cuda --replace accumulate_v3` puts the cell's kernel in the place of the package's, for all that
+`%%cuda --replace settings_write` puts the cell's kernel in the place of the package's, for all that
 launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.
 """
 

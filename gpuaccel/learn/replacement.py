@@ -1,9 +1,9 @@
 """Your kernel in the training: a kernel of kernels_cu is replaced by your own, once it is right.
 
-    %%cuda --replace accumulate_v3         # in a notebook; `%cuda --restore` puts ours back
-    extern "C" __global__ void accumulate_v3(...) { ... }
+    %%cuda --replace settings_write        # in a notebook; `%cuda --restore` puts ours back
+    extern "C" __global__ void settings_write(...) { ... }
 
-    with ga.replaced("accumulate_v3", source):     # in a script
+    with ga.replaced("settings_write", source):    # in a script
         step(batch)
 
 Before anything launches your kernel, it is run on the CPU with every access checked, then compared

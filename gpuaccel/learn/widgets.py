@@ -128,8 +128,8 @@ class LiveThroughput:
     def default_name(self) -> str:
         """The name of a run that got none: "run 1", "run 2", ...
 
-        While a kernel of ours is replaced (`%%cuda --replace accumulate_v3`) it is "your
-        accumulate_v3".
+        While a kernel of ours is replaced (`%%cuda --replace settings_write`) it is
+        "your settings_write".
         """
         return replaced_words() or f"run {len(self.runs) + 1}"
 

@@ -91,7 +91,7 @@ def ledger(name: str | None = None) -> Iterator[Row]:
     second on a GPU): warm up outside the block, and do not read a speed from it.
 
     Args:
-        name: of the row; default: "your accumulate_v3" while that kernel is replaced, else "step".
+        name: of the row; default: "your settings_write" while that kernel is replaced, else "step".
 
     Yields:
         A Row that is filled when the block ends without an error.

@@ -1,19 +1,15 @@
-"""Pictures are well-formed and say in text what they show; recorded runs are labelled."""
+"""Pictures are well-formed and say in text what they show."""
 
-import json
 import pathlib
 import re
 import sys
 
 import pytest
-from helpers import write_result
 from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
-from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import figures, recorded
+from gpuaccel.learn import figures
 from gpuaccel.learn.figures import drawing
-from gpuaccel.measure import Ledger, Row
 
 
 @pytest.mark.parametrize(
@@ -95,85 +91,3 @@ def test_a_picture_is_part_of_the_page_or_an_image_and_shrinks_in_both():
         # every variable that is used is defined
         used = set(re.findall(r"var\((--ink-\w+)", svg))
         assert used and used <= set(re.findall(r"(--ink-\w+):", svg))
-
-
-RESULT = {
-    "gpu": "NVIDIA H200",
-    "date": "2026-01-02",
-    "torch": "2.11.0",
-    "results": {
-        "addition": {
-            "elements": 10**6,
-            "float32": {"v1": {"ms": 2.0, "of_copy_rate": 0.5, "times_foreach": 1.0}, "other": 3},
-        }
-    },
-}
-
-
-def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    write_result(tmp_path / "h200" / "accumulate.json", json.dumps(RESULT))
-    write_result(tmp_path / "old" / "accumulate.json", json.dumps({**RESULT, "date": "2025-01-01"}))
-    write_result(tmp_path / "damaged" / "accumulate.json", "{")
-    words = recorded.recorded("accumulate").label
-    assert words.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02")
-    # Of a GPU with more results, though they are older: all pictures are of one GPU.
-    for name in ("accumulate", "step", "tail"):
-        more = {**RESULT, "gpu": "NVIDIA H100", "date": "2025-06-01"}
-        write_result(tmp_path / "h100" / f"{name}.json", json.dumps(more))
-    assert recorded.recorded("accumulate").content["gpu"] == "NVIDIA H100"
-    assert recorded.recorded("accumulate", "NVIDIA H200").content["date"] == "2026-01-02"
-
-
-def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert "no recorded run in this checkout" in recorded.recorded("accumulate").label
-    assert recorded.recorded("accumulate").get("addition", "elements") is None
-
-
-RUNGS = {
-    "gpu": "NVIDIA H200",
-    "date": "2026-01-02",
-    "torch": "2.9",
-    "results": {
-        "01": {
-            "what": "120 million weights",
-            "rows": {
-                "host": {
-                    "tokens_per_s": 1e4,
-                    "launches": 1234,
-                    "graph_launches": 0,
-                    "syncs": 77,
-                    "copies": {"DtoH": [3, 3 * 2**20]},
-                    "max_diff": 2e-7,
-                },
-                "arena": {"tokens_per_s": 2e4, "launches": 1111, "bit_equal": True},
-            },
-        }
-    },
-}
-
-
-def test_a_recorded_ledger_stands_below_ones_own_and_each_says_its_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    own = Ledger()
-    own.add(Row("mine", operators=4321, would_sync=9), tokens_per_s=100.0)
-    absent = recorded.ledger("01", own)
-    for shown in (str(absent), absent._repr_html_()):
-        assert "4,321" in shown and "Nothing is recorded for this table yet" in shown
-        assert shown.index("Measured here") < shown.index("4,321") < shown.index("Nothing is")
-    assert "4,321" not in str(recorded.ledger("01"))
-
-    write_result(tmp_path / "h200" / "rungs.json", json.dumps(RUNGS))
-    both = recorded.ledger("01", own)
-    for shown in (str(both), both._repr_html_()):
-        order = ("Measured here", "mine", "Recorded, not run here: NVIDIA H200, 2026-01-02", "host")
-        places = [shown.index(words) for words in order]
-        assert places == sorted(places)
-        for cell in ("1,234", "77", "3 MiB in 3", "2e-07", "120 million weights", "yes", "20K"):
-            assert cell in shown, cell
-    # Not in this recording.
-    assert "Nothing is recorded" in str(recorded.ledger("02"))
-    assert own.title == "" and [row.name for row, _ in own.rows] == ["mine"]
-    with pytest.raises(ArgumentError, match="'00'.*01, 02"):
-        recorded.ledger("00")

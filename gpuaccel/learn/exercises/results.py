@@ -16,6 +16,7 @@ from . import (
     accumulate_puzzles,
     clip_puzzles,
     encoder_puzzles,
+    everything_puzzles,
     graph_puzzles,
     kernel_puzzles,
     layer_puzzles,
@@ -31,6 +32,7 @@ EXERCISES = (
     | encoder_puzzles.EXERCISES
     | layer_puzzles.EXERCISES
     | rank_puzzles.EXERCISES
+    | everything_puzzles.EXERCISES
 )
 # the size at which the cost of an answer is counted, and that of its picture
 COST_SIZE = 600

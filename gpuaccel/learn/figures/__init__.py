@@ -6,13 +6,12 @@
 Here are the pictures that several notebooks use. Those of one subject are in `rank_figures`
 and `token_figures`."""
 
-from .drawing import Figure, Table
+from .drawing import Figure
 from .kernel_figures import Source, source, threads, tree_sum
 
 __all__ = [
     "Figure",
     "Source",
-    "Table",
     "source",
     "threads",
     "tree_sum",

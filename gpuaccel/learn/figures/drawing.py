@@ -1,4 +1,4 @@
-"""What all pictures are drawn with: SVG shapes and text, colours, axes, tables, number formats.
+"""What all pictures are drawn with: SVG shapes and text, colours, axes, number formats.
 
     ink = Ink(themed=False)
     ink.text(0, 14, "a bar")
@@ -421,50 +421,3 @@ class Figure:
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         return bundle(self.drawn, self.words)
-
-
-class Table:
-    """Rows of text and a caption. The first column is aligned to the left, the others right."""
-
-    def __init__(self, columns, rows, caption=""):
-        self.columns = list(columns)
-        self.rows = [list(map(str, row)) for row in rows]
-        self.caption = caption
-
-    def __str__(self):
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        text = [self.caption] if self.caption else []
-        for first, *others in lines:
-            padded = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-            text.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
-        return "\n".join(text)
-
-    __repr__ = __str__
-
-    def _repr_html_(self):
-        style = (
-            "padding:5px 16px 5px 4px;background:transparent;font-variant-numeric:tabular-nums;"
-            "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
-        )
-        soft = "color:var(--jp-ui-font-color2,inherit)"
-
-        def row(cells, tag, extra=""):
-            html = "".join(
-                f'<{tag} style="{style};text-align:{"right" if i else "left"};{extra}">'
-                f"{escape(cell)}</{tag}>"
-                for i, cell in enumerate(cells)
-            )
-            return f'<tr style="background:transparent">{html}</tr>'
-
-        caption = ""
-        if self.caption:
-            caption = (
-                f'<div style="{soft};font-size:12px;padding:2px 4px">{escape(self.caption)}</div>'
-            )
-        head = row(self.columns, "th", soft + ";font-weight:500")
-        body = "".join(row(cells, "td") for cells in self.rows)
-        return (
-            f'{caption}<table style="border-collapse:collapse;font-size:13px;margin:2px 0">'
-            f"<thead>{head}</thead><tbody>{body}</tbody></table>"
-        )

@@ -93,11 +93,11 @@ RUNGS = (
     ),
     Rung(
         "06_everything",
-        "Everything",
-        "one model with everything from the notebooks before; then a model of your own",
-        "all of it, and your own model",
-        ("03",),
-        minutes=45,
+        "Everything, in one launch",
+        "a script that waits becomes one launch of your kernels; ours beside it; your own model",
+        "a script becomes one launch",
+        ("03", "04"),
+        minutes=40,
     ),
     Rung(
         "shelf_rounding",
