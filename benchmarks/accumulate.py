@@ -104,7 +104,7 @@ def measure(config) -> dict:
     return {"addition": addition(full), "launch_us": launch_microseconds()}
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     rows = [
         {"by": f"{dtype}: {name}", **m}
         for dtype in DTYPES

@@ -130,7 +130,7 @@ CHARTS = {
 }
 
 
-def charts(folders) -> "dict[str, Figure]":
+def charts(folders) -> dict[str, Figure]:
     """File name -> chart of these GPUs; one without a value is left out."""
     made = {}
     for name, (title, rows, line, names, form) in CHARTS.items():
@@ -140,7 +140,7 @@ def charts(folders) -> "dict[str, Figure]":
     return made
 
 
-def write(target: pathlib.Path, folders) -> "dict[str, str]":
+def write(target: pathlib.Path, folders) -> dict[str, str]:
     """Title -> file name of each chart, written to a folder."""
     written = {}
     for name, figure in charts(folders).items():

@@ -67,7 +67,7 @@ def clip_by_v1(grads, partials, state, max_norm):
 # ---- a whole model's gradients ------------------------------------------------------------------
 
 
-def variants_of(parameters, values, config, dtype) -> "tuple[dict, Arena | None]":
+def variants_of(parameters, values, config, dtype) -> tuple[dict, Arena | None]:
     """(name -> (restore the gradients, clip them to a limit and return the norm), the arena)."""
     grads = [p.grad for p in parameters]
 
@@ -200,7 +200,7 @@ def measure(config) -> dict:
     return {**results, "small": small()}
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     columns = [
         Column("gradients, by", "by"),
         Column("over: ms", "over_ms", number),

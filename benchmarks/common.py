@@ -85,7 +85,7 @@ def folder_of(gpu: str) -> str:
 
 
 def write(
-    name: str, results: dict, script: "str | None" = None, size: "str | None" = None, gpus: int = 1
+    name: str, results: dict, script: str | None = None, size: str | None = None, gpus: int = 1
 ) -> pathlib.Path:
     """Write benchmarks/results/<gpu>/<name>.json: environment(), power, memory and the results.
 
@@ -123,7 +123,7 @@ def measuring_here():
         yield
 
 
-def record(name: str, measure, tables, GiB: "float | None" = None):
+def record(name: str, measure, tables, GiB: float | None = None):
     """Measure, print the tables, and write the results.
 
     tables: plain results -> name -> Table (tables.py)

@@ -100,7 +100,7 @@ def measure() -> dict:
     return results
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     columns = [
         Column("what", "what"),
         Column("torch, ms", "torch", number),

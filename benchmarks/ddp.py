@@ -148,7 +148,7 @@ class Run:
         bench: Bench,
         groups: dict,
         home,
-        clock: "Clock | None" = None,
+        clock: Clock | None = None,
     ):
         self.workers = workers
         self.bench = bench
@@ -440,7 +440,7 @@ def error_sentence(text: str) -> str:
     return errors[-1] if errors else text.strip().splitlines()[-1]
 
 
-def slowest(answers) -> "list[float]":
+def slowest(answers) -> list[float]:
     """Of each step the time of the rank that took longest. Ranks that rested answer []."""
     return [max(step) for step in zip(*(times for times in answers if times))]
 
@@ -491,7 +491,7 @@ STEPS = [
 ]
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     """ "replayed" and "launched": steps with 4 micro-batches and with 1; "one GPU": the same steps
     without communication. "bits", "collectives", "failed"."""
     made = {}
@@ -510,7 +510,7 @@ def tables(results: dict) -> "dict[str, Table]":
     return {name: table for name, table in made.items() if table.rows}
 
 
-def step_rows(r: dict) -> "list[dict]":
+def step_rows(r: dict) -> list[dict]:
     """A row for each variant; its values are named by micro-batches: "4 ms", "1 ms"."""
     rows = []
     for group, counts in r["groups"].items():
@@ -529,7 +529,7 @@ def step_rows(r: dict) -> "list[dict]":
     return rows
 
 
-def bit_rows(r: dict) -> "list[dict]":
+def bit_rows(r: dict) -> list[dict]:
     rows = []
     if "bits" in r:
         after = f"after {r['bits']['steps']} deterministic steps"

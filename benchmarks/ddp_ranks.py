@@ -74,7 +74,7 @@ class Variant:
     make: str
     compiled: bool = False
     replayed: bool = False
-    options: "dict | None" = None
+    options: dict | None = None
     optimize_ddp: bool = False
     counts: tuple = ()
 
@@ -97,7 +97,7 @@ def rank_batch(bench, rank) -> tuple:
     return token_batch(bench.config.vocab, rows, bench.config.T, 1 + rank, bench.device)
 
 
-def step_times(run, calls: int, cuda: bool) -> "list[float]":
+def step_times(run, calls: int, cuda: bool) -> list[float]:
     """Milliseconds of each of `calls` runs, queued back to back."""
     if cuda:
         return queued(run, calls)
@@ -161,7 +161,7 @@ class Peer:
         self.loss = self.step(batch, count)
         self.optimizer.zero_grad(set_to_none=not self.in_buckets)
 
-    def state(self) -> "list[torch.Tensor]":
+    def state(self) -> list[torch.Tensor]:
         """What a step changes on this rank: the weights, then the optimizer's state."""
         moments = [t for state in self.optimizer.state.values() for t in state.values()]
         return [local(t.detach()) for t in (*self.parameters, *moments)]
@@ -451,7 +451,7 @@ class Rank:
         self.variants[name].run(self.batches[count], count)
         self.steps[name] += 1
 
-    def times(self, name, count: int, calls: int, alone: bool = False) -> "list[float]":
+    def times(self, name, count: int, calls: int, alone: bool = False) -> list[float]:
         """Milliseconds of steps that are queued back to back.
 
         alone: on the first GPU, while the others rest"""
@@ -508,7 +508,7 @@ class Rank:
             dist.destroy_process_group(pair)
         return results
 
-    def _collective_times(self, run, calls) -> "list[float]":
+    def _collective_times(self, run, calls) -> list[float]:
         several = functools.partial(repeat, run, COLLECTIVES)
         # The first one connects the ranks.
         run()

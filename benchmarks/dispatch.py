@@ -394,7 +394,7 @@ class Attention:
         runs[PLAIN] = functools.partial(with_plain_kernels, runs[PLAIN])
         return runs
 
-    def errors(self) -> "tuple[dict, int]":
+    def errors(self) -> tuple[dict, int]:
         """The core against float64, one sequence at a time; and two runs of ours.
 
         Returns (variant -> {"y", "dq_tilde", ...}, elements that differ between the runs)."""
@@ -475,7 +475,7 @@ class Attention:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def curves_tables(r: dict) -> "dict[str, Table]":
+def curves_tables(r: dict) -> dict[str, Table]:
     """ "pointwise": ours. Against the faster of torch's two formulations, eager and compiled."""
     columns = [Column("elements", "case")]
     for d in DIRECTIONS:
@@ -501,7 +501,7 @@ def curves_tables(r: dict) -> "dict[str, Table]":
     return {"pointwise": Table(columns, rows)}
 
 
-def attention_tables(r: dict) -> "dict[str, Table]":
+def attention_tables(r: dict) -> dict[str, Table]:
     """ "core" and "layer", and "memory": the peak of the core with longer sequences."""
     columns = [
         Column("batch", "case"),
@@ -536,7 +536,7 @@ def attention_tables(r: dict) -> "dict[str, Table]":
     return {**made, "memory": Table(long, grown)}
 
 
-def layers_tables(r: dict) -> "dict[str, Table]":
+def layers_tables(r: dict) -> dict[str, Table]:
     columns = [
         Column("batch, part", "case"),
         Column("ms", "ms", number),
@@ -546,7 +546,7 @@ def layers_tables(r: dict) -> "dict[str, Table]":
         Column("against the CPU", CPU, number),
         Column("cores", "cores", integer),
     ]
-    rows: "dict[str, list]" = {"layers": [], "steps": []}
+    rows: dict[str, list] = {"layers": [], "steps": []}
     for case, parts in r.items():
         for part, m in parts.items() if isinstance(parts, dict) else ():
             row = {
@@ -568,7 +568,7 @@ PARTS = {
 }
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     return {
         name: table
         for part, result in results.items()
@@ -576,7 +576,7 @@ def tables(results: dict) -> "dict[str, Table]":
     }
 
 
-def cases_that_fit() -> "tuple[dict, str | None]":
+def cases_that_fit() -> tuple[dict, str | None]:
     """The cases for the memory that is there; in words, if they are fewer."""
     if memory.available_GiB() >= GIB:
         return CASES, None

@@ -61,7 +61,7 @@ def our_step(model, **options) -> TrainStep:
     return TrainStep(model, optimizer, **options)
 
 
-def step_times(runs: dict) -> "dict[str, float]":
+def step_times(runs: dict) -> dict[str, float]:
     return in_turns({name: functools.partial(queued, run, CALLS) for name, run in runs.items()}, 2)
 
 

@@ -129,7 +129,7 @@ def random_dout(count: int, C: int) -> torch.Tensor:
     return torch.randn(count, C, device=DEVICE, dtype=torch.bfloat16, generator=generator)
 
 
-def times_of(times: dict, peer: str, variant: str) -> "float | None":
+def times_of(times: dict, peer: str, variant: str) -> float | None:
     """The peer's time as a multiple of the variant's.
 
     Both replayed, or both launched where one of them cannot be captured."""
@@ -275,7 +275,7 @@ def backward(count: int = 64 * T, C: int = 768, copied: int = 2**27) -> dict:
 # ---- 2: every size, three variants --------------------------------------------------------------
 
 
-def in_float64(ids, dout, vocab, columns) -> "tuple[torch.Tensor, torch.Tensor]":
+def in_float64(ids, dout, vocab, columns) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of some channels, and sums of their absolute values, (vocab, channels) float64 each."""
     rows = dout[:, columns].double()
     zeros = torch.zeros(vocab, len(columns), dtype=torch.float64, device=DEVICE)
@@ -412,7 +412,7 @@ class Step:
     def run(self):
         self.out = self.step(self.batch)
 
-    def times(self, calls: int) -> "list[float]":
+    def times(self, calls: int) -> list[float]:
         return queued(self.run, calls)
 
     def end(self) -> dict:
@@ -450,7 +450,7 @@ def step(config=None, rows: int = 16, here: bool = False) -> dict:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def backward_tables(r: dict) -> "dict[str, Table]":
+def backward_tables(r: dict) -> dict[str, Table]:
     """ "gradient": a row for each kind of tokens. "variants": one for each variant, too."""
     columns = [
         Column("tokens", "tokens"),
@@ -492,7 +492,7 @@ def backward_tables(r: dict) -> "dict[str, Table]":
     return {"gradient": Table(columns, rows), "variants": Table(each, all_rows)}
 
 
-def grid_tables(cases: list) -> "dict[str, Table]":
+def grid_tables(cases: list) -> dict[str, Table]:
     """ "grid": the least ratio against atomics of each size, segments in line. "grid, dense":
     against the dense table. "error": the largest, ours and that of atomics."""
     widths = list(dict.fromkeys(c["C"] for c in cases))
@@ -515,7 +515,7 @@ def grid_tables(cases: list) -> "dict[str, Table]":
     }
 
 
-def training_tables(r: dict) -> "dict[str, Table]":
+def training_tables(r: dict) -> dict[str, Table]:
     columns = [
         Column("embeddings", "name"),
         Column("ms", "ms", number),
@@ -534,7 +534,7 @@ PARTS = {
 }
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     return {
         name: table
         for part, result in results.items()
@@ -542,7 +542,7 @@ def tables(results: dict) -> "dict[str, Table]":
     }
 
 
-def sizes_that_fit() -> "tuple[dict, str | None]":
+def sizes_that_fit() -> tuple[dict, str | None]:
     """Arguments of the parts for the memory that is there; in words, if they are smaller."""
     if memory.available_GiB() >= GIB:
         return {}, None

@@ -139,7 +139,7 @@ def run_once(folder, fault) -> dict:
     return {"status": process.exitcode, "hung": hung, "outlived": outlived}
 
 
-def running(pids) -> "list[int]":
+def running(pids) -> list[int]:
     alive = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -148,7 +148,7 @@ def running(pids) -> "list[int]":
     return alive
 
 
-def losses(folder) -> "list[tuple[int, float]]":
+def losses(folder) -> list[tuple[int, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(row["step"], row["loss"]) for row in map(json.loads, lines)]
 
@@ -232,7 +232,7 @@ def draw_fault(chance, seconds, size):
     return "a full disk", functools.partial(limit_file_size, limit=limit)
 
 
-def tensors_of(path) -> "dict[str, torch.Tensor]":
+def tensors_of(path) -> dict[str, torch.Tensor]:
     contents = read_file(path)
     return {name: contents.tensor(name) for name in contents.entries}
 
@@ -402,7 +402,7 @@ def measure_corruptions(number: int, seed: int, say=print) -> dict:
 PARTS = {"kills": measure_kills, "corruptions": measure_corruptions}
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     """ "kills" and "corruptions": what was counted, and how often it happened."""
     kills, damage = results.get("kills"), results.get("corruptions")
     made = {}
@@ -430,7 +430,7 @@ def tables(results: dict) -> "dict[str, Table]":
     }
 
 
-def measure(counts: "dict[str, int]", seed: int = 0, say=print) -> dict:
+def measure(counts: dict[str, int], seed: int = 0, say=print) -> dict:
     """part -> its figures. counts: part -> how many faults."""
     torch.set_num_threads(1)
     train_here()

@@ -82,7 +82,7 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def first_weights(bench, like: "list[torch.Tensor]") -> "list[torch.Tensor]":
+def first_weights(bench, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of the weights that a model begins with."""
     model = Parts(build(bench.config, device=bench.device), compiled=False)
     return [

@@ -91,7 +91,7 @@ class Compiled:
         self.batch = token_batch(config.vocab, rows, T)
         self.step(self.batch)
 
-    def times(self, calls: int) -> "list[float]":
+    def times(self, calls: int) -> list[float]:
         return queued(lambda: self.step(self.batch), calls)
 
 
@@ -202,7 +202,7 @@ def speed(steps: dict, workers: Workers, config, shapes=SHAPES) -> dict:
     return results
 
 
-def busy_ms(run) -> "float | None":
+def busy_ms(run) -> float | None:
     step = facts(whole(run))
     return step["gpu_busy"] and step["gpu_busy"] * step["us"] / 1e3
 
@@ -341,7 +341,7 @@ def measure(
     return results
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     columns = [
         Column("batch x T, step", "step"),
         Column("ms", "ms", number),

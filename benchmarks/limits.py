@@ -49,14 +49,14 @@ class Products:
     name: str
     count: int
     ins: int
-    outs: "tuple[int, ...]"
+    outs: tuple[int, ...]
 
     def flops(self, tokens: int) -> int:
         """Of three products, one of forward and two of backward: two per weight and product."""
         return 2 * 3 * self.count * tokens * self.ins * sum(self.outs)
 
 
-def products_of(c: Config) -> "list[Products]":
+def products_of(c: Config) -> list[Products]:
     """The linear layers of a model of family "llama"."""
     q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
     return [
@@ -68,7 +68,7 @@ def products_of(c: Config) -> "list[Products]":
     ]
 
 
-def bytes_of_micro_batch(c: Config, tokens: int) -> "dict[str, int]":
+def bytes_of_micro_batch(c: Config, tokens: int) -> dict[str, int]:
     """What kernels between the products must read and write in forward and backward.
 
     tokens: of the micro-batch; they are drawn uniformly"""
@@ -100,7 +100,7 @@ def bytes_of_micro_batch(c: Config, tokens: int) -> "dict[str, int]":
     }
 
 
-def tail_bytes_per_parameter() -> "dict[str, int]":
+def tail_bytes_per_parameter() -> dict[str, int]:
     """What must be read and written for each trained parameter after the last backward."""
     return {
         # The norm needs every sum before the first weight can change.
@@ -121,7 +121,7 @@ def parameters_of(c: Config) -> int:
 # ---- measured -----------------------------------------------------------------------------------
 
 
-def product_runs(layers: Products, tokens: int) -> "dict[tuple, object]":
+def product_runs(layers: Products, tokens: int) -> dict[tuple, object]:
     """(out, what) -> the function that computes it. out: of all layers, or of one of them."""
     runs = {}
     for out in {sum(layers.outs), *layers.outs}:
@@ -176,7 +176,7 @@ def product_ms(layers: Products, tokens: int, micro_batches: int) -> dict:
     }
 
 
-def attention_ms(c: Config, rows: int, T: int) -> "tuple[float, str]":
+def attention_ms(c: Config, rows: int, T: int) -> tuple[float, str]:
     """(milliseconds of one layer's forward and backward, whose kernels they are)."""
 
     def heads(count, seed):

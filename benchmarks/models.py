@@ -57,7 +57,7 @@ COLUMNS = {
 }
 
 
-def unavailable(column: str) -> "str | None":
+def unavailable(column: str) -> str | None:
     """What this machine lacks for a column; None: nothing."""
     backend, device, _ = COLUMNS[column]
     if device == "cuda" and not torch.cuda.is_available():
@@ -326,11 +326,11 @@ def write(path: pathlib.Path, results: dict, steps: int) -> dict:
     return result["results"]
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     """ "models": the largest difference of a weight from plain torch, in learning rates; a number
     in brackets is that of a reason. "reasons": what cannot be captured in a CUDA graph. "columns":
     where each was measured."""
-    reasons: "list[str]" = []
+    reasons: list[str] = []
     rows = []
     for model, cells in results["models"].items():
         texts = {column: cell_text(value, reasons) for column, value in cells.items()}
@@ -349,7 +349,7 @@ def tables(results: dict) -> "dict[str, Table]":
     }
 
 
-def cell_text(value: dict, reasons: "list[str]") -> str:
+def cell_text(value: dict, reasons: list[str]) -> str:
     """One cell. Its reason is added to `reasons` unless it is there already."""
     if value["ran"] is None and value["reason"].startswith("needs "):
         return value["reason"]

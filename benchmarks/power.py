@@ -30,7 +30,7 @@ LATE = 2.0
 
 # (name, began, ended) of each measurement of this process and of its closed workers, by
 # time.time(); the name is "" for one that is only part of the whole
-SPANS: "list[tuple]" = []
+SPANS: list[tuple] = []
 # Samplers that run; the last one is read.
 _running: "list[Sampler]" = []
 
@@ -54,12 +54,12 @@ def joined(*names) -> str:
 class Sampler:
     """While it is open, nvidia-smi writes what the GPUs do. Without one there are no readings."""
 
-    def __init__(self, command: "list[str] | None" = None):
+    def __init__(self, command: list[str] | None = None):
         self._command = command or nvidia_smi()
         self._process = None
         self._lock = threading.Lock()
         # (seconds by time.time(), values by NAMES, GPU, MiB in use)
-        self._samples: "list[tuple]" = []
+        self._samples: list[tuple] = []
 
     def __enter__(self):
         _running.append(self)
@@ -100,7 +100,7 @@ class Sampler:
                 if sample[2] in gpus and any(a <= sample[0] <= b for _, a, b in spans)
             ]
 
-    def most_MiB(self) -> "float | None":
+    def most_MiB(self) -> float | None:
         """The most memory that all processes together had on one GPU that CUDA sees here."""
         gpus = visible_gpus()
         with self._lock:
@@ -110,7 +110,7 @@ class Sampler:
             )
 
 
-def reading(name: "str | None" = None, gpus: int = 1) -> "dict | None":
+def reading(name: str | None = None, gpus: int = 1) -> dict | None:
     """Medians during the measurements of one variant; of all measurements where none is named.
 
     gpus: how many GPUs measured
@@ -134,13 +134,13 @@ def readings(gpus: int = 1) -> dict:
     return {name: found for name in names if (found := reading(name, gpus))}
 
 
-def most_GiB() -> "float | None":
+def most_GiB() -> float | None:
     """The most memory in use on one GPU so far, of all processes; None where it was not read."""
     MiB = _running[-1].most_MiB() if _running else None
     return MiB and MiB / 2**10
 
 
-def visible_gpus() -> "list[int]":
+def visible_gpus() -> list[int]:
     """nvidia-smi's numbers of the GPUs that CUDA sees here, in CUDA's order."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if re.fullmatch(r"\d+(,\d+)*", chosen):
@@ -148,7 +148,7 @@ def visible_gpus() -> "list[int]":
     return list(range(64))
 
 
-def parsed(line: str) -> "tuple | None":
+def parsed(line: str) -> tuple | None:
     """A line of nvidia-smi as a sample; None for another line."""
     when, *values = (cell.strip() for cell in line.split(","))
     try:
@@ -159,12 +159,12 @@ def parsed(line: str) -> "tuple | None":
     return (seconds, medians, gpu, memory) if len(medians) == len(NAMES) else None
 
 
-def number(text: str) -> "float | None":
+def number(text: str) -> float | None:
     """None for what a GPU does not tell: "[N/A]"."""
     return None if text.startswith("[") else float(text)
 
 
-def nvidia_smi() -> "list[str]":
+def nvidia_smi() -> list[str]:
     fields = ",".join((*FIELDS, "memory.used", "index"))
     return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"] + [
         f"--loop-ms={EVERY}"

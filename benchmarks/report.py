@@ -42,7 +42,7 @@ PART = re.compile(
 # ---- results ------------------------------------------------------------------------------------
 
 
-def load(name: str, folder: str = "") -> "dict | None":
+def load(name: str, folder: str = "") -> dict | None:
     """The result <folder>/<name>.json; None where there is none.
 
     folder: of a GPU, or its name; "" for models.json, which is of several machines"""
@@ -50,11 +50,11 @@ def load(name: str, folder: str = "") -> "dict | None":
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def folders() -> "list[str]":
+def folders() -> list[str]:
     return sorted(path.name for path in common.RESULTS.iterdir() if path.is_dir())
 
 
-def newest_first(name: str) -> "list[str]":
+def newest_first(name: str) -> list[str]:
     """The GPUs that have this result."""
     found = [result for folder in folders() if (result := load(name, folder))]
     found.sort(key=lambda result: (result["date"], result["gpu"]), reverse=True)
@@ -73,7 +73,7 @@ def gpu_of(folder: str) -> str:
     return short(json.loads(path.read_text())["gpu"])
 
 
-def tables_of(result: dict) -> "dict[str, Table]":
+def tables_of(result: dict) -> dict[str, Table]:
     return importlib.import_module(result["benchmark"]).tables(result["results"])
 
 
@@ -90,7 +90,7 @@ def conditions(result: dict) -> str:
 # ---- tables over all benchmarks -----------------------------------------------------------------
 
 
-def ratio_rows(folder: str) -> "list[dict]":
+def ratio_rows(folder: str) -> list[dict]:
     """What, against what, and how many times as fast, on one GPU: the README's table."""
     rows = []
 
@@ -148,7 +148,7 @@ def ratio_rows(folder: str) -> "list[dict]":
 
 def ratios_table(*gpus: str) -> Table:
     """ratio_rows() of several GPUs."""
-    rows: "dict[str, dict]" = {}
+    rows: dict[str, dict] = {}
     for folder in gpus:
         for row in ratio_rows(folder):
             rows.setdefault(row["what"], dict(row))[folder] = row["ratio"]
@@ -159,7 +159,7 @@ def ratios_table(*gpus: str) -> Table:
 
 def results_table(*gpus: str) -> Table:
     """How fresh the results are: commit and date, and what they were measured with."""
-    groups: "dict[tuple, list[str]]" = {}
+    groups: dict[tuple, list[str]] = {}
     for folder in gpus:
         for path in sorted((common.RESULTS / folder).glob("*.json")):
             r = json.loads(path.read_text())
@@ -176,7 +176,7 @@ OVER_ALL = {"ratios": ratios_table, "results": results_table}
 # ---- pages --------------------------------------------------------------------------------------
 
 
-def part(name: str, gpus: "list[str]", heads: "list[str] | None" = None) -> str:
+def part(name: str, gpus: list[str], heads: list[str] | None = None) -> str:
     """What belongs between two markers."""
     if name in OVER_ALL:
         return OVER_ALL[name](*gpus).markdown()
@@ -204,7 +204,7 @@ def filled(text: str) -> str:
     return PART.sub(replace, text)
 
 
-def everything(folder: str, charts: "dict[str, str]") -> str:
+def everything(folder: str, charts: dict[str, str]) -> str:
     """A page with all tables of a GPU. charts: title -> path of the picture."""
     pieces = [f"# Benchmarks: {gpu_of(folder)}"]
     if (ratios := ratios_table(folder)).rows:
@@ -218,7 +218,7 @@ def everything(folder: str, charts: "dict[str, str]") -> str:
     return "\n\n".join(filter(None, pieces)) + "\n"
 
 
-def write_charts(target: pathlib.Path, gpus) -> "dict[str, str]":
+def write_charts(target: pathlib.Path, gpus) -> dict[str, str]:
     """Title -> file name of each chart of these GPUs; {} without matplotlib."""
     try:
         import charts

@@ -70,7 +70,7 @@ def machine() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def result_paths(name: str, here: dict) -> "list[pathlib.Path]":
+def result_paths(name: str, here: dict) -> list[pathlib.Path]:
     """The files that a benchmark writes on this machine."""
     if name == "models":
         return [RESULTS / "models.json"]
@@ -92,7 +92,7 @@ def is_done(name: str, here: dict) -> bool:
     return not here["commit"].endswith("+")
 
 
-def lacks(name: str, here: dict) -> "str | None":
+def lacks(name: str, here: dict) -> str | None:
     """What a benchmark needs and this machine lacks, in words."""
     gpus = ALL[name].gpus
     if here["gpus"] < gpus:
@@ -104,7 +104,7 @@ def lacks(name: str, here: dict) -> "str | None":
     return None
 
 
-def chosen(names, again: bool, here: dict) -> "tuple[list[str], dict[str, str]]":
+def chosen(names, again: bool, here: dict) -> tuple[list[str], dict[str, str]]:
     """(benchmarks to run, name -> why another one is left out).
 
     names: those that were asked for; [] for all"""
@@ -150,7 +150,7 @@ def run_script(script: str, log: pathlib.Path, tick=lambda: None) -> int:
             raise
 
 
-def run_all(todo, bar) -> "dict[str, str]":
+def run_all(todo, bar) -> dict[str, str]:
     """Run benchmarks. Returns name -> how it failed."""
     failed = {}
     for index, name in enumerate(todo):

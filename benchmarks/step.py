@@ -145,7 +145,7 @@ WHERE = [
 COMPUTING = "products", "attention", "rest", "tail"
 
 
-def step_tables(steps: dict, limits: dict, left_out=()) -> "dict[str, Table]":
+def step_tables(steps: dict, limits: dict, left_out=()) -> dict[str, Table]:
     """ "steps", and "time": the limit, ours and the fastest torch in groups of kernels (traces.py).
 
     steps: label -> variant -> measurement. limits: label -> limit. left_out: further rows."""
@@ -167,7 +167,7 @@ def fastest_torch(variants: dict) -> str:
     return fastest({name: m["ms"] for name, m in variants.items()})
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     steps = {f"T={T}": rows for T, rows in lengths_of(results).items()}
     steps |= {f"T={T}, launched": rows for T, rows in results.get("launched", {}).items()}
     left_out = [

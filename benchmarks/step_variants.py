@@ -101,7 +101,7 @@ class Peer:
     CHOICES: dict = {"zeroed in place": False, "set to None": True}
     timer = staticmethod(queued)
 
-    def __init__(self, task: Task, mode: "str | None" = None):
+    def __init__(self, task: Task, mode: str | None = None):
         self.task = task
         self.mode = mode
         model = task.make(torch.float32)
@@ -118,7 +118,7 @@ class Peer:
         self.optimizer.zero_grad(set_to_none=True)
         release()
 
-    def trained(self, model) -> "list[torch.Tensor]":
+    def trained(self, model) -> list[torch.Tensor]:
         """What the optimizer updates."""
         return [p for p in model.parameters() if p.requires_grad]
 
@@ -186,10 +186,10 @@ class Peer:
         self.replay = captured(lambda: self.step(to_none))
         return measured_alone(self.run, began)
 
-    def times(self, calls: int) -> "list[float]":
+    def times(self, calls: int) -> list[float]:
         return self.timer(self.run, calls)
 
-    def groups(self) -> "dict[str, float]":
+    def groups(self) -> dict[str, float]:
         return kernel_groups(self.run)
 
     def end(self) -> dict:
@@ -227,7 +227,7 @@ class Bf16Peer(Peer):
             torch._foreach_copy_(self.weights, self.parameters)
 
 
-def add_each(sums: "list[torch.Tensor]", terms: "list[torch.Tensor]"):
+def add_each(sums: list[torch.Tensor], terms: list[torch.Tensor]):
     torch._foreach_add_(sums, terms)
 
 
@@ -365,10 +365,10 @@ class Attempt:
         self.variant = None
         return {"left_out": self.left_out}
 
-    def times(self, calls: int) -> "list[float]":
+    def times(self, calls: int) -> list[float]:
         return self.variant.times(calls)
 
-    def groups(self) -> "dict[str, float]":
+    def groups(self) -> dict[str, float]:
         return self.variant.groups()
 
     def end(self) -> dict:
@@ -388,7 +388,7 @@ class Ours:
 
     dtype: of the model"""
 
-    replay: "str | Replay" = Replay(policy="require")
+    replay: str | Replay = Replay(policy="require")
     timer = staticmethod(queued)
 
     def __init__(self, task: Task, deterministic: bool = False, dtype=torch.bfloat16):
@@ -426,10 +426,10 @@ class Ours:
         self.run()
         return {**measured_alone(self.run, began), "first_loss": self.first_loss}
 
-    def times(self, calls: int) -> "list[float]":
+    def times(self, calls: int) -> list[float]:
         return self.timer(self.run, calls)
 
-    def groups(self) -> "dict[str, float]":
+    def groups(self) -> dict[str, float]:
         return kernel_groups(self.run)
 
     def end(self) -> dict:
@@ -462,8 +462,8 @@ def launched(task: Task, clock, here: bool = False) -> dict:
 
 
 def measured(
-    workers: "dict[object, Workers]", tokens: int, clock, calls: "int | None" = None
-) -> "tuple[dict, dict]":
+    workers: dict[object, Workers], tokens: int, clock, calls: int | None = None
+) -> tuple[dict, dict]:
     """(variant -> measurement, variant -> why it was left out), measured in turns.
 
     Peers have names that begin with "torch"; ratios are against the fastest one. A peer whose first
@@ -507,7 +507,7 @@ def measured(
     return rows, left_out
 
 
-def other_loss(name: str, result: dict, alone: dict) -> "str | None":
+def other_loss(name: str, result: dict, alone: dict) -> str | None:
     """Why a peer computes something else than the first one; None: it does not, or is no peer."""
     first = next(iter(alone.values()), result)["first_loss"]
     if not name.startswith("torch") or abs(result["first_loss"] - first) < SAME_LOSS:

@@ -69,7 +69,7 @@ class Column(NamedTuple):
 
     head: str
     key: str
-    form: "Callable[[Any], str]" = str
+    form: Callable[[Any], str] = str
 
 
 class Table:
@@ -77,20 +77,20 @@ class Table:
 
     Columns without a value are left out."""
 
-    def __init__(self, columns: "list[Column]", rows: "list[dict]"):
+    def __init__(self, columns: list[Column], rows: list[dict]):
         used = [c for c in columns if any(row.get(c.key) is not None for row in rows)]
         self.head = [column.head for column in used]
         self.rows = [
             ["" if row.get(c.key) is None else c.form(row[c.key]) for c in used] for row in rows
         ]
 
-    def only(self, heads: "list[str]") -> "Table":
+    def only(self, heads: list[str]) -> "Table":
         """The first column and those with these headings."""
         if unknown := set(heads) - set(self.head):
             raise ValueError(f"no columns {sorted(unknown)}; expected some of {self.head}")
         return self._with([0, *(self.head.index(head) for head in heads)])
 
-    def _with(self, indices: "list[int]") -> "Table":
+    def _with(self, indices: list[int]) -> "Table":
         table = Table([], [])
         table.head = [self.head[i] for i in indices]
         table.rows = [[row[i] for i in indices] for row in self.rows]
@@ -116,7 +116,7 @@ class Table:
         )
 
 
-def side_by_side(tables: "dict[str, Table]") -> Table:
+def side_by_side(tables: dict[str, Table]) -> Table:
     """One table of several with the same first column, such as those of several GPUs.
 
     tables: what a heading gets in addition -> its table. Rows are matched by their first cell."""
@@ -133,7 +133,7 @@ def side_by_side(tables: "dict[str, Table]") -> Table:
     return joined
 
 
-def show(tables: "dict[str, Table]"):
+def show(tables: dict[str, Table]):
     """Print tables under their names."""
     for name, table in tables.items():
         print(f"\n{name}\n{table.text()}", flush=True)

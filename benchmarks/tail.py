@@ -176,7 +176,7 @@ def measure(config) -> dict:
     return {**results, "small": small()}
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     columns = [
         Column("weights, by", "by"),
         Column("ms", "ms", number),

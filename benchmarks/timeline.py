@@ -52,7 +52,7 @@ def measure(config, rows: int = 4, compile: bool = True, here: bool = False) -> 
     return {"what": "after the last backward of a Llama model", "tails": tails}
 
 
-def tables(results: dict) -> "dict[str, Table]":
+def tables(results: dict) -> dict[str, Table]:
     columns = [
         Column("clip", "clip"),
         Column("host waits", "waits", integer),

@@ -29,7 +29,7 @@ BUDGET = 500.0
 # ---- time ---------------------------------------------------------------------------------------
 
 
-def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
+def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> dict[str, float]:
     """Median device time of each function.
 
     They run in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all alike.
@@ -57,7 +57,7 @@ def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[s
     }
 
 
-def milliseconds_after(pairs: dict) -> "dict[str, float]":
+def milliseconds_after(pairs: dict) -> dict[str, float]:
     """Median device time of each run without its preparation. pairs: name -> (prepare, run)."""
     functions = {}
     for name, (prepare, run) in pairs.items():
@@ -67,7 +67,7 @@ def milliseconds_after(pairs: dict) -> "dict[str, float]":
     return {name: times[name] for name in pairs}
 
 
-def queued(run, calls: int) -> "list[float]":
+def queued(run, calls: int) -> list[float]:
     """Milliseconds of each of `calls` runs that are queued back to back, as in a training loop.
 
     One more run before them is not counted."""
@@ -89,7 +89,7 @@ def host_milliseconds(run) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def back_to_back(run, calls: int) -> "list[float]":
+def back_to_back(run, calls: int) -> list[float]:
     """Milliseconds of one of `calls` runs by the host's clock, with one synchronization at the end.
 
     For runs that are launched from Python, whose time the host may decide. One more run before them
@@ -115,7 +115,7 @@ def wall(run, calls: int = 50, times: int = 7) -> float:
     return statistics.median(measured)
 
 
-def in_turns(timers: dict, rounds: int = 4, what: str = "") -> "dict[str, float]":
+def in_turns(timers: dict, rounds: int = 4, what: str = "") -> dict[str, float]:
     """Median of the times that each timer returns.
 
     They are called in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all
@@ -157,7 +157,7 @@ def captured(run, prepare=lambda: None):
     return graph.replay
 
 
-def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[dict, dict]":
+def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> tuple[dict, dict]:
     """Times of short functions, several calls of which are one graph or one loop of Python.
 
     runs: name -> function
@@ -192,7 +192,7 @@ def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[
     return times, refused
 
 
-def timed_alike(runs: dict, launched: bool = False) -> "tuple[dict, dict, dict]":
+def timed_alike(runs: dict, launched: bool = False) -> tuple[dict, dict, dict]:
     """timed(), with one kind of times for all.
 
     Returns (milliseconds: replayed, or launched where one of them cannot be captured; those

@@ -46,7 +46,7 @@ def group_of(name: str) -> str:
     return REST
 
 
-def kernels_of(run, steps: int = 1) -> "list[dict]":
+def kernels_of(run, steps: int = 1) -> list[dict]:
     """The profiler's records of the GPU's kernels, copies and memsets in so many runs.
 
     One more run before them is not counted: in it, communication waits until the profilers of the
@@ -68,14 +68,14 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def kernel_groups(run) -> "dict[str, float]":
+def kernel_groups(run) -> dict[str, float]:
     """Group -> milliseconds of one run."""
     return in_groups(kernels_of(run, STEPS), STEPS)
 
 
-def in_groups(events: "list[dict]", steps: int) -> "dict[str, float]":
+def in_groups(events: list[dict], steps: int) -> dict[str, float]:
     """Group -> milliseconds of one of so many steps. events: with name, and ts and dur in us."""
-    spans: "dict[str, list[tuple[float, float]]]" = {
+    spans: dict[str, list[tuple[float, float]]] = {
         group: [] for group in ("products", "attention", REST, "tail", COMMUNICATION)
     }
     for event in events:

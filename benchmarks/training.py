@@ -26,7 +26,7 @@ def inputs_and_targets(tokens: torch.Tensor) -> tuple:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def decay_groups(parameters) -> "list[dict]":
+def decay_groups(parameters) -> list[dict]:
     """Parameter groups with weight decay for matrices only, as an arena has them."""
     parameters = list(parameters)
     matrices = [p for p in parameters if p.dim() >= 2]

@@ -241,7 +241,7 @@ class RankWorkers:
             with contextlib.suppress(OSError):
                 pipe.send((method, args))
 
-    def answers(self, name, timeout: "float | None" = None) -> list:
+    def answers(self, name, timeout: float | None = None) -> list:
         """Each rank's answer to the oldest question.
 
         Raises WorkerError after `timeout` seconds, or when a rank raises or dies. The set is
@@ -264,7 +264,7 @@ class RankWorkers:
             self.stop(name, message)
         raise WorkerError(message)
 
-    def _collect(self, name, timeout: float) -> "tuple[dict, dict]":
+    def _collect(self, name, timeout: float) -> tuple[dict, dict]:
         """(rank -> answer, rank -> error) of the ranks that report in time."""
         results, errors = {}, {}
         waiting = {pipe: rank for rank, (pipe, _) in enumerate(self._sets[name])}
@@ -284,7 +284,7 @@ class RankWorkers:
                 errors[rank] = error
         return results, errors
 
-    def ask(self, name, method: str, *args, timeout: "float | None" = None) -> list:
+    def ask(self, name, method: str, *args, timeout: float | None = None) -> list:
         """The results of every rank's method."""
         self.send(name, method, *args)
         return self.answers(name, timeout)

@@ -40,7 +40,7 @@ def show() -> str:
     return ga.show(kernel[1, 32], torch.zeros(32), torch.arange(64.0), 32).picture()
 
 
-def coloured(svg: str, colours: "dict[str, str]") -> str:
+def coloured(svg: str, colours: dict[str, str]) -> str:
     """The picture with these colours replaced.
 
     Raises ValueError where the picture does not have one of them."""

@@ -69,8 +69,8 @@ class Choice:
     requested: str
     policy: str
     device: str
-    arch: "str | None"
-    driver: "str | None"
+    arch: str | None
+    driver: str | None
 
     def __str__(self):
         device = f"{self.device} ({self.arch})" if self.arch else self.device
@@ -78,7 +78,7 @@ class Choice:
 
 
 @functools.cache
-def find_driver() -> "tuple[int | None, str]":
+def find_driver() -> tuple[int | None, str]:
     """Return the newest CUDA version that the driver supports, and a sentence on how we know.
 
     The version is 1000 * major + 10 * minor, or None without a driver. It comes from libcuda.so.1
@@ -103,7 +103,7 @@ def _version_text(version: int) -> str:
 
 
 @functools.cache
-def find_gpu() -> "tuple[bool, str]":
+def find_gpu() -> tuple[bool, str]:
     """Return whether there is a GPU that torch can use, and why, in words."""
     version, reason = find_driver()
     if version is None:
@@ -134,7 +134,7 @@ class Compiler:
         version: of zig: the version of its clang.
     """
 
-    command: "tuple[str, ...]"
+    command: tuple[str, ...]
     kind: str
     version: str
 
@@ -151,7 +151,7 @@ GET_COMPILER = (
 )
 
 
-def find_compiler() -> "tuple[Compiler | None, str]":
+def find_compiler() -> tuple[Compiler | None, str]:
     """Return the C++ compiler that builds kernels for the CPU (or None), and why, in words.
 
     `GPUACCEL_CXX` (a command) is the only candidate where it is set. Otherwise the first of g++,
@@ -178,7 +178,7 @@ def find_compiler() -> "tuple[Compiler | None, str]":
 
 # An error is not cached: a compiler can be installed while a notebook runs.
 @functools.cache
-def _ask_compiler(command: "tuple[str, ...]") -> Compiler:
+def _ask_compiler(command: tuple[str, ...]) -> Compiler:
     """The compiler behind a command. Raises LookupError where none answers."""
     try:
         answer = subprocess.run(
@@ -198,7 +198,7 @@ def _ask_compiler(command: "tuple[str, ...]") -> Compiler:
     return Compiler(command, kind, version[0])
 
 
-def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[Running, str]":
+def resolve(requested: str, policy: str, gpu: tuple[bool, str]) -> tuple[Running, str]:
     """Return (backend, reason) for a request, a policy and the result of `find_gpu`.
 
     The function is pure, so that tests can try every case.
@@ -227,10 +227,10 @@ def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[Runn
     return ("cuda", why) if has_gpu else ("torch", why)
 
 
-_current: "Choice | None" = None
+_current: Choice | None = None
 
 
-def _choose(requested: str, policy: "str | None" = None) -> Choice:
+def _choose(requested: str, policy: str | None = None) -> Choice:
     policy = policy or os.environ.get("GPUACCEL_GPU") or "auto"
     gpu = (False, "") if policy == "off" else find_gpu()
     name, reason = resolve(requested, policy, gpu)
@@ -367,7 +367,7 @@ class use_backend(ProcessSwitch):
         ... def check(kernel): ...
     """
 
-    def __init__(self, name: Backend, policy: "GpuPolicy | None" = None):
+    def __init__(self, name: Backend, policy: GpuPolicy | None = None):
         self.choice = _choose(name, policy)
         super().__init__(self.choice)
 
@@ -443,7 +443,7 @@ def default_dtype() -> "torch.dtype":
 
 
 @functools.cache
-def cache_dir() -> "pathlib.Path | None":
+def cache_dir() -> pathlib.Path | None:
     """The folder of compiled kernels and tokenizers: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
 
     Returns:
@@ -497,7 +497,7 @@ CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 
 
 @contextlib.contextmanager
-def deterministic() -> "Iterator[None]":
+def deterministic() -> Iterator[None]:
     """Run a block in which two runs are bit-identical, with torch's deterministic algorithms.
 
     This is torch.use_deterministic_algorithms(True), except that uninitialised memory is not

@@ -143,7 +143,7 @@ def suggestion(value, choices) -> str:
 
 
 def check_choice(
-    name: str, value, literal: Any, or_else: str = "", error: "type[GpuaccelError]" = ArgumentError
+    name: str, value, literal: Any, or_else: str = "", error: type[GpuaccelError] = ArgumentError
 ):
     """Refuse a value that is none of the words of a Literal, which is the argument's type.
 

@@ -42,7 +42,7 @@ def from_cache(folder: str, key: str, make, load):
     return load(content)
 
 
-def read_entry(folder: str, key: str) -> "bytes | None":
+def read_entry(folder: str, key: str) -> bytes | None:
     """The content of `key` in a folder of the cache.
 
     None if it is missing or damaged, or if another user can have written it.

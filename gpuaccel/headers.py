@@ -37,7 +37,7 @@ HOST_STUBS = {
 }
 
 
-def wheel_roots() -> "list[str]":
+def wheel_roots() -> list[str]:
     """The folders of installed packages that have wheels of NVIDIA's."""
     roots = dict.fromkeys(
         [
@@ -51,7 +51,7 @@ def wheel_roots() -> "list[str]":
     return [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
 
 
-def curand_folder() -> "str | None":
+def curand_folder() -> str | None:
     """The folder that has curand_kernel.h: of a wheel, or of a toolkit; None without one."""
     folders = [
         os.path.join(root, "nvidia", name, "include")

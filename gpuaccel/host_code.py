@@ -56,9 +56,9 @@ class LeftOut:
         functions, variables: names of those of the host. headers: those that were not found.
     """
 
-    functions: "tuple[str, ...]" = ()
-    variables: "tuple[str, ...]" = ()
-    headers: "tuple[str, ...]" = ()
+    functions: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
 
     def __str__(self):
         others = len(set(self.functions) - {"main"})
@@ -82,9 +82,9 @@ class _Declaration:
     start: int
     end: int
     kind: str
-    names: "tuple[str, ...]"
-    words: "frozenset[str]" = frozenset()
-    body: "tuple[int, int] | None" = None
+    names: tuple[str, ...]
+    words: frozenset[str] = frozenset()
+    body: tuple[int, int] | None = None
 
 
 def _without_template(head: str) -> str:
@@ -100,8 +100,8 @@ def _without_template(head: str) -> str:
 
 
 def _declarations(
-    text: str, start: int, end: int, macros: "frozenset[str]", *, in_class: bool = False
-) -> "Iterator[_Declaration]":
+    text: str, start: int, end: int, macros: frozenset[str], *, in_class: bool = False
+) -> Iterator[_Declaration]:
     """The declarations in a part of a text without comments and directives.
 
     ValueError where brackets do not match.
@@ -203,7 +203,7 @@ def _declared(text, start, end, head, body, macros) -> _Declaration:
     return declaration("variable", *names)
 
 
-def _enumerators(text, body, words) -> "list[str]":
+def _enumerators(text, body, words) -> list[str]:
     if body is None or "enum" not in words:
         return []
     parts = split_list(text[body[0] : body[1]])
@@ -211,7 +211,7 @@ def _enumerators(text, body, words) -> "list[str]":
 
 
 @functools.lru_cache(maxsize=8)
-def declared_names(source: str) -> "frozenset[str]":
+def declared_names(source: str) -> frozenset[str]:
     """The names of what CUDA C text declares, outside of functions and classes, and its macros."""
     text = active_text(source, GPU_MACROS, one_branch=True)
     macros = _Macros(without_comments(source))
@@ -223,7 +223,7 @@ class _Macros:
     """The macros of a text: which are called like functions, and what each stands for."""
 
     def __init__(self, text: str):
-        self.bodies: "dict[str, str]" = {}
+        self.bodies: dict[str, str] = {}
         functions = set()
         for directive in DIRECTIVE.finditer(text):
             if directive[1] == "define" and (
@@ -234,9 +234,9 @@ class _Macros:
                     functions.add(macro[1])
         self.functions = frozenset(functions)
 
-    def words(self, words) -> "set[str]":
+    def words(self, words) -> set[str]:
         """These words, and those that the macros among them stand for."""
-        result: "set[str]" = set()
+        result: set[str] = set()
         waiting = list(words)
         while waiting:
             word = waiting.pop()
@@ -270,13 +270,13 @@ class _Text:
         for d in self.declarations:
             beside = beside[: d.start] + " " * (d.end - d.start) + beside[d.end :]
             merged = merged[: d.start] + self.view[d.start : d.end] + merged[d.end :]
-        self.outside: "set[str]" = set()
+        self.outside: set[str] = set()
         try:
             self.declarations += self._declarations(beside)
             self.view = merged
         except ValueError:
             self.outside = self.macros.words(_WORD.findall(beside))
-        self.by_name: "dict[str, list[_Declaration]]" = {}
+        self.by_name: dict[str, list[_Declaration]] = {}
         for d in self.declarations:
             for name in d.names:
                 self.by_name.setdefault(name, []).append(d)
@@ -326,10 +326,10 @@ class _Text:
             return "__global__" in words or "operator" in words
         return kind == "variable" and not words.isdisjoint(_SPACES)
 
-    def references(self, start: int, end: int) -> "set[str]":
+    def references(self, start: int, end: int) -> set[str]:
         return self.macros.words(_WORD.findall(self.both[start:end]))
 
-    def members(self, declaration: _Declaration) -> "list[_Declaration]":
+    def members(self, declaration: _Declaration) -> list[_Declaration]:
         """The functions in a class that only a host can run."""
         if declaration.kind != "type" or not declaration.body or "enum" in declaration.words:
             return []
@@ -346,11 +346,11 @@ class _Text:
             and _HOST_ONLY.search(self.view, member.start, member.end)
         ]
 
-    def needed_by(self, roots: "list[_Declaration]") -> "dict[int, _Declaration]":
+    def needed_by(self, roots: list[_Declaration]) -> dict[int, _Declaration]:
         """Start -> declaration, of the roots and of what they name, directly or through others."""
         needed = {root.start: root for root in roots}
         waiting = list(roots)
-        seen: "set[str]" = set()
+        seen: set[str] = set()
         names = set(self.outside)
         while names or waiting:
             if waiting:
@@ -371,7 +371,7 @@ class _Text:
 
 
 @functools.lru_cache(maxsize=8)
-def device_code(source: str, ours: int = 0) -> "tuple[str, LeftOut]":
+def device_code(source: str, ours: int = 0) -> tuple[str, LeftOut]:
     """(the source with blanks for what no kernel needs, what was left out of it).
 
     Args:
@@ -424,7 +424,7 @@ class Variable:
     path: str
     position: int
     ctype: str
-    lengths: "tuple[str, ...]"
+    lengths: tuple[str, ...]
     is_constant: bool
     has_value: bool
 
@@ -436,7 +436,7 @@ _NO_TYPE = re.compile(
 
 
 @functools.lru_cache(maxsize=8)
-def device_variables(source: str) -> "tuple[Variable, ...]":
+def device_variables(source: str) -> tuple[Variable, ...]:
     """The variables in device memory of CUDA C that kernels and a host can set, in order.
 
     Args:
@@ -472,7 +472,7 @@ def device_variables(source: str) -> "tuple[Variable, ...]":
     return tuple(variables)
 
 
-def needed_constants(source: str, kernel: str) -> "tuple[str, ...]":
+def needed_constants(source: str, kernel: str) -> tuple[str, ...]:
     """Names of the `__constant__` variables without a value that a kernel reads.
 
     Args:
@@ -489,7 +489,7 @@ def needed_constants(source: str, kernel: str) -> "tuple[str, ...]":
     return tuple(v.name for v in constants if v.name in words)
 
 
-def _parameters(text: str, declaration: _Declaration) -> "tuple[str, ...] | None":
+def _parameters(text: str, declaration: _Declaration) -> tuple[str, ...] | None:
     """The types of a function's parameters, as they are written; None for no function."""
     if declaration.kind != "function":
         return None
@@ -500,7 +500,7 @@ def _parameters(text: str, declaration: _Declaration) -> "tuple[str, ...] | None
     return tuple(" ".join(re.sub(r"\b\w+\s*$", "", part).split()) for part in parts)
 
 
-def _blanked(source: str, ranges: "list[tuple[int, int]]", constants: "dict[int, int]") -> str:
+def _blanked(source: str, ranges: list[tuple[int, int]], constants: dict[int, int]) -> str:
     """The source with blanks in these ranges, except for their directives.
 
     constants: start and end of words that become `constexpr`.

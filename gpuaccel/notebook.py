@@ -14,7 +14,7 @@ def notebook_shell():
     return shell if shell is not None and getattr(shell, "kernel", None) is not None else None
 
 
-def cell_of(file: str) -> "str | None":
+def cell_of(file: str) -> str | None:
     """The name of the cell, as IPython counts them, whose code has this file name: "In[12]".
 
     None for a file, and outside of IPython. A cell's code has a made-up file name

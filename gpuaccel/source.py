@@ -61,13 +61,13 @@ class Param:
     ctype: str
     pointer: bool
     # struct code of a number; None for pointers and structs
-    code: "str | None"
+    code: str | None
     # torch dtypes that a pointer accepts; None: any
-    dtypes: "tuple | None"
+    dtypes: tuple | None
     # bytes that a pointer must be a multiple of
     align: int
     # the value of a plain default argument, `int n = 4`; None without one
-    default: "int | float | None" = None
+    default: int | float | None = None
 
     def __str__(self):
         return f"{self.ctype} {self.name}"
@@ -116,7 +116,7 @@ DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
 _DEFINED = re.compile(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))")
 _NAME = re.compile(r"\b[A-Za-z_]\w*")
 # Python's operators that have C's value for the numbers of a condition.
-_OPERATORS: "dict[type, Callable[[int, int], int | None]]" = {
+_OPERATORS: dict[type, Callable[[int, int], int | None]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -136,7 +136,7 @@ _OPERATORS: "dict[type, Callable[[int, int], int | None]]" = {
 }
 
 
-def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
+def _condition(text: str, macros: dict[str, str]) -> bool | None:
     """Whether an #if's condition holds; None where it depends on the compiler (__CUDA_ARCH__)."""
 
     def is_defined(match):
@@ -150,7 +150,7 @@ def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
     return None if value is None else value != 0
 
 
-def _number(text: str, macros: "dict[str, str]") -> "int | None":
+def _number(text: str, macros: dict[str, str]) -> int | None:
     """The value of C's expression of whole numbers and macros, as Python's grammar reads it.
 
     None where the two languages may differ, and where a name is the compiler's.
@@ -174,7 +174,7 @@ def _number(text: str, macros: "dict[str, str]") -> "int | None":
         return None
 
 
-def _value(node: ast.expr) -> "int | None":
+def _value(node: ast.expr) -> int | None:
     """The value of an expression; None where it is not known."""
     match node:
         case ast.Constant(value=int(constant)):
@@ -211,7 +211,7 @@ def _value(node: ast.expr) -> "int | None":
 
 
 def active_text(
-    source: str, defines: "dict[str, str] | None" = None, *, one_branch: bool = False
+    source: str, defines: dict[str, str] | None = None, *, one_branch: bool = False
 ) -> str:
     """The text without comments, directives and what `#if 0` and the like leave out.
 
@@ -229,17 +229,17 @@ def active_text(
 @functools.lru_cache(maxsize=32)
 def _active_of(
     source: str,
-    defines: "tuple[tuple[str, str], ...]",
-    end: "int | None",
+    defines: tuple[tuple[str, str], ...],
+    end: int | None,
     one_branch: bool = False,
-) -> "tuple[str, dict[str, str]]":
+) -> tuple[str, dict[str, str]]:
     blank = without_comments(source)[:end]
     # Both compilers are asked for C++17.
     macros = {"__cplusplus": "201703L", **dict(defines)}
     pieces = []
     position = 0
     # Per open #if: whether its present part is compiled, and whether one of its parts surely was.
-    open_parts: "list[tuple[bool, bool]]" = []
+    open_parts: list[tuple[bool, bool]] = []
 
     def is_active():
         return all(part for part, _ in open_parts)
@@ -284,7 +284,7 @@ def _active_of(
     return "".join(pieces), macros
 
 
-def _active(source: str, defines, end: "int | None" = None) -> "tuple[str, dict[str, str]]":
+def _active(source: str, defines, end: int | None = None) -> tuple[str, dict[str, str]]:
     """(the text up to `end` that is compiled, the macros there); the text has no comments."""
     text, macros = _active_of(source, tuple(defines.items()), end)
     return text, dict(macros)
@@ -306,7 +306,7 @@ def closing(text: str, start: int) -> int:
     return len(text)
 
 
-def split_list(text: str) -> "list[str]":
+def split_list(text: str) -> list[str]:
     """The parts of a list between its commas, except those in brackets and template arguments."""
     parts = [""]
     depth = 0
@@ -334,14 +334,14 @@ class _Declaration:
     params: str
     bound: str
     start: int
-    template: "str | None"
+    template: str | None
     has_body: bool
 
 
 _ATTRIBUTES = r"__launch_bounds__|__cluster_dims__|__block_size__|__maxnreg__|__attribute__"
 
 
-def _declarations(text: str) -> "Iterator[_Declaration]":
+def _declarations(text: str) -> Iterator[_Declaration]:
     """The `__global__` functions in a text without comments and directives."""
     for keyword in re.finditer(r"\b__global__\b", text):
         position = keyword.end()
@@ -376,7 +376,7 @@ def base_name(name: str) -> str:
     return name.partition("<")[0].strip()
 
 
-def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
+def kernel_names(source: str, defines: dict[str, str] | None = None) -> list[str]:
     """Names of the `__global__` functions in CUDA C text, in order.
 
     Templates, and what an `#if` leaves out with these macros, do not count.
@@ -389,18 +389,18 @@ def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[
     return list(dict.fromkeys(d.name for d in _declarations(text) if d.template is None))
 
 
-def template_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
+def template_names(source: str, defines: dict[str, str] | None = None) -> list[str]:
     """Names of the kernel templates in CUDA C text, in order; see `kernel_names`."""
     text = active_text(source, defines)
     return list(dict.fromkeys(d.name for d in _declarations(text) if d.template is not None))
 
 
-def _no_kernel(name: str, names: "list[str]") -> str:
+def _no_kernel(name: str, names: list[str]) -> str:
     found = ", ".join(names) or "none"
     return f"there is no kernel {name!r} here; kernels found: {found}{suggestion(name, names)}"
 
 
-def kernel_positions(source: str) -> "list[tuple[str, int]]":
+def kernel_positions(source: str) -> list[tuple[str, int]]:
     """(name, position of its `__global__`) of each kernel, templates included."""
     return [(d.name, d.start) for d in _declarations(active_text(source))]
 
@@ -409,14 +409,14 @@ def kernel_positions(source: str) -> "list[tuple[str, int]]":
 GPU_MACROS = {"__CUDA_ARCH__": "900", "__CUDACC__": "1", "__NVCC__": "1"}
 
 
-def overloaded_names(source: str, defines: "dict[str, str] | None" = None) -> "set[str]":
+def overloaded_names(source: str, defines: dict[str, str] | None = None) -> set[str]:
     """Names that several kernels have: none of these can be named alone."""
     text = active_text(source, GPU_MACROS | (defines or {}))
     names = [d.name for d in _declarations(text) if d.has_body]
     return {name for name in names if names.count(name) > 1}
 
 
-def kernel_expressions(source: str, defines: "dict[str, str] | None" = None) -> "dict[str, str]":
+def kernel_expressions(source: str, defines: dict[str, str] | None = None) -> dict[str, str]:
     """Kernel -> its qualified name in C++, of those whose symbol is not their name.
 
     Kernels with `extern "C"`, and templates, are not among them.
@@ -438,7 +438,7 @@ def kernel_expressions(source: str, defines: "dict[str, str] | None" = None) -> 
     return expressions
 
 
-def template_expression(source: str, name: str, defines: "dict[str, str] | None" = None) -> str:
+def template_expression(source: str, name: str, defines: dict[str, str] | None = None) -> str:
     """The qualified name of a template's instance: `ours::scale<float>` of `scale<float>`."""
     text = active_text(source, defines)
     for declaration in _declarations(text):
@@ -450,12 +450,12 @@ def template_expression(source: str, name: str, defines: "dict[str, str] | None"
 _SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
 
 
-def scopes(text: str, position: int) -> "list[str]":
+def scopes(text: str, position: int) -> list[str]:
     """What stands before each open brace around a position, in a text without comments.
 
     That is `namespace x`, `extern "C"`, or "" for braces of code.
     """
-    result: "list[str]" = []
+    result: list[str] = []
     for brace in re.finditer(r"[{}]", text[:position]):
         if brace[0] == "{":
             before = text[max(0, brace.start() - 200) : brace.start()]
@@ -466,13 +466,13 @@ def scopes(text: str, position: int) -> "list[str]":
     return result
 
 
-def namespaces(text: str, position: int) -> "list[str]":
+def namespaces(text: str, position: int) -> list[str]:
     """The named namespaces around a position in a text without comments."""
     names = (re.fullmatch(r"namespace\s+([\w:]+)", scope) for scope in scopes(text, position))
     return [name[1] for name in names if name]
 
 
-def definition(source: str, name: str) -> "tuple[int, int]":
+def definition(source: str, name: str) -> tuple[int, int]:
     """(start, end) of the definition of kernel `name` in a text, from its `extern "C"` on.
 
     Raises:
@@ -492,7 +492,7 @@ def definition(source: str, name: str) -> "tuple[int, int]":
     return start, closing(text, body)
 
 
-def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
+def signature(source: str, name: str, defines: dict[str, str]) -> list[Param]:
     """The parameters of kernel `name`, with macros replaced.
 
     Raises:
@@ -510,7 +510,7 @@ def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]
 MACRO_DEPTH = 8
 
 
-def launch_bound(source: str, name: str, defines: "dict[str, str]") -> "int | None":
+def launch_bound(source: str, name: str, defines: dict[str, str]) -> int | None:
     """The most threads per block that the __launch_bounds__ of kernel `name` allow.
 
     None without __launch_bounds__, or where it is not a plain number.
@@ -552,25 +552,25 @@ def _declaration(source, name, defines):
     return declaration, types | _short(macros)
 
 
-def _types(text: str) -> "dict[str, str]":
+def _types(text: str) -> dict[str, str]:
     """What each typedef, alias and enumeration of a text stands for."""
     types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
     types |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
     return types | {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
 
 
-def _short(macros: "dict[str, str]") -> "dict[str, str]":
+def _short(macros: dict[str, str]) -> dict[str, str]:
     """The macros that stand for a type or a number."""
     return {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
 
 
-def _template_arguments(name: str) -> "list[str] | None":
+def _template_arguments(name: str) -> list[str] | None:
     """`float` and `4` of `scale<float, 4>`; None for a kernel that is no template."""
     match = re.fullmatch(r"\s*\w+\s*<(.*)>\s*", name, re.S)
     return None if match is None else [part for part in split_list(match[1]) if part]
 
 
-def _template_values(declaration, name, arguments) -> "dict[str, str]":
+def _template_values(declaration, name, arguments) -> dict[str, str]:
     """What each template parameter of a kernel stands for."""
     values = {}
     parameters = [part for part in split_list(declaration.template) if part]
@@ -673,7 +673,7 @@ PAIRS = {
 _LITERAL = re.compile(r"[+-]?\s*(?:\d+[uUlL]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?[fF]?)")
 
 
-def _default(text: str) -> "int | float | None":
+def _default(text: str) -> int | float | None:
     """The value of a plain number as C writes it; None for anything else."""
     if text in ("true", "false"):
         return int(text == "true")
@@ -683,7 +683,7 @@ def _default(text: str) -> "int | float | None":
     return int(digits) if re.fullmatch(r"[+-]?\d+", digits) else float(digits)
 
 
-def _problem(declared: str) -> "str | None":
+def _problem(declared: str) -> str | None:
     """Why a parameter cannot be read, in words; None: it can."""
     text = _ARRAY.sub(r"\1 * \2", _QUALIFIER.sub(" ", declared.partition("=")[0]))
     if "&" in text:
@@ -738,7 +738,7 @@ def _param(declared, macros):
     return Param(name, ctype, stars > 0, None if stars else code, dtypes, align, value)
 
 
-def element_type(source: str, ctype: str) -> "tuple[torch.dtype, int]":
+def element_type(source: str, ctype: str) -> tuple[torch.dtype, int]:
     """(dtype, how many of them) of one element of a variable; bytes of a struct: (uint8, 0).
 
     Args:
@@ -756,7 +756,7 @@ def element_type(source: str, ctype: str) -> "tuple[torch.dtype, int]":
     return param.dtypes[0], int(lanes[1]) if param.code is None and lanes else 1
 
 
-def array_length(source: str, text: str) -> "int | None":
+def array_length(source: str, text: str) -> int | None:
     """The length of an array as a source writes it; None where it names no numbers or macros."""
     macros = _active(source, {})[1]
     constants = re.findall(r"\b(?:const|constexpr)\s+\w+\s+(\w+)\s*=\s*([^;,]+);", source)
@@ -804,7 +804,7 @@ def line_number(source: str, position: int) -> int:
     return first + source.count("\n", start, position)
 
 
-def struct_fields(source: str, name: str) -> "list[str]":
+def struct_fields(source: str, name: str) -> list[str]:
     """Names of the fields of `struct <name> { ... }` in CUDA C text, in order.
 
     Fields are numbers, declared one or several at a time: `double lr, beta1;`.

@@ -79,15 +79,15 @@ class Mutant:
     end: int
     new: str
     kind: str
-    lines: "tuple[int, int]"  # first and last line of its statement
-    kernels: "tuple[str, ...]" = ()  # that run it; none: it is Python
+    lines: tuple[int, int]  # first and last line of its statement
+    kernels: tuple[str, ...] = ()  # that run it; none: it is Python
 
     @property
     def room(self) -> str:
         return "kernels" if self.kernels else self.file.split("/")[1]
 
     @property
-    def folders(self) -> "tuple[str, ...]":
+    def folders(self) -> tuple[str, ...]:
         """Of the tests of its room."""
         return ("tests/ops", "tests/optim") if self.kernels else (f"tests/{self.room}",)
 
@@ -138,7 +138,7 @@ NOTHING = ("None", "False")
 HIDDEN = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
 
-def edits(code: str, more: dict, start: int = 0, end: "int | None" = None) -> Iterator[Edit]:
+def edits(code: str, more: dict, start: int = 0, end: int | None = None) -> Iterator[Edit]:
     """The edits of this text, by pattern."""
     for kind, patterns in [*EDITS.items(), *more.items()]:
         for pattern, new in patterns:
@@ -205,7 +205,7 @@ def _blank(text: str, start: int, end: int) -> str:
     return text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
 
 
-def kernel_mutants(launched: "set[str]") -> "tuple[list[Mutant], int]":
+def kernel_mutants(launched: set[str]) -> tuple[list[Mutant], int]:
     """The mutants of what these kernels run of the files that the rooms name, and how many are left
     out: what no such kernel reaches, and what only NVRTC compiles."""
     sys.path.insert(0, str(ROOT / "tests" / "simt"))
@@ -258,7 +258,7 @@ def _only_gpu(code: str, position: int) -> bool:
 # ---- which test runs which line ------------------------------------------------------------------
 
 
-def python_files(room: str) -> "list[pathlib.Path]":
+def python_files(room: str) -> list[pathlib.Path]:
     return sorted((ROOT / "gpuaccel" / room).glob("*.py"))
 
 
@@ -317,7 +317,7 @@ def pytest_configure(config):
         config.pluginmanager.register(Plugin())
 
 
-def _given(variable: str) -> "list[str]":
+def _given(variable: str) -> list[str]:
     path = os.environ.get(variable)
     return json.loads(pathlib.Path(path).read_text()) if path else []
 
@@ -338,7 +338,7 @@ class Copy:
                 (self.tree / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, self.tree / file)
 
-    def run(self, *command: str, limit: "float | None" = None, **variables) -> "int | None":
+    def run(self, *command: str, limit: float | None = None, **variables) -> int | None:
         """The exit status, or None after `limit` seconds."""
         environment = {
             **os.environ,
@@ -431,7 +431,7 @@ class Recording:
             "failed": fast["failed"] + slow["failed"],  # without a mutant
         }
 
-    def tests_of(self, mutant: Mutant) -> "set[str]":
+    def tests_of(self, mutant: Mutant) -> set[str]:
         """Names of tests that run it, or that started a process that does; "" for import."""
         if mutant.kernels:
             return set().union(*(self.kernels[name] for name in mutant.kernels))
@@ -440,7 +440,7 @@ class Recording:
         return set().union(*(lines.get(str(line), ()) for line in range(first, last + 1)))
 
 
-def draw(recording: Recording, count: int, seed: int) -> "list[Mutant]":
+def draw(recording: Recording, count: int, seed: int) -> list[Mutant]:
     """So many mutants, in turns from each room and of each kind, at most one of a line. Prints what
     is left out."""
     candidates, left_out = {}, {}
@@ -458,11 +458,11 @@ def draw(recording: Recording, count: int, seed: int) -> "list[Mutant]":
     chance = random.Random(seed)
     turns = []
     for mutants in candidates.values():
-        by_kind: "dict[str, list[Mutant]]" = {}
+        by_kind: dict[str, list[Mutant]] = {}
         for mutant in chance.sample(mutants, len(mutants)):
             by_kind.setdefault(mutant.kind, []).append(mutant)
         turns.append(m for turn in itertools.zip_longest(*by_kind.values()) for m in turn if m)
-    drawn: "list[Mutant]" = []
+    drawn: list[Mutant] = []
     for mutant in filter(None, itertools.chain(*itertools.zip_longest(*turns))):
         taken = (m.lines for m in drawn if m.file == mutant.file)
         if not any(a <= mutant.lines[1] and mutant.lines[0] <= b for a, b in taken):
@@ -504,7 +504,7 @@ class Trial:
         names = [name for name in self.recording.tests_of(mutant) if name in fast]
         names.sort(key=lambda name: fast[name])
         if len(names) > MANY_TESTS:
-            first: "dict[str, str]" = {}
+            first: dict[str, str] = {}
             for name in names:
                 first.setdefault(name.split("[")[0], name)
             names = [*first.values()]
@@ -519,7 +519,7 @@ class Trial:
                 or ""
             )
 
-    def together(self, mutants: "list[Mutant]", which: str) -> "dict[Mutant, str]":
+    def together(self, mutants: list[Mutant], which: str) -> dict[Mutant, str]:
         """What kills each of these, of the fast tests, or of "all" others.
 
         One run meets them all; what fails there meets each of them alone."""
@@ -553,7 +553,7 @@ class Trial:
             return "mypy" if self.copy.run("mypy") else ""
 
 
-def _files(tests) -> "list[str]":
+def _files(tests) -> list[str]:
     return list(dict.fromkeys(name.split("::")[0] for name in tests))
 
 
@@ -579,7 +579,7 @@ def main():
     results = json.loads(kept.read_text()) if kept.exists() else {}
     trial = Trial(copy, recording)
 
-    def keep(killed: "dict[Mutant, str]", words: str):
+    def keep(killed: dict[Mutant, str], words: str):
         for mutant, by in killed.items():
             results[str(mutant)] = f"{words}: {by}" if by else ""
         kept.write_text(json.dumps(results, indent=1))

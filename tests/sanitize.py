@@ -62,7 +62,7 @@ def find_sanitizer() -> str:
     return found
 
 
-def kernel_names() -> "list[str]":
+def kernel_names() -> list[str]:
     """The names of all kernels in kernels_cu/."""
     declared = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
     names = set()
@@ -71,7 +71,7 @@ def kernel_names() -> "list[str]":
     return sorted(names)
 
 
-def files_with_gpu_tests() -> "list[str]":
+def files_with_gpu_tests() -> list[str]:
     return [
         str(path.relative_to(ROOT))
         for room in ROOMS

@@ -120,7 +120,7 @@ def table(scripts, name: str, results: dict) -> dict:
     return tables
 
 
-def column(some, head: str) -> "dict[str, str]":
+def column(some, head: str) -> dict[str, str]:
     """First cell -> cell of a column."""
     return {row[0]: row[some.head.index(head)] for row in some.rows}
 

@@ -32,9 +32,9 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, path: pathlib.Path):
         super().__init__()
-        self.links: "list[str]" = []
-        self.loads: "list[str]" = []
-        self.anchors: "set[str]" = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
         self.inline = ""
         self._inside = ""
         self.feed(path.read_text())
@@ -65,7 +65,7 @@ def is_remote(link: str) -> bool:
     return bool(re.match(r"(https?:|wss?:|ftp:)?//", link))
 
 
-def problems(site: pathlib.Path) -> "list[str]":
+def problems(site: pathlib.Path) -> list[str]:
     """Each thing that is wrong, in words."""
     pages = {path.resolve(): Page(path) for path in sorted(site.rglob("*.html"))}
     found = [] if pages else [f"{site} has no page"]
@@ -86,7 +86,7 @@ def problems(site: pathlib.Path) -> "list[str]":
     return list(dict.fromkeys(found))
 
 
-def broken(link: str, path: pathlib.Path, pages) -> "list[str]":
+def broken(link: str, path: pathlib.Path, pages) -> list[str]:
     """Why a link to a file of the site leads nowhere."""
     parts = urllib.parse.urlsplit(link)
     target = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path

@@ -28,8 +28,8 @@ class Doctor:
         problems: one sentence each, empty when all is well.
     """
 
-    facts: "dict[str, str | list | None]"
-    problems: "list[str]"
+    facts: dict[str, str | list | None]
+    problems: list[str]
 
     def rows(self):
         """(name, text) of every fact, then of every problem."""

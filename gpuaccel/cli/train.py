@@ -189,7 +189,7 @@ def run(args) -> int:
 
 def _launch_ranks(args) -> int:
     """Train on args.nproc processes of this machine."""
-    process_group: "RankBackend | None" = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
+    process_group: RankBackend | None = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
     checkpoint_before = latest_checkpoint(args.out)
     try:
         statuses = launch(
@@ -338,7 +338,7 @@ def _sample(model, tokenizer, seed) -> str:
     return tokenizer.decode(generate(model, tokens, 200, seed=seed)[0])
 
 
-def _describe_nonfinite(loss, val_loss, optimizer) -> "str | None":
+def _describe_nonfinite(loss, val_loss, optimizer) -> str | None:
     """What of a run's end is not finite, in words. None: all of it is."""
     for name, value in (("loss", loss), ("validation loss", val_loss)):
         if value is not None and not math.isfinite(value):
@@ -352,12 +352,12 @@ def _describe_nonfinite(loss, val_loss, optimizer) -> "str | None":
     )
 
 
-def _schedule(steps) -> "tuple[int, int]":
+def _schedule(steps) -> tuple[int, int]:
     """(steps of warm-up, steps in all) of the learning rate."""
     return max(1, steps // 10), steps
 
 
-def _checkpoint_to_resume(args) -> "pathlib.Path | None":
+def _checkpoint_to_resume(args) -> pathlib.Path | None:
     """The checkpoint that --resume names, or the newest one; None to begin."""
     if args.resume is None:
         return None
@@ -429,8 +429,8 @@ class _Steps:
     """What the training loop did."""
 
     steps_done: int = 0
-    first_loss: "float | None" = None
-    val_loss: "float | None" = None  # the last one
+    first_loss: float | None = None
+    val_loss: float | None = None  # the last one
     # the exit status of a run that was stopped before its last step; 0: it was not
     status: int = 0
 

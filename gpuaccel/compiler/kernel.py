@@ -88,7 +88,7 @@ def kernel_root() -> pathlib.Path:
     )
 
 
-def kernel_files() -> "list[pathlib.Path]":
+def kernel_files() -> list[pathlib.Path]:
     """Every .cu file of kernels_cu, sorted."""
     return sorted(kernel_root().glob("*.cu"))
 
@@ -128,7 +128,7 @@ _IF_USED = {
 }
 
 
-def _standard(words: "set[str]", own: "set[str]") -> str:
+def _standard(words: set[str], own: set[str]) -> str:
     """standard.cuh, without macros of the same name as the caller's; "" if no word is of it.
 
     Args:
@@ -172,9 +172,9 @@ def _only_used(source: str, ours: int) -> str:
 def whole_program(
     text: str,
     filename: str,
-    defines: "dict[str, str] | None" = None,
-    folders: "tuple[str, ...]" = (),
-) -> "tuple[str, LeftOut]":
+    defines: dict[str, str] | None = None,
+    folders: tuple[str, ...] = (),
+) -> tuple[str, LeftOut]:
     """(the text that is compiled, what is left out): common.cuh, headers of `text`, then `text`.
 
     A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
@@ -199,9 +199,9 @@ def whole_program(
     """
     root = kernel_root()
     is_own = filename.startswith("kernels_cu/")
-    parts: "list[str]" = []
+    parts: list[str] = []
     included = {"common.cuh"}
-    missing: "list[str]" = []
+    missing: list[str] = []
 
     def add_header(name):
         if name not in included:
@@ -338,20 +338,20 @@ def _with_macros(options, defines):
 # Every Kernel of a file of kernels_cu.
 _of_files: "weakref.WeakSet[Kernel]" = weakref.WeakSet()
 # kernel's name -> CUDA C of it that stands in the place of the file's
-_replacements: "dict[str, str]" = {}
+_replacements: dict[str, str] = {}
 
 
-def replacements() -> "tuple[tuple[str, str], ...]":
+def replacements() -> tuple[tuple[str, str], ...]:
     """(kernel's name, the CUDA C in its place) of each kernel that is replaced now."""
     return tuple(_replacements.items())
 
 
-def replaced_words() -> "str | None":
+def replaced_words() -> str | None:
     """ "your settings_write": the kernels that are replaced now; None: none is."""
     return f"your {', '.join(_replacements)}" if _replacements else None
 
 
-def replace(name: str, source: "str | None"):
+def replace(name: str, source: str | None):
     """Let every Kernel `name` of kernels_cu run another definition, from its next launch on.
 
     A captured graph goes on launching what it was captured with.
@@ -394,7 +394,7 @@ def _exact_kind(param) -> tuple:
     return param.pointer, param.dtypes, param.code, param.align
 
 
-def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
+def parameters_differ(expected, got, kind=_exact_kind) -> str | None:
     """How a kernel's parameters differ from those expected, in a sentence; names are free.
 
     Args:
@@ -444,7 +444,7 @@ class Kernel:
         1000.0
     """
 
-    def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines: object):
+    def __init__(self, file: str, name: str, *, options: tuple[str, ...] = (), **defines: object):
         path = kernel_root() / f"{file}.cu"
         if not path.is_file():
             names = [file.name for file in kernel_files()]
@@ -517,7 +517,7 @@ class Kernel:
             raise CompileError(f"{self.name}: {problem}")
         return kernel
 
-    def text_with(self, source: "str | None") -> str:
+    def text_with(self, source: str | None) -> str:
         """The file's text with another definition of this kernel; None: the file's own text.
 
         Messages about it name the file "cell", whose first line is the definition's.
@@ -608,7 +608,7 @@ class Kernel:
         """
         return nvrtc.compile_ptx(self.source, self.filename, self._target(arch), self.options)
 
-    def _compile(self, target: str) -> "tuple[bytes, str, str, dict[str, str]]":
+    def _compile(self, target: str) -> tuple[bytes, str, str, dict[str, str]]:
         """(cubin, ptxas's report, the kernel's symbol in the cubin, those of all expressions)."""
         try:
             cubin, log, symbols = nvrtc.compile_cubin(
@@ -660,7 +660,7 @@ class Kernel:
     def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch
 
-    def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
+    def resources(self, arch: str | None = None) -> nvrtc.Resources:
         """Registers, shared memory, stack and spills on one architecture.
 
         Args:
@@ -715,7 +715,7 @@ class Kernel:
     @overload
     def load(self, where: str) -> "_OnCpu": ...
 
-    def load(self, where: "int | str") -> "_Loaded | _OnCpu":
+    def load(self, where: int | str) -> "_Loaded | _OnCpu":
         """Compile and load the kernel, once. A launch does this by itself.
 
         Args:
@@ -758,14 +758,14 @@ class Module:
             a template's instance are its own. None before a kernel is compiled.
     """
 
-    def __init__(self, text: str, filename: str, options: "tuple[str, ...]", defines):
+    def __init__(self, text: str, filename: str, options: tuple[str, ...], defines):
         self._facts = text, filename, defines, options
         macros = _with_macros(options, defines)[1]
         self.names = tuple(kernel_names(text, macros))
         self.templates = tuple(template_names(text, macros))
-        self._kernels: "dict[str, Kernel]" = {}
+        self._kernels: dict[str, Kernel] = {}
         self.left_out = LeftOut()
-        self.variables: "Variables | None" = None
+        self.variables: Variables | None = None
 
     def __getitem__(self, name: str) -> Kernel:
         """The kernel of this name, compiled when it is first asked for.
@@ -808,49 +808,49 @@ class Module:
 
 @overload
 def compile(
-    source: "str | None" = None,
+    source: str | None = None,
     *,
-    path: "str | os.PathLike | None" = None,
+    path: str | os.PathLike | None = None,
     name: str,
-    filename: "str | None" = None,
-    options: "tuple[str, ...]" = (),
+    filename: str | None = None,
+    options: tuple[str, ...] = (),
     **defines: object,
 ) -> Kernel: ...
 
 
 @overload
 def compile(
-    source: "str | None",
+    source: str | None,
     name: str,
     *,
-    path: "str | os.PathLike | None" = None,
-    filename: "str | None" = None,
-    options: "tuple[str, ...]" = (),
+    path: str | os.PathLike | None = None,
+    filename: str | None = None,
+    options: tuple[str, ...] = (),
     **defines: object,
 ) -> Kernel: ...
 
 
 @overload
 def compile(
-    source: "str | None" = None,
+    source: str | None = None,
     name: None = None,
     *,
-    path: "str | os.PathLike | None" = None,
-    filename: "str | None" = None,
-    options: "tuple[str, ...]" = (),
+    path: str | os.PathLike | None = None,
+    filename: str | None = None,
+    options: tuple[str, ...] = (),
     **defines: object,
 ) -> Any: ...
 
 
 def compile(
-    source: "str | None" = None,
-    name: "str | None" = None,
+    source: str | None = None,
+    name: str | None = None,
     *,
-    path: "str | os.PathLike | None" = None,
-    filename: "str | None" = None,
-    options: "tuple[str, ...]" = (),
+    path: str | os.PathLike | None = None,
+    filename: str | None = None,
+    options: tuple[str, ...] = (),
     **defines: object,
-) -> "Kernel | Module":
+) -> Kernel | Module:
     """The kernels of CUDA C, as nvcc takes it: a whole file, or a kernel alone.
 
     Host code is left out, and a CompileWarning says so in one line. Headers of C, C++ and the CUDA
@@ -1118,7 +1118,7 @@ class _OnCpu(_Packed):
 
 
 # (device type, GPU or executor of the CPU, kernels) -> whether they run there
-_decided: "dict[tuple, bool]" = {}
+_decided: dict[tuple, bool] = {}
 
 
 def usable(device: torch.device, *kernels: Kernel) -> bool:
@@ -1133,7 +1133,7 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
         *kernels: all that the operation launches.
     """
     if device.type == "cuda":
-        where: "int | str" = device.index
+        where: int | str = device.index
     elif any(simt.is_checked(kernel.learner) for kernel in kernels):
         where = "checked"
     else:
@@ -1301,7 +1301,7 @@ def _range_error(kernel, values) -> ArgumentError:
 
 
 @functools.cache
-def usual_values(plan: tuple, device: str) -> "Callable[..., tuple | None]":
+def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
     """A function that is check_arguments() for arguments of the usual kinds only.
 
     It is written for one parameter list, without a loop: half of the host's time of a launch was
@@ -1315,7 +1315,7 @@ def usual_values(plan: tuple, device: str) -> "Callable[..., tuple | None]":
     names = [f"argument{i}" for i in range(len(plan))]
     pointers = [name for name, (pointer, *_) in zip(names, plan) if pointer]
     values, tests = [], []
-    known: "dict[str, Any]" = {}
+    known: dict[str, Any] = {}
     for name, (pointer, dtypes, align, number_types) in zip(names, plan):
         if not pointer:
             values.append(name)
@@ -1342,7 +1342,7 @@ def usual_values(plan: tuple, device: str) -> "Callable[..., tuple | None]":
     return known["check"]
 
 
-def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | None, list]":
+def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | None, list]:
     """Compare arguments with the kernel's parameters, and return what to pack.
 
     Args:

@@ -39,9 +39,9 @@ OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
 class Library:
     """One NVRTC. archs: those that it can write machine code for, as "sm_75"."""
 
-    version: "tuple[int, int]"
+    version: tuple[int, int]
     path: str
-    archs: "tuple[str, ...]"
+    archs: tuple[str, ...]
     handle: ctypes.CDLL
 
     def __str__(self):
@@ -73,7 +73,7 @@ class Resources:
     cubin_bytes: int
 
 
-def candidates() -> "list[str]":
+def candidates() -> list[str]:
     """Paths where an NVRTC may be, best first. The order does not depend on what is loaded."""
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
@@ -92,7 +92,7 @@ def candidates() -> "list[str]":
 
 
 @functools.cache
-def include_folders() -> "tuple[str, ...]":
+def include_folders() -> tuple[str, ...]:
     """The folders with cuda_fp16.h, cooperative_groups.h and cuda/barrier: of wheels, or a toolkit.
 
     Empty where there are none of NVRTC's major version: NVRTC's own wheel has no headers.
@@ -181,7 +181,7 @@ def check_arch(arch: str) -> str:
     return arch
 
 
-def check_driver(driver: "int | None"):
+def check_driver(driver: int | None):
     """Raise BackendError if the driver is too old for this NVRTC's machine code.
 
     Args:
@@ -199,10 +199,10 @@ def compile_cubin(
     source: str,
     filename: str,
     arch: str,
-    defines: "dict[str, str] | None" = None,
-    options: "tuple[str, ...]" = (),
-    expressions: "tuple[str, ...]" = (),
-) -> "tuple[bytes, str, dict[str, str]]":
+    defines: dict[str, str] | None = None,
+    options: tuple[str, ...] = (),
+    expressions: tuple[str, ...] = (),
+) -> tuple[bytes, str, dict[str, str]]:
     """(cubin, ptxas report, symbols) of a whole program for one architecture, or from the cache.
 
     Args:
@@ -230,7 +230,7 @@ def compile_cubin(
     return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
 
 
-def _flags(source, arch, defines, options) -> "list[str]":
+def _flags(source, arch, defines, options) -> list[str]:
     # From 12.9 on NVRTC has a cache of its own where there is a driver, without ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
@@ -243,7 +243,7 @@ def _flags(source, arch, defines, options) -> "list[str]":
     return flags
 
 
-def compile_ptx(source: str, filename: str, arch: str, options: "tuple[str, ...]" = ()) -> str:
+def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] = ()) -> str:
     """PTX of a whole program, with a `.loc` for each source line. Nothing is kept in the cache.
 
     Args:
@@ -259,7 +259,7 @@ def compile_ptx(source: str, filename: str, arch: str, options: "tuple[str, ...]
     return _compile(source, filename, flags, ())[1]
 
 
-def _load(entry: bytes) -> "tuple[bytes, str, dict[str, str]]":
+def _load(entry: bytes) -> tuple[bytes, str, dict[str, str]]:
     """What a cache entry holds: the report and the symbols as JSON, a newline, and the cubin."""
     line, cubin = entry.split(b"\n", 1)
     log, symbols = json.loads(line)
@@ -274,7 +274,7 @@ def _load(entry: bytes) -> "tuple[bytes, str, dict[str, str]]":
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
 
 
-def chosen_folders(options: "tuple[str, ...]") -> "tuple[str, ...]":
+def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
     """The folders that -I names in the options."""
     folders = []
     words = iter(options)
@@ -284,7 +284,7 @@ def chosen_folders(options: "tuple[str, ...]") -> "tuple[str, ...]":
     return tuple(folders)
 
 
-def _headers(source: str, options: "tuple[str, ...]") -> "dict[str, str] | None":
+def _headers(source: str, options: tuple[str, ...]) -> dict[str, str] | None:
     """Path -> text of the headers of the folders of -I that a source, or one of them, names.
 
     None: the options or a macro bring in headers whose names are not known here.
@@ -292,7 +292,7 @@ def _headers(source: str, options: "tuple[str, ...]") -> "dict[str, str] | None"
     if any(re.match(r"--?(?:pre-)?include(?:$|[= ])", word) for word in options):
         return None
     folders = chosen_folders(options)
-    texts: "dict[str, str]" = {}
+    texts: dict[str, str] = {}
     waiting = [(source, folders)] if folders else []
     while waiting:
         text, places = waiting.pop()
@@ -393,7 +393,7 @@ HINTS = {
 _NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\n([ \t]*)\^', re.M)
 
 
-def _lines_without_semicolon(log: str, source: str) -> "list[str]":
+def _lines_without_semicolon(log: str, source: str) -> list[str]:
     """The compiler notices a missing ; at the next word, which may be in a later line."""
     from ..simt.build import text_line
 

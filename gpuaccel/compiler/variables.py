@@ -41,10 +41,10 @@ class Variables(Mapping):
         self._kernel = kernel
         self._declared = {v.name: v for v in device_variables(kernel.source)}
         # GPU's index, or None for the CPU -> name -> tensor
-        self._tensors: "dict[int | None, dict[str, torch.Tensor]]" = {}
+        self._tensors: dict[int | None, dict[str, torch.Tensor]] = {}
         # GPU's index -> the loaded code, one for all kernels of the text.
         self.modules: dict = {}
-        self._given: "set[str]" = set()
+        self._given: set[str] = set()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The variable, on the current GPU or on the CPU.
@@ -80,11 +80,11 @@ class Variables(Mapping):
         return f"variables {', '.join(self._declared) or 'none'}  [{self._kernel.filename}]"
 
     @property
-    def expressions(self) -> "tuple[str, ...]":
+    def expressions(self) -> tuple[str, ...]:
         """What NVRTC has to find."""
         return tuple(f"&{variable.path}" for variable in self._declared.values())
 
-    def warn_unset(self, kernel: str, names: "tuple[str, ...]"):
+    def warn_unset(self, kernel: str, names: tuple[str, ...]):
         """Warn of constants that a kernel reads and that nobody has set.
 
         Args:
@@ -100,7 +100,7 @@ class Variables(Mapping):
                 stacklevel=4,
             )
 
-    def _on_cpu(self, program=None) -> "dict[str, torch.Tensor]":
+    def _on_cpu(self, program=None) -> dict[str, torch.Tensor]:
         """Name -> tensor. program: a build of the text; None: as the backend is set."""
         if None not in self._tensors:
             if program is None:

@@ -40,7 +40,7 @@ OF_OPTIMIZER = ("max_norm", "scope", "on_nonfinite", "stochastic_rounding", "see
 # ---- the start -----------------------------------------------------------------------------------
 
 
-def check_equal(mine: "list[tuple[str, str]]", group, world: int):
+def check_equal(mine: list[tuple[str, str]], group, world: int):
     """ArgumentError on every rank, naming the first (name, value) that differs from rank 0's."""
     everyone = [mine] * world
     if world > 1:
@@ -61,7 +61,7 @@ def check_equal(mine: "list[tuple[str, str]]", group, world: int):
         )
 
 
-def compare(config: Distributed, arena: Arena, optimizers: list, settings: "dict[str, str]"):
+def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[str, str]):
     """ArgumentError on every rank unless all have rank 0's model, optimizers and settings."""
     kinds = ", ".join(type(opt).__name__ for opt in optimizers)
     rows = [("ranks", f"{config.world}"), ("the optimizer", kinds)]
@@ -102,7 +102,7 @@ def broadcast_weights(config: Distributed, arena: Arena):
 
 
 @torch.no_grad()
-def broadcast(config: Distributed, tensors: "list[Tensor]"):
+def broadcast(config: Distributed, tensors: list[Tensor]):
     """Every rank gets rank 0's values, by one collective.
 
     Args:
@@ -152,9 +152,9 @@ class UsedTensors:
         self.arena = arena
         self.every_step = every_step
         # Whether each tensor takes part; None: not known yet.
-        self.taking_part: "list[bool] | None" = None
+        self.taking_part: list[bool] | None = None
 
-    def find(self, mine: "list[bool]"):
+    def find(self, mine: list[bool]):
         """Before the first step. mine: whether each tensor gets a gradient on this rank."""
         self.taking_part = self._union(mine)
 
@@ -173,7 +173,7 @@ class UsedTensors:
                 )
         self.arena.gradients.set(known)
 
-    def _union(self, mine: "list[bool]") -> "list[bool]":
+    def _union(self, mine: list[bool]) -> list[bool]:
         """Whether it is true on any rank. Waits for the device."""
         device = self.arena.device
         if self.config.world == 1:

@@ -17,14 +17,14 @@ class Bucket:
     last: int
 
 
-def buckets_of(arena: Arena, bucket_bytes: float) -> "list[Bucket]":
+def buckets_of(arena: Arena, bucket_bytes: float) -> list[Bucket]:
     """Neighbouring blocks of an arena, joined until they have `bucket_bytes` of fp32.
 
     The last bucket may have less. A block is never cut."""
     return join_blocks(arena.blocks, bucket_bytes)
 
 
-def join_blocks(blocks: "Sequence[Block]", bucket_bytes: float) -> "list[Bucket]":
+def join_blocks(blocks: Sequence[Block], bucket_bytes: float) -> list[Bucket]:
     """buckets_of() of an arena with these blocks, which need not have memory."""
     buckets = []
     start, first = 0, 0

@@ -101,16 +101,16 @@ class Distributed:
     def __init__(
         self,
         *,
-        group: "dist.ProcessGroup | None" = None,
+        group: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
         ordered: bool = False,
         sharded: bool = False,
         broadcast_buffers: bool = True,
         bucket_mb: float = 32.0,
-        find_unused: "bool | None" = None,
+        find_unused: bool | None = None,
         check_every: int = 0,
         find_nonfinite_rank: bool = True,
-        peer_to_peer: "bool | None" = None,
+        peer_to_peer: bool | None = None,
         timeout: float = 600.0,
     ):
         if dtype not in DTYPES:
@@ -163,7 +163,7 @@ class Distributed:
         )
 
 
-def _backend_of(group: "dist.ProcessGroup | None") -> str:
+def _backend_of(group: dist.ProcessGroup | None) -> str:
     """A group's backend; of one that has several, that of the GPUs where torch sees some."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     device = "cuda" if torch.cuda.is_available() and "cuda" in backends else "cpu"

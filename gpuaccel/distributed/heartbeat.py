@@ -31,7 +31,7 @@ group_heartbeats: "Heartbeats | None" = None
 launched_rank: Any = None
 
 
-def heartbeat(steps: int, group: "dist.ProcessGroup | None" = None):
+def heartbeat(steps: int, group: dist.ProcessGroup | None = None):
     """This rank is about to enter a collective. steps: backwards that are over since the last one.
 
     Args:
@@ -79,8 +79,8 @@ class Heartbeats:
         self.store = dist.PrefixStore("heartbeats", store)
         self.timeout = timeout
         self.count = 0
-        self._query: "threading.Thread | None" = None
-        self._behind: "list[int]" = []
+        self._query: threading.Thread | None = None
+        self._behind: list[int] = []
 
     def increment(self):
         """Count one more collective. The store is written without a wait."""
@@ -88,7 +88,7 @@ class Heartbeats:
         with suppress(dist.DistError):
             self.store.set(f"rank {dist.get_rank()}", str(self.count))
 
-    def ranks_behind(self, limit: float = 2.0) -> "list[int] | None":
+    def ranks_behind(self, limit: float = 2.0) -> list[int] | None:
         """The other ranks that have not reached the collective in which this one waits.
 
         Returns:

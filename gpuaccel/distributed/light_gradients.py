@@ -24,7 +24,7 @@ class LightGradients:
     `tensors`: their indices. `chunks`: (chunks,) int64, the indices of their chunks in the arena.
     `sums`: (chunks, CHUNK) fp32."""
 
-    def __init__(self, arena: Arena, product_tensors: "set[int]", group):
+    def __init__(self, arena: Arena, product_tensors: set[int], group):
         self.arena = arena
         self.group = group
         self.tensors = {
@@ -32,7 +32,7 @@ class LightGradients:
             for i, s in enumerate(arena.segments)
             if i not in product_tensors and 0 < s.numel <= MAX_LIGHT
         }
-        chunks: "list[int]" = []
+        chunks: list[int] = []
         self.views = {}
         starts = {}
         for i in sorted(self.tensors):
@@ -45,7 +45,7 @@ class LightGradients:
             flat = self.sums.view(-1)[start : start + s.numel]
             self.views[i] = own_storage(flat.as_strided(s.shape, s.stride))
         # The slices, while the sums lie here.
-        self.moved: "dict[int, Tensor]" = {}
+        self.moved: dict[int, Tensor] = {}
 
     def begin(self):
         """Before the last backward: the sums move to the buffer."""

@@ -39,7 +39,7 @@ class OrderedReducer(ReducerBase):
         self.rests = torch.empty(self.world, rest, dtype=torch.float32, device=arena.device)
         self.bucket = whole_arena(arena)
         # Of this step's micro-batches so far: StepTotals.message(), tensors with a gradient.
-        self.messages: "list[torch.Tensor]" = []
+        self.messages: list[torch.Tensor] = []
         self.received = [False] * len(arena.segments)
 
     @torch.no_grad()

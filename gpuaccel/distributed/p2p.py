@@ -60,7 +60,7 @@ class SymmetricMemory:
         buffers: name -> this rank's.
     """
 
-    def __init__(self, numel: int, dtypes: "dict[str, torch.dtype]", device: torch.device):
+    def __init__(self, numel: int, dtypes: dict[str, torch.dtype], device: torch.device):
         """Take memory, which may fail on one rank alone."""
         import torch.distributed._symmetric_memory as symmetric
 
@@ -69,7 +69,7 @@ class SymmetricMemory:
             for name, dtype in dtypes.items()
         }
 
-    def connect(self, group: "dist.ProcessGroup | None"):
+    def connect(self, group: dist.ProcessGroup | None):
         """Map the other ranks' buffers. Collective; may fail on one rank alone."""
         import torch.distributed._symmetric_memory as symmetric
 
@@ -134,7 +134,7 @@ class PeerToPeer:
         shape = (2, self.world - 1, self.slab_chunks * CHUNK)
         self.parts = torch.empty(shape, dtype=torch.float32, device=arena.device)
         # Of each buffer: the event behind its last addition in this step.
-        self.buffer_added: "list[torch.cuda.Event | None]" = [None, None]
+        self.buffer_added: list[torch.cuda.Event | None] = [None, None]
         # Sums of squares of the chunks that this rank adds; 0 elsewhere.
         self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)
         # See nonfinite.py. Probes are of what NCCL or gloo adds.
@@ -152,7 +152,7 @@ class PeerToPeer:
     def connected(self) -> "PeerToPeer":
         """Move the arena's buffers to the shared memory. Collective."""
         # name -> rank -> its buffer.
-        self.theirs: "dict[str, dict[int, Tensor]]" = {}
+        self.theirs: dict[str, dict[int, Tensor]] = {}
         for name in _shared_buffers(self.config, self.arena):
             self.arena.move(name, self.memory.buffers[name])
             self.theirs[name] = {r: self.memory.of_rank(name, r) for r in self.others}
@@ -209,7 +209,7 @@ class PeerToPeer:
             log.info("gradients are added up by NCCL: %s", attempts.reason)
         return None
 
-    def _ranges(self, bucket: Bucket) -> "list[tuple[int, int]]":
+    def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Of each rank, the elements of a bucket that belong to it: whole chunks."""
         if self.config.sharded:
             own = share(bucket, self.world)
@@ -217,15 +217,15 @@ class PeerToPeer:
             return [(start, start + own) for start in starts]
         return self._equal_ranges(bucket.start, bucket.stop)
 
-    def _equal_ranges(self, start: int, stop: int) -> "list[tuple[int, int]]":
+    def _equal_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """[start, stop) in as many ranges as there are ranks, as equal as chunks allow."""
         chunks = (stop - start) // CHUNK
         ends = [start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
         return list(zip(ends, ends[1:]))
 
-    def plan(self, buckets: "list[Bucket]"):
+    def plan(self, buckets: list[Bucket]):
         """Prepare the arguments of all calls, so that a step's host only has to make them."""
-        self.plans: "dict[Bucket, list[Slab]]" = {}
+        self.plans: dict[Bucket, list[Slab]] = {}
         self._next_buffer = 0
         for bucket in buckets:
             # Nothing hides the last bucket: smaller slabs let copies and additions overlap.
@@ -242,7 +242,7 @@ class PeerToPeer:
                 rest = self._equal_ranges(ranges[-1][1], bucket.stop)
                 self.plans[bucket] += self._slabs(rest, most, copies_out=True)
 
-    def _slabs(self, ranges: "list[tuple[int, int]]", most: int, copies_out: bool) -> "list[Slab]":
+    def _slabs(self, ranges: list[tuple[int, int]], most: int, copies_out: bool) -> list[Slab]:
         """A part of a bucket that is cut into a block for each rank.
 
         Args:
@@ -262,7 +262,7 @@ class PeerToPeer:
             result.append(self._slab(slices, copies_out))
         return result
 
-    def _slab(self, slices: "list[slice]", copies_out: bool) -> Slab:
+    def _slab(self, slices: list[slice], copies_out: bool) -> Slab:
         """The copies of one slab. slices: of each rank, the elements of the arena that it adds."""
         buffer = self._next_buffer
         self._next_buffer = 1 - buffer
@@ -388,7 +388,7 @@ def _gather(mine, config: Distributed) -> list:
     return everyone
 
 
-def _obstacle(config: Distributed, arena: Arena) -> "tuple[bool, str]":
+def _obstacle(config: Distributed, arena: Arena) -> tuple[bool, str]:
     """(whether all ranks want the same, why copies are not possible as far as that is known without
     trying, or "")."""
     if config.world == 1:
@@ -444,6 +444,6 @@ def _nothing_to_copy(config: Distributed, arena: Arena) -> str:
     )
 
 
-def _shared_buffers(config: Distributed, arena: Arena) -> "list[str]":
+def _shared_buffers(config: Distributed, arena: Arena) -> list[str]:
     """The buffers that other ranks read: gradients, and with a sharded optimizer the weights."""
     return ["grads", *(gathered_buffers(arena) if config.sharded else ())]

@@ -71,8 +71,8 @@ class Workload:
         (9.0, 6)
     """
 
-    blocks: "tuple[Block, ...]"
-    work: "tuple[float, ...]"
+    blocks: tuple[Block, ...]
+    work: tuple[float, ...]
     micro_ms: float
     tail_ms: float = 0.0
     micro_batches: int = 1
@@ -131,7 +131,7 @@ class Workload:
         """Elements of the arena, with padding."""
         return self.blocks[-1].stop
 
-    def buckets(self, bucket_mb: float) -> "list[tuple[int, float]]":
+    def buckets(self, bucket_mb: float) -> list[tuple[int, float]]:
         """Buckets of at least this size, as the reducer makes them.
 
         Args:
@@ -241,9 +241,7 @@ class Stage:
     slows: float = 0.0
 
 
-def overlap(
-    work: "Sequence[float]", stages: "Sequence[Sequence[Stage]]"
-) -> "list[tuple[float, float]]":
+def overlap(work: Sequence[float], stages: Sequence[Sequence[Stage]]) -> list[tuple[float, float]]:
     """When each bucket is complete, and when its last stage is over.
 
     Args:
@@ -265,9 +263,9 @@ def overlap(
     complete = [0.0] * len(work)
     over = [0.0] * len(work)
     waiting = [deque(bucket) for bucket in stages]
-    queues: "dict[str, deque[tuple[int, Stage]]]" = {}
+    queues: dict[str, deque[tuple[int, Stage]]] = {}
     # lane -> [ms that are left, bucket, slows]
-    busy: "dict[str, list]" = {}
+    busy: dict[str, list] = {}
 
     def go_on(bucket):
         if waiting[bucket]:
@@ -342,7 +340,7 @@ def all_reduce_ms(count: float, machine: Machine, gpus: int) -> float:
     return machine.start_us / 1e3 + min(ring, tree)
 
 
-def nccl_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) -> "list[Stage]":
+def nccl_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) -> list[Stage]:
     """A bucket that NCCL reduces over all GPUs.
 
     The search for non-finite gradients reads it first. In bf16 it is rounded before and converted
@@ -366,7 +364,7 @@ def nccl_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) 
     return [stage for stage in stages if stage.ms]
 
 
-def copy_stages(elements: int, machine: Machine, gpus: int) -> "list[Stage]":
+def copy_stages(elements: int, machine: Machine, gpus: int) -> list[Stage]:
     """A bucket that the GPUs of one machine reduce by peer-to-peer copies, in fp32.
 
     Each GPU copies in what the others have in its block (1 / gpus of the bucket) and adds, which is
@@ -407,7 +405,7 @@ class Prediction:
     slowed_ms: float
     exposed_ms: float
     waiting_ms: float
-    buckets: "tuple[tuple[float, float], ...]"
+    buckets: tuple[tuple[float, float], ...]
 
     @property
     def step_ms(self) -> float:
@@ -515,7 +513,7 @@ def slowest_of(ranks: int) -> float:
 
 def calibrated(
     module: nn.Module, results: dict, memory_GBs: float = math.inf
-) -> "tuple[Workload, Machine]":
+) -> tuple[Workload, Machine]:
     """The step and the machine of two GPUs that benchmarks/ddp.py has measured.
 
     The step of one GPU and the all-reduces alone are measured. `nccl_slow` is fitted to NCCL's step
@@ -570,7 +568,7 @@ def calibrated(
     return workload, replace(machine, nccl_slow=fit(step_ms, nccl_1))
 
 
-def fit(predicted_ms: "Callable[[float], float]", measured_ms: float, most: float = 8.0) -> float:
+def fit(predicted_ms: Callable[[float], float], measured_ms: float, most: float = 8.0) -> float:
     """The parameter, from 0 to `most`, with which a prediction is the measured time.
 
     Args:

@@ -36,10 +36,10 @@ from .zero1 import share
 def make_reducer(
     config: Distributed,
     arena: Arena,
-    optimizers: "list[torch.optim.Optimizer]",
-    settings: "dict[str, str]",
-    products: "Products | None" = None,
-    peer_to_peer: "PeerToPeer | None" = None,
+    optimizers: list[torch.optim.Optimizer],
+    settings: dict[str, str],
+    products: Products | None = None,
+    peer_to_peer: PeerToPeer | None = None,
 ) -> ReducerBase:
     """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
 
@@ -67,7 +67,7 @@ class PendingBucket:
     part: Tensor  # of arena.grads
     message: Tensor  # what is reduced in place: `part`, or a copy in config.dtype
     works: list = field(default_factory=list)
-    copies: "list[tuple[Tensor, Tensor]]" = field(default_factory=list)  # (destination, result)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (destination, result)
 
     def wait(self):
         """`part` has the sum."""
@@ -86,16 +86,16 @@ class Reducer(ReducerBase):
         self,
         config: Distributed,
         arena: Arena,
-        optimizers: "list[torch.optim.Optimizer]",
-        settings: "dict[str, str]",
-        products: "Products | None" = None,
-        peer_to_peer: "PeerToPeer | None" = None,
+        optimizers: list[torch.optim.Optimizer],
+        settings: dict[str, str],
+        products: Products | None = None,
+        peer_to_peer: PeerToPeer | None = None,
     ):
         super().__init__(config, arena, optimizers, settings, peer_to_peer)
         self.bucket_of = [
             number for number, b in enumerate(self.buckets) for _ in range(b.first, b.last)
         ]
-        self.stream: "torch.cuda.Stream | None" = None
+        self.stream: torch.cuda.Stream | None = None
         if self.p2p is not None:
             self.p2p.plan(self.buckets)
             self.stream = self.p2p.stream
@@ -111,7 +111,7 @@ class Reducer(ReducerBase):
             self.shard_squares = ShardSquares(arena, self.buckets, self.rank, self.world)
         # Sums of squares of the chunks, of all ranks' gradients.
         self.squares = torch.zeros(arena.numel // CHUNK, dtype=torch.float64, device=arena.device)
-        self.pending: "list[PendingBucket]" = []
+        self.pending: list[PendingBucket] = []
         self.next = 0
         # Part of this step was sent, and its update is not over. (A capture sends nothing yet.)
         self.sent = False
@@ -226,7 +226,7 @@ class Reducer(ReducerBase):
     def _exchange_totals(self, message: Tensor) -> StepTotals:
         """One all-reduce behind the last bucket: the step's totals, the search for non-finite
         gradients, and with peer-to-peer copies the squares of what each rank has added."""
-        on_stream: "contextlib.AbstractContextManager[None]" = contextlib.nullcontext()
+        on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
             on_stream = torch.cuda.stream(self.stream)
@@ -296,7 +296,7 @@ class ShardSquares:
     """The chunks' squares of sums that were reduce-scattered: each rank squares its share, and one
     all-reduce adds up the tables. Rank 0 squares what belongs to all."""
 
-    def __init__(self, arena: Arena, buckets: "list[Bucket]", rank: int, world: int):
+    def __init__(self, arena: Arena, buckets: list[Bucket], rank: int, world: int):
         ranges = []
         for b in buckets:
             own = share(b, world)
@@ -333,7 +333,7 @@ class _BucketSender(GradientListener):
             sum(i not in light for i in range(b.first, b.last)) for b in reducer.buckets
         ]
         # Tensors that counted as complete before their hook ran -> the gradient's version then.
-        self.complete_early: "dict[int, int]" = {}
+        self.complete_early: dict[int, int] = {}
 
     def gradient_complete(self, i):
         if self.light and i in self.light.tensors:

@@ -44,7 +44,7 @@ class StepTotals:
     FIELDS = 5
 
     @staticmethod
-    def message(values: "Sequence[Tensor | float | None]", device: torch.device) -> Tensor:
+    def message(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor:
         """(5,) float64, to be added up over all ranks.
 
         Args:
@@ -82,8 +82,8 @@ class ReducerBase:
         self,
         config: Distributed,
         arena: Arena,
-        optimizers: "list[torch.optim.Optimizer]",
-        settings: "dict[str, str]",
+        optimizers: list[torch.optim.Optimizer],
+        settings: dict[str, str],
         peer_to_peer: "PeerToPeer | None" = None,
     ):
         self.config = config
@@ -103,7 +103,7 @@ class ReducerBase:
         self.steps = 0  # optimizer steps taken
         self.broken = False  # a step was left after part of it had been sent
         # All modules would take the host as long as many launches.
-        self.modules_with_buffers: "list[nn.Module]" = []
+        self.modules_with_buffers: list[nn.Module] = []
         if config.broadcast_buffers and self.world > 1:
             self.modules_with_buffers = [m for m in arena.module.modules() if m._buffers]
         self.buffers_sent = False  # of the step that is under way
@@ -127,9 +127,9 @@ class ReducerBase:
         masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
         self.weight_check = WeightCheck(config, arena, masters)
         # Of the tokens that loss_fn counts; None: not known on this rank, or they are not counted.
-        self.count_dtype: "torch.dtype | None" = None
+        self.count_dtype: torch.dtype | None = None
         # Whether it returns means, without tokens; None: not known.
-        self.means: "bool | None" = None
+        self.means: bool | None = None
         # Whether this step's gradients are summed over all ranks.
         self.summed = False
         # Whether the last step ended with an error on this rank.
@@ -199,12 +199,12 @@ class ReducerBase:
             self.heartbeat(0)
         broadcast(self.config, buffers)
 
-    def listener(self) -> "GradientListener | None":
+    def listener(self) -> GradientListener | None:
         """Sends buckets while the last backward runs; None: they are sent after it."""
         return None
 
     @torch.no_grad()
-    def reduce(self, loss, tokens, rows, micro_batches: "Tensor | float"):
+    def reduce(self, loss, tokens, rows, micro_batches: Tensor | float):
         """Sum the gradients in arena.grads and the step's totals over all ranks.
 
         Args:
@@ -240,7 +240,7 @@ class ReducerBase:
             tokens = torch.where(totals.counted > 0, totals.tokens, totals.micro_batches)
         return totals.loss, tokens, totals.rows, totals.micro_batches
 
-    def as_counted(self, tokens: "Tensor | None") -> "Tensor | None":
+    def as_counted(self, tokens: Tensor | None) -> Tensor | None:
         """The tokens of all ranks in the dtype in which loss_fn counts them, if that is known.
 
         Args:
@@ -319,7 +319,7 @@ class ReducerBase:
         rank = self.nonfinite.rank_of(tensor)
         return {} if rank is None else {"rank": rank}
 
-    def last_nonfinite(self) -> "dict | None":
+    def last_nonfinite(self) -> dict | None:
         """{"rank", "tensor"}: the rank that brought the newest non-finite gradient, and its first
         tensor; None. Waits for the device."""
         return self.nonfinite.last()
@@ -334,7 +334,7 @@ class ReducerBase:
         launched = heartbeat.launched_rank
         return launched is not None and launched.asked_to_stop()
 
-    def gather(self, t: Tensor) -> "list[Tensor]":
+    def gather(self, t: Tensor) -> list[Tensor]:
         """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""
         if self.world == 1:
             return [t]

@@ -129,7 +129,7 @@ def loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def interface_to(address: str) -> "str | None":
+def interface_to(address: str) -> str | None:
     """The network interface through which an address is reached; for an address of this machine
     the interface that has it. None: not known."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:

@@ -71,15 +71,15 @@ NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def launch(
-    fn: "Callable[..., Any]",
+    fn: Callable[..., Any],
     ranks: int = 2,
     args: tuple = (),
     *,
-    backend: "RankBackend | None" = None,
+    backend: RankBackend | None = None,
     timeout: float = 60.0,
     start: float = 60.0,
     after_step: bool = False,
-    live: "Any | None" = None,
+    live: Any | None = None,
 ) -> list:
     """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
@@ -168,7 +168,7 @@ def launch(
                 process.join()
 
 
-def _checked_backend(ranks: int, args, backend: "RankBackend | None") -> RankBackend:
+def _checked_backend(ranks: int, args, backend: RankBackend | None) -> RankBackend:
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ArgumentError(f"ranks is {ranks!r}; expected a whole number, 1 or more")
     gpus = 0
@@ -316,9 +316,9 @@ class LaunchedRank:
     def __init__(self, place: RankPlace, shared: SharedCounts):
         self.place, self.rank, self.shared = place, place.rank, shared
         # Of each group of a TrainStep: how long its collectives may wait.
-        self.seconds: "dict[dist.ProcessGroup | None, float]" = {}
+        self.seconds: dict[dist.ProcessGroup | None, float] = {}
 
-    def heartbeat(self, steps: int, group: "dist.ProcessGroup | None"):
+    def heartbeat(self, steps: int, group: dist.ProcessGroup | None):
         limits = self.place.limits
         # The others' first backward is over when this rank's first step is.
         seconds = limits.timeout if self.shared.steps[self.rank] else limits.start
@@ -371,7 +371,7 @@ def _environment(place: RankPlace):
 
 
 @contextlib.contextmanager
-def _variables(new: "dict[str, str]"):
+def _variables(new: dict[str, str]):
     """Variables of the environment, inside the block."""
     before = {key: os.environ.get(key) for key in new}
     os.environ.update(new)
@@ -522,7 +522,7 @@ def _failure(error: BaseException) -> Failure:
     )
 
 
-def _is_of_collective(error: "BaseException | None") -> bool:
+def _is_of_collective(error: BaseException | None) -> bool:
     # gloo raises a plain RuntimeError.
     of_gloo = type(error) is RuntimeError and "/gloo/" in str(error)
     return of_gloo or isinstance(error, dist.DistError)
@@ -556,8 +556,8 @@ class RankWatch:
         self.shared, self.limits, self.folder = shared, limits, folder
         # By rank: what it returned, the Failure that ended it, when its process was gone.
         self.results: dict = {}
-        self.failed: "dict[int, Failure]" = {}
-        self.dead: "dict[int, float]" = {}
+        self.failed: dict[int, Failure] = {}
+        self.dead: dict[int, float] = {}
 
     def wait(self) -> list:
         """The result of each rank."""
@@ -590,7 +590,7 @@ class RankWatch:
                 heartbeats, changed = newest, now
             self._check_for_hang(heartbeats, now - changed)
 
-    def _check_for_hang(self, heartbeats: "list[int]", waited: float):
+    def _check_for_hang(self, heartbeats: list[int], waited: float):
         """By heartbeats: where GPUs wait in a CUDA graph, no call of the waiting rank returns."""
         rank = slowest_rank(heartbeats, self.results)
         if rank is None and waited > self.limits.timeout:
@@ -602,11 +602,11 @@ class RankWatch:
         if waited > limit:
             raise self._error_of_hanging([rank], limit)
 
-    def _running(self) -> "list[int]":
+    def _running(self) -> list[int]:
         ended = self.results.keys() | self.failed.keys() | self.dead.keys()
         return [rank for rank in range(len(self.connections)) if rank not in ended]
 
-    def _error_of_hanging(self, ranks: "list[int]", limit: float) -> RankError:
+    def _error_of_hanging(self, ranks: list[int], limit: float) -> RankError:
         """ranks: those that run, of which some may wait themselves."""
         hanging = self._outside_of_collectives(ranks)
         one = len(hanging) == 1
@@ -620,7 +620,7 @@ class RankWatch:
                 error.add_note("\n".join([f"on rank {rank}, the innermost call first:", *stack]))
         return error
 
-    def _outside_of_collectives(self, ranks: "list[int]") -> "dict[int, list[str]]":
+    def _outside_of_collectives(self, ranks: list[int]) -> dict[int, list[str]]:
         """Rank -> its stack; of all `ranks` where all are in a collective."""
         stacks = {r: stack_of(self.processes[r].pid, _stack_file(self.folder, r)) for r in ranks}
         return {
@@ -629,7 +629,7 @@ class RankWatch:
             if not stack or "/torch/distributed/" not in stack[0]
         } or stacks
 
-    def _places(self, stacks: "dict[int, list[str]]") -> str:
+    def _places(self, stacks: dict[int, list[str]]) -> str:
         """Where ranks are: "; rank 1 is in step 4, in work (train.py, line 7)"."""
         places = ""
         for rank, stack in stacks.items():
@@ -723,7 +723,7 @@ class RankWatch:
         return RankError(f"rank {rank} {end}{self._step(rank)}{places}. All ranks were stopped")
 
 
-def stack_of(pid: int, path: pathlib.Path) -> "list[str]":
+def stack_of(pid: int, path: pathlib.Path) -> list[str]:
     """The Python calls in which a rank is, the innermost first; [] where it does not answer."""
     if not hasattr(faulthandler, "register") or is_stopped(pid):
         return []
@@ -747,7 +747,7 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
-def slowest_rank(heartbeats: "list[int]", results) -> "int | None":
+def slowest_rank(heartbeats: list[int], results) -> int | None:
     """The rank that others wait for; None where no rank is known to be behind.
 
     Args:

@@ -26,7 +26,7 @@ class StepTrace:
     def __init__(self, device: torch.device):
         self.device = device
         self.cuda = device.type == "cuda"
-        self.events: "list[tuple]" = []  # (lane, name, begin, end)
+        self.events: list[tuple] = []  # (lane, name, begin, end)
         self.buckets_finished = 0
         self._bucket_began: dict = {}
         self._lock = threading.Lock()  # gloo's threads call bucket_finished()
@@ -76,7 +76,7 @@ class StepTrace:
 
     # ---- the result ----
 
-    def spans(self) -> "list[Span]":
+    def spans(self) -> list[Span]:
         """Times in microseconds since start(), in order. Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -93,7 +93,7 @@ class StepTrace:
         return sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
-def watch(step, batch) -> "list[Span]":
+def watch(step, batch) -> list[Span]:
     """Take a step of several ranks and trace what this rank did. To be called on every rank.
 
     Lane "computes": forward and backward of each micro-batch, "accumulate", in it "wait" for the
@@ -121,7 +121,7 @@ def watch(step, batch) -> "list[Span]":
     return trace.spans()
 
 
-def sent_early(spans: "list[Span]") -> int:
+def sent_early(spans: list[Span]) -> int:
     """How many buckets were on their way before the rank's last backward was over.
 
     Args:

@@ -43,7 +43,7 @@ def share(bucket, world: int) -> int:
     return (bucket.stop - bucket.start) // CHUNK // world * CHUNK
 
 
-def gathered_buffers(arena) -> "list[str]":
+def gathered_buffers(arena) -> list[str]:
     """The buffers that every rank needs whole after an update: `weights`, `bf16_weights` or both.
 
     Masters of bf16 weights stay on the rank that updates them."""
@@ -51,7 +51,7 @@ def gathered_buffers(arena) -> "list[str]":
     return [name for dtype, name in names.items() if any(p.dtype == dtype for p in arena.params)]
 
 
-def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
+def pieces_of(buckets, rank: int, world: int) -> list[Piece]:
     """What a rank updates, in the order of the arena."""
     pieces, local = [], 0
     for b in buckets:
@@ -87,10 +87,10 @@ class ShardedLayout(ParameterLayout):
         self.group = group
         self.p2p = p2p
         self.pieces = pieces_of(buckets, rank, world)
-        self.buffers: "dict[str, Tensor]" = {}  # state key -> (elements of all pieces,) fp32
+        self.buffers: dict[str, Tensor] = {}  # state key -> (elements of all pieces,) fp32
         self._parts = [self._parts_of(s) for s in arena.segments]
 
-    def _parts_of(self, s) -> "list[tuple[int, int, int]]":
+    def _parts_of(self, s) -> list[tuple[int, int, int]]:
         """(first, last element of the tensor, offset in this rank's buffers) of its parts here.
 
         Padding is included."""
@@ -101,7 +101,7 @@ class ShardedLayout(ParameterLayout):
             if stop > start
         ]
 
-    def _span(self, i) -> "tuple[int, int]":
+    def _span(self, i) -> tuple[int, int]:
         """Where tensor i's parts lie in this rank's buffers.
 
         They are side by side: between a rank's own range and the end of a bucket there is nothing
@@ -114,7 +114,7 @@ class ShardedLayout(ParameterLayout):
 
     # ---- what this rank reads and writes of a checkpoint ----
 
-    def held(self, i: int) -> "list[tuple[int, int, int]]":
+    def held(self, i: int) -> list[tuple[int, int, int]]:
         """What is here of the state of tensor i.
 
         Args:
@@ -131,7 +131,7 @@ class ShardedLayout(ParameterLayout):
             if first < numel
         ]
 
-    def saved(self, i: int) -> "tuple[int, int, int]":
+    def saved(self, i: int) -> tuple[int, int, int]:
         """(first, last, place) of the elements of tensor i that this rank saves.
 
         They are one range: what every rank updates is saved by the rank of the last range,
@@ -146,7 +146,7 @@ class ShardedLayout(ParameterLayout):
             return 0, 0, 0
         return held[0][0], held[-1][1], held[0][2]
 
-    def gather_texts(self, text: str) -> "list[str]":
+    def gather_texts(self, text: str) -> list[str]:
         """A text of each rank, in the order of the ranks. Collective."""
         texts = [""] * self.ranks
         gather_objects(texts, text, group=self.group)
@@ -182,7 +182,7 @@ class ShardedLayout(ParameterLayout):
             t[place : place + max(last - first, 0)].copy_(flat[first:last])
 
     @torch.no_grad()
-    def gather_state(self) -> "dict[str, Tensor]":
+    def gather_state(self) -> dict[str, Tensor]:
         """State key -> (N,) fp32 with the arena's layout, whole on every rank. Collective."""
         whole = {}
         for key in sorted(self.buffers):

@@ -25,7 +25,7 @@ class Addresses:
         self._tensors, self._children = self._tensors_now(), self._children_now()
         self._tensor_names, self._child_names = self._names_now(), self._child_names_now()
 
-    def check(self, consequence: "str | None" = None, added: "str | None" = None):
+    def check(self, consequence: str | None = None, added: str | None = None):
         """CaptureError when a tensor has another address or dtype, or a module was replaced.
 
         The message names it, and ends with `consequence`; with `added` where a tensor is new."""
@@ -53,18 +53,18 @@ class Addresses:
                     state = opt.state.get(p, {}).items()
                     yield from (((g, i), key, t) for key, t in state if isinstance(t, Tensor))
 
-    def _tensors_now(self) -> "list[tuple[int, torch.dtype]]":
+    def _tensors_now(self) -> list[tuple[int, torch.dtype]]:
         return [(t.data_ptr(), t.dtype) for *_, t in self._entries()]
 
-    def _children_now(self) -> "list[int]":
+    def _children_now(self) -> list[int]:
         return [id(child) for _, module in self._modules for child in module._modules.values()]
 
     # ---- the words ----
 
-    def _names_now(self) -> "list[str]":
+    def _names_now(self) -> list[str]:
         return [_tensor_name(holder, key) for holder, key, _ in self._entries()]
 
-    def _child_names_now(self) -> "list[str]":
+    def _child_names_now(self) -> list[str]:
         return [
             _joined(name, key) for name, module in self._modules for key in module._modules.keys()
         ]
@@ -100,7 +100,7 @@ def _tensor_name(holder, key: str) -> str:
     return f"{of}parameter {number} of the optimizer's group {group}"
 
 
-def _name_difference(before: "list[str]", now: "list[str]") -> str:
+def _name_difference(before: list[str], now: list[str]) -> str:
     """The first name that was added or removed, or stands in another place."""
     added = [name for name in now if name not in before]
     removed = [name for name in before if name not in now]

@@ -51,7 +51,7 @@ class CudaRecorder:
         self.stream = _capture_stream(index)
         self.pool = None
         # Of the recording that is being made; the last one captures.
-        self._graphs: "list[torch.cuda.CUDAGraph]" = []
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         # Recordings that are not closed.
         self.open_recordings = 0
 
@@ -142,13 +142,13 @@ class CudaRecorder:
             empty.capture_begin(capture_error_mode="thread_local")
             empty.capture_end()
 
-    def _find_line(self, fn) -> "tuple[str, int] | None":
+    def _find_line(self, fn) -> tuple[str, int] | None:
         """(file, line) after which the capture was invalid: a second capture looks after each."""
         from cuda.bindings import driver
 
         invalidated = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
         last = None
-        lines: "list[tuple[str, int] | None]" = []
+        lines: list[tuple[str, int] | None] = []
 
         def trace(frame, event, arg):
             nonlocal last
@@ -190,7 +190,7 @@ class CudaRecorder:
 class CudaRecording:
     """A captured function: one graph, or several where the function has called split()."""
 
-    def __init__(self, graphs: "list[torch.cuda.CUDAGraph]", recorder: CudaRecorder):
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], recorder: CudaRecorder):
         self._graphs = graphs
         self._recorder = recorder
 
@@ -199,10 +199,10 @@ class CudaRecording:
         for graph in self._graphs:
             graph.replay()
 
-    def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
+    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
         """(names of the nodes, edges between them)."""
-        names: "list[str]" = []
-        edges: "list[tuple[int, int]]" = []
+        names: list[str] = []
+        edges: list[tuple[int, int]] = []
         for graph in self._graphs:
             its_names, its_edges = self._nodes_of(graph)
             first = len(names)
@@ -214,7 +214,7 @@ class CudaRecording:
             edges += [(first + i, first + j) for i, j in its_edges]
         return names, edges
 
-    def _nodes_of(self, graph) -> "tuple[list[str], list[tuple[int, int]]]":
+    def _nodes_of(self, graph) -> tuple[list[str], list[tuple[int, int]]]:
         handle, path = tempfile.mkstemp(suffix=".dot", prefix="gpuaccel-graph-")
         os.close(handle)
         try:
@@ -254,7 +254,7 @@ class TapeRecorder:
             raise explained(error, line_of_error(error)) from error
 
 
-def recorder_for(device, backend_name: str) -> "CudaRecorder | TapeRecorder | None":
+def recorder_for(device, backend_name: str) -> CudaRecorder | TapeRecorder | None:
     """The recorder for a device under a backend ("cuda", "simt", "torch").
 
     None where nothing can be recorded."""

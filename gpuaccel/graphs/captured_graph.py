@@ -14,9 +14,9 @@ class GraphGradient:
 
     parameter: nn.Parameter
     # The graph's own copy of the gradient that stood before the step; None: there was none.
-    before: "Tensor | None"
+    before: Tensor | None
     # What the step leaves, in the graph's memory.
-    after: "Tensor | None"
+    after: Tensor | None
 
 
 class CapturedGraph:
@@ -29,7 +29,7 @@ class CapturedGraph:
     """
 
     def __init__(
-        self, recording, inputs: list, results: ResultBuffer, gradients: "list[GraphGradient]"
+        self, recording, inputs: list, results: ResultBuffer, gradients: list[GraphGradient]
     ):
         self.recording = recording
         self.inputs = inputs

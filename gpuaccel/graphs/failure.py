@@ -60,7 +60,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-def explained(error: BaseException, location: "tuple[str, int] | None") -> CaptureError:
+def explained(error: BaseException, location: tuple[str, int] | None) -> CaptureError:
     """The error to raise in place of `error`. location: (file, line) of the line at fault."""
     code = ""
     if location is not None:
@@ -89,7 +89,7 @@ def _place(file: str, line: int) -> str:
     return f"{cell}, line {line}" if cell else f"{os.path.basename(file)}:{line}"
 
 
-def _cause_in(text: str) -> "tuple[str, str] | None":
+def _cause_in(text: str) -> tuple[str, str] | None:
     """(what happened, what to do instead), from a line of code or a message."""
     if text:
         for pattern, happened, instead in _CAUSES:
@@ -98,7 +98,7 @@ def _cause_in(text: str) -> "tuple[str, str] | None":
     return None
 
 
-def _chain(error) -> "list[BaseException]":
+def _chain(error) -> list[BaseException]:
     """The error, and those that it was raised from."""
     chain = []
     while error is not None and error not in chain:
@@ -128,7 +128,7 @@ def is_users_file(file: str) -> bool:
     return os.path.basename(file) not in ("threading.py", "contextlib.py")
 
 
-def line_of_error(error) -> "tuple[str, int] | None":
+def line_of_error(error) -> tuple[str, int] | None:
     """(file, line) of the user's innermost line that the first error of the chain went through."""
     for e in reversed(_chain(error)):
         for frame in reversed(traceback.extract_tb(e.__traceback__)):
@@ -137,7 +137,7 @@ def line_of_error(error) -> "tuple[str, int] | None":
     return None
 
 
-def line_of_frame(frame) -> "tuple[str, int] | None":
+def line_of_frame(frame) -> tuple[str, int] | None:
     """(file, line) of the innermost frame of the user's."""
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):

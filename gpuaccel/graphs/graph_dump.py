@@ -6,7 +6,7 @@ import heapq
 import re
 
 
-def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
+def parse_dot(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     """(names, edges) of a graph as cudaGraphDebugDotPrint writes it.
 
     Nodes stand in an order in which they could run one after another; of several that could be
@@ -27,7 +27,7 @@ def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
     )
 
 
-def _in_order(count: int, edges: "list[tuple[int, int]]") -> "list[int]":
+def _in_order(count: int, edges: list[tuple[int, int]]) -> list[int]:
     """The nodes 0 to count - 1, each behind the nodes that it waits for.
 
     Where several could be next it is the smallest. A node that has replaced another one
@@ -36,8 +36,8 @@ def _in_order(count: int, edges: "list[tuple[int, int]]") -> "list[int]":
     for i, j in edges:
         sorter.add(j, i)
     sorter.prepare()
-    ready: "list[int]" = []
-    order: "list[int]" = []
+    ready: list[int] = []
+    order: list[int] = []
     while sorter.is_active():
         for i in sorter.get_ready():
             heapq.heappush(ready, i)

@@ -145,16 +145,16 @@ class GraphedStep(Generic[P, R]):
 
     def __init__(
         self,
-        fn: "Callable[P, R]",
-        state: "StateMember | Iterable[StateMember]" = (),
+        fn: Callable[P, R],
+        state: StateMember | Iterable[StateMember] = (),
         *,
-        warm_up: "Callable[..., object] | None" = None,
-        saved: "Callable[[], Iterable[StateMember | ForwardState]] | None" = None,
-        modes: "Callable[[], Hashable] | None" = None,
+        warm_up: Callable[..., object] | None = None,
+        saved: Callable[[], Iterable[StateMember | ForwardState]] | None = None,
+        modes: Callable[[], Hashable] | None = None,
         policy: Policy = "auto",
         new_shapes: NewShapes = "capture",
         max_graphs: int = 8,
-        device: "str | torch.device | None" = None,
+        device: str | torch.device | None = None,
     ):
         check_options(policy, new_shapes, max_graphs)
         kinds = (nn.Module, torch.optim.Optimizer, Tensor)
@@ -175,7 +175,7 @@ class GraphedStep(Generic[P, R]):
         self._saved = saved
         self._warm_up_fn = warm_up or fn
         self._modes = modes
-        self._graphs: "OrderedDict[GraphKey, CapturedGraph]" = OrderedDict()
+        self._graphs: OrderedDict[GraphKey, CapturedGraph] = OrderedDict()
         self._addresses = Addresses(())
         self._list_members()
         self.device = torch.device(device) if device is not None else _device_of(self.state)
@@ -231,7 +231,7 @@ class GraphedStep(Generic[P, R]):
         """
         self._graph_for(args, kwargs)
 
-    def _graph_for(self, args, kwargs) -> "CapturedGraph | None":
+    def _graph_for(self, args, kwargs) -> CapturedGraph | None:
         """The graph for these inputs, captured if need be; None where fn runs eagerly."""
         if self.closed:
             _closed()
@@ -382,8 +382,8 @@ class GraphedStep(Generic[P, R]):
         # the memory of a participant (an arena) stay where they are.
         fixed = MemorySpans(t for p in self._participants for t in p.tensors_changed_by_step())
         before = [None if g is None or g in fixed else g.clone() for g in current]
-        after: "list[Tensor | None]" = []
-        results: "list[ResultBuffer]" = []
+        after: list[Tensor | None] = []
+        results: list[ResultBuffer] = []
 
         def step():
             results.append(ResultBuffer(self.fn(*args, **kwargs), self.device))
@@ -483,7 +483,7 @@ class GraphedStep(Generic[P, R]):
         if self._recorder is not None:
             self._recorder.split()
 
-    def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
+    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
         """(names of the nodes, edges) of the newest graph; ([], []) without one.
 
         Nodes are kernels, copies and memsets. An edge (i, j): node j waits for node i."""

@@ -56,7 +56,7 @@ def memsets_to_kernels(graph: int, device: torch.device) -> int:
         return sum(_replaced(driver.CUgraph(graph), node, loaded) for node in memsets)
 
 
-def words_of(memset) -> "tuple[int, int] | None":
+def words_of(memset) -> tuple[int, int] | None:
     """(value, number) of the 4-byte words that a memset writes; None: it stays a memset.
 
     Args:

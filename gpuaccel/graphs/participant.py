@@ -35,7 +35,7 @@ class CaptureParticipant(Protocol):
         """The host values that a captured graph keeps. A call with another key captures anew."""
         ...
 
-    def tensors_changed_by_step(self) -> "list[Tensor]":
+    def tensors_changed_by_step(self) -> list[Tensor]:
         """What a step writes, beside parameters, buffers, gradients and an optimizer's state."""
         ...
 
@@ -57,14 +57,14 @@ class Refreshable(Protocol):
 class HasHostState(Protocol):
     """A participant whose step changes state on the host."""
 
-    def snapshot(self) -> "Callable[[], None]":
+    def snapshot(self) -> Callable[[], None]:
         """Save the host state. The function returned restores it, after all tensors."""
         ...
 
 
-def participants_of(state) -> "list[CaptureParticipant]":
+def participants_of(state) -> list[CaptureParticipant]:
     """The participants among `state` (modules, optimizers, tensors) and the modules inside it."""
-    participants: "list[CaptureParticipant]" = []
+    participants: list[CaptureParticipant] = []
     for member in state:
         if isinstance(member, nn.Module):
             for module in member.modules():
@@ -82,7 +82,7 @@ class OtherSums:
         participants: of the step.
     """
 
-    def __init__(self, participants: "list[CaptureParticipant]"):
+    def __init__(self, participants: list[CaptureParticipant]):
         mine = [getattr(participant, "arena", None) for participant in participants]
         self._before = [
             (arena, arena.gradients.received())
@@ -102,7 +102,7 @@ class OtherSums:
                     )
 
 
-def buffers_of(module: nn.Module) -> "list[Tensor]":
+def buffers_of(module: nn.Module) -> list[Tensor]:
     """What forward may change: buffers, and tensors that layers count in, as ga.Embedding does.
 
     Args:
@@ -112,9 +112,9 @@ def buffers_of(module: nn.Module) -> "list[Tensor]":
     return [*module.buffers(), *counters]
 
 
-def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
+def _layers_of(module: nn.Module) -> list[CaptureParticipant]:
     """Modules that take part, and what stands in the place of a module's forward."""
-    layers: "list[CaptureParticipant]" = []
+    layers: list[CaptureParticipant] = []
     for part in module.modules():
         for layer in (part, fused_forward(part)):
             if isinstance(layer, CaptureParticipant):

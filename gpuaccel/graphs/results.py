@@ -45,8 +45,8 @@ class ResultBuffer:
             if view is not None:
                 view.copy_(leaf.detach())
 
-    def _views(self, buffer) -> "list[Tensor | None]":
-        views: "list[Tensor | None]" = []
+    def _views(self, buffer) -> list[Tensor | None]:
+        views: list[Tensor | None] = []
         for entry in self.layout:
             if entry is None:
                 views.append(None)

@@ -82,7 +82,7 @@ def preserved(state, device):
 
 
 @torch.no_grad()
-def _restored(restores: "list[Callable[[], None]]") -> "list[CaptureError]":
+def _restored(restores: list[Callable[[], None]]) -> list[CaptureError]:
     """Call all of them, and return what cannot be as before."""
     errors = []
     for restore in restores:
@@ -97,7 +97,7 @@ class TensorCopies:
     """Copies of tensors; memory that several tensors share is copied once."""
 
     def __init__(self):
-        self._copies: "list[tuple[Tensor, Tensor]]" = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._spans = MemorySpans()
 
     def add(self, tensors):
@@ -130,7 +130,7 @@ class MemorySpans:
         return any(first <= start and stop <= last for first, last in self._spans)
 
 
-def _snapshot_generators(device) -> "Callable[[], None]":
+def _snapshot_generators(device) -> Callable[[], None]:
     """Save the states of the random generators of Python, NumPy and torch."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpu = torch.device(device).type == "cuda"
@@ -146,7 +146,7 @@ def _snapshot_generators(device) -> "Callable[[], None]":
     return restore
 
 
-def host_generators(modules: "list[nn.Module]", device) -> "dict[str, object]":
+def host_generators(modules: list[nn.Module], device) -> dict[str, object]:
     """The random generators of the host whose numbers a graph would keep for ever: name -> state.
 
     Those of torch's CPU tensors count where the device is a GPU; a tape repeats their operations.
@@ -156,7 +156,7 @@ def host_generators(modules: "list[nn.Module]", device) -> "dict[str, object]":
         device: where the step runs.
     """
     numpy: Any = np.random.get_state()
-    states: "dict[str, object]" = {
+    states: dict[str, object] = {
         "Python's random": random.getstate(),
         "np.random": (numpy[1].tobytes(), *numpy[2:]),
     }
@@ -175,7 +175,7 @@ def host_generators(modules: "list[nn.Module]", device) -> "dict[str, object]":
     return states
 
 
-def _snapshot_module(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
+def _snapshot_module(module: nn.Module, copies: TensorCopies) -> Callable[[], None]:
     """Save parameters, buffers and gradients: values in `copies`, which tensors they are here."""
     restore_registered = _snapshot_registered(module)
     gradients = [(p, p.grad) for p in module.parameters()]
@@ -190,7 +190,7 @@ def _snapshot_module(module: nn.Module, copies: TensorCopies) -> "Callable[[], N
     return restore
 
 
-def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
+def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
     """Save which tensors are its parameters and buffers."""
     registered = [
         (entries, dict(entries.items()))
@@ -212,14 +212,14 @@ def _snapshot_registered(module: nn.Module) -> "Callable[[], None]":
     return restore
 
 
-def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> "Callable[[], None]":
+def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> Callable[[], None]:
     """Save what a forward may change: which tensors there are, and values of buffers.
 
     Values of frozen weights, too, where these are as few as those of a momentum encoder. Those of
     a base model under adapters would take too much memory."""
     restore_registered = _snapshot_registered(module)
-    trained: "list[tuple[str, Tensor, int]]" = []
-    frozen: "list[tuple[str, Tensor, int]]" = []
+    trained: list[tuple[str, Tensor, int]] = []
+    frozen: list[tuple[str, Tensor, int]] = []
     for name, p in module.named_parameters():
         (trained if p.requires_grad else frozen).append((name, p, p._version))
     copies.add(buffers_of(module))
@@ -239,11 +239,11 @@ def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> "Callable[[], 
     return restore
 
 
-def _bytes(named: "list[tuple[str, Tensor, int]]") -> int:
+def _bytes(named: list[tuple[str, Tensor, int]]) -> int:
     return sum(p.nbytes for _, p, _ in named)
 
 
-def _snapshot_optimizer(opt: torch.optim.Optimizer, copies: TensorCopies) -> "Callable[[], None]":
+def _snapshot_optimizer(opt: torch.optim.Optimizer, copies: TensorCopies) -> Callable[[], None]:
     """Save an optimizer's parameters, their gradients, and its state tensors."""
     params = [p for group in opt.param_groups for p in group["params"]]
     gradients = [(p, p.grad) for p in params]

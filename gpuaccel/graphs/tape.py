@@ -80,7 +80,7 @@ class TapeStep:
     args: tuple
     kwargs: dict
     # Of each result: the tensor, or None where the operation has made no new memory.
-    results: "list[Tensor | None]"
+    results: list[Tensor | None]
     # Whether gradients were on: some operations return less without (nn.LSTM its workspace).
     grad_enabled: bool = False
 
@@ -90,9 +90,9 @@ class Tape(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.steps: "list[TapeStep]" = []
+        self.steps: list[TapeStep] = []
         # Of record().
-        self._thread: "int | None" = None
+        self._thread: int | None = None
 
     def record(self, fn):
         """Run a function, and keep its operations: those of this thread, as backward's on CPUs are.
@@ -197,15 +197,15 @@ class Tape(TorchDispatchMode):
                     if mine is not None and mine.data_ptr() != new.data_ptr():
                         mine.copy_(new)
 
-    def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
+    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
         """(names of the steps, edges).
 
         An edge (i, j): step j uses memory that step i was the last to write."""
         region_of = _regions(
             t for step in self.steps for t in tree_leaves((step.args, step.kwargs, step.results))
         )
-        last_writer: "dict[int, int]" = {}
-        edges: "list[tuple[int, int]]" = []
+        last_writer: dict[int, int] = {}
+        edges: list[tuple[int, int]] = []
         for i, step in enumerate(self.steps):
             used = [t for t in tree_leaves((step.args, step.kwargs)) if isinstance(t, Tensor)]
             regions = {region_of[_storage(t)] for t in used}
@@ -253,12 +253,12 @@ def _storage(t: Tensor) -> int:
         ) from None
 
 
-def _regions(leaves) -> "dict[int, int]":
+def _regions(leaves) -> dict[int, int]:
     """The address of each tensor's storage -> the number of its region of memory.
 
     Storages that overlap are one region, as those of an arena's tensors and its buffers are."""
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
-    regions: "dict[int, int]" = {}
+    regions: dict[int, int] = {}
     region_end, previous = -1, -1
     for start in sorted(sizes):
         regions[start] = len(regions) if start >= region_end else regions[previous]

@@ -28,7 +28,7 @@ def optimizer_key(opt: torch.optim.Optimizer) -> tuple:
     )
 
 
-def frozen_number(opt: torch.optim.Optimizer) -> "str | None":
+def frozen_number(opt: torch.optim.Optimizer) -> str | None:
     """The learning rate or step number on the host that a graph would freeze, in words.
 
     Args:
@@ -63,7 +63,7 @@ def frozen_number(opt: torch.optim.Optimizer) -> "str | None":
 
 
 @contextlib.contextmanager
-def no_other_steps(is_known: "Callable[[Tensor], bool]"):
+def no_other_steps(is_known: Callable[[Tensor], bool]):
     """In the block an optimizer of other tensors takes no step: CaptureError, before it changes
     weights. Their gradients are dropped.
 

@@ -37,7 +37,7 @@ class Results(dict[str, Tensor]):
 
     def __init__(self, results=()):
         super().__init__(results)
-        self.before: "dict[str, Tensor]" = {}
+        self.before: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Case:
         on_cpu: whether the launched kernel runs on the CPU.
     """
 
-    run: "Callable[[int, torch.device, torch.Generator, Sequence[torch.dtype]], Results]"
+    run: Callable[[int, torch.device, torch.Generator, Sequence[torch.dtype]], Results]
     roundings: int
     stored_roundings: int = 1
     on_cpu: bool = True
@@ -75,7 +75,7 @@ class _Normal:
         return torch.randint(low, high, shape, generator=self.generator).to(self.device)
 
 
-def _sizes(n) -> "list[int]":
+def _sizes(n) -> list[int]:
     """Of some tensors: one of n elements, and around a chunk."""
     return [n, 3, CHUNK, n // 2 + 1]
 
@@ -118,7 +118,7 @@ class _Parameters(nn.Module):
         return sum((p.float() * row).sum() for p, row in zip(used, rows))
 
 
-def _variants(dtypes) -> "list[tuple[torch.dtype, bool]]":
+def _variants(dtypes) -> list[tuple[torch.dtype, bool]]:
     """(dtype of the parameters, whether one of them gets no gradient)."""
     return [*((dtype, False) for dtype in dtypes), (torch.float32, True)]
 
@@ -167,7 +167,7 @@ def _step(optimizer):
     return run
 
 
-def _state(opt, parameter, words) -> "dict[str, Tensor]":
+def _state(opt, parameter, words) -> dict[str, Tensor]:
     """The optimizer's state of a parameter."""
     state = opt.state[parameter]
     return {f"{key} of {words}": value.clone() for key, value in state.items()}
@@ -195,7 +195,7 @@ def _optimizer(optimizer, *options):
     return run
 
 
-def _set_gradients(params, normal) -> "list[Tensor]":
+def _set_gradients(params, normal) -> list[Tensor]:
     """Give each parameter a new gradient, and return them."""
     grads = [normal(p.numel(), dtype=p.dtype) for p in params]
     for p, grad in zip(params, grads):
@@ -410,7 +410,7 @@ _HEADS_64 = Case(_attention(64, torch.bfloat16), roundings=2048, stored_rounding
 _HEADS_128 = Case(_attention(128, torch.bfloat16), roundings=2048, stored_roundings=8, on_cpu=False)
 
 # name of a kernel -> the cases that launch it
-CASES: "dict[str, tuple[Case, ...]]" = {
+CASES: dict[str, tuple[Case, ...]] = {
     "accumulate_v1": (_ADD,),
     "accumulate_v2": (_ADD,),
     "squares_v2": (_CLIP, _STEP),

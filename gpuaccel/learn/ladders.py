@@ -16,7 +16,7 @@ from ..compiler import C_TYPES
 from ..ops import NO_ROUNDING, encoder_kernel, pack_rounding
 
 
-def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tensor]":
+def reference_buckets(tokens: Tensor, C: int, lane: int) -> tuple[Tensor, Tensor]:
     """llm.c's buckets, made on the CPU: one for each token and group of 32 * lane channels.
 
     Args:

@@ -49,10 +49,10 @@ USAGE = (
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
 
 # Kernel of an earlier run of a cell -> what has become of that cell, in words.
-_outdated: "weakref.WeakKeyDictionary[Kernel, str]" = weakref.WeakKeyDictionary()
+_outdated: weakref.WeakKeyDictionary[Kernel, str] = weakref.WeakKeyDictionary()
 
 
-def why_outdated(kernel: Kernel) -> "str | None":
+def why_outdated(kernel: Kernel) -> str | None:
     """Why a kernel is not the one that its cell was to make last, in words."""
     return _outdated.get(kernel)
 
@@ -68,8 +68,8 @@ class Compiled:
         still_there: kernels of the cell's run before that it no longer defines, in words.
     """
 
-    kernels: "dict[str, Kernel]"
-    milliseconds: "dict[str, float]"
+    kernels: dict[str, Kernel]
+    milliseconds: dict[str, float]
     left_out: str = ""
     still_there: str = ""
 
@@ -121,7 +121,7 @@ class Compiled:
         return f"<div>{rows}</div>"
 
 
-def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
+def parse_line(line: str) -> tuple[str | None, dict[str, str]]:
     """(kernel or None, macros) of what is behind %%cuda.
 
     Raises:
@@ -233,13 +233,13 @@ def restore_kernels(line: str) -> str:
     return f"ours again: {', '.join(names)}" if names else "no kernel was replaced"
 
 
-def _before(cell: str, namespace: dict) -> "dict[str, Kernel]":
+def _before(cell: str, namespace: dict) -> dict[str, Kernel]:
     """Kernels in the namespace whose name a cell that does not compile defines, or was to."""
     words = set(re.findall(r"(\w+)\s*\(", without_comments(cell)))
     return {n: v for n, v in namespace.items() if n in words and isinstance(v, Kernel)}
 
 
-def _outdate(kernels: "dict[str, Kernel]", why: str) -> "list[str]":
+def _outdate(kernels: dict[str, Kernel], why: str) -> list[str]:
     """Remember that these kernels are outdated, and why.
 
     Returns:
@@ -268,7 +268,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     """
 
     # id of a cell -> the kernels of its last run
-    made: "dict[str | None, dict[str, Kernel]]" = {}
+    made: dict[str | None, dict[str, Kernel]] = {}
 
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]

@@ -60,7 +60,7 @@ class Verdict:
     identical: bool
     largest: float
     tensors: int
-    notes: "tuple[str, ...]" = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self):
         if self.identical:
@@ -97,7 +97,7 @@ def kernel_in_steps(name: str) -> str:
 
 
 @contextlib.contextmanager
-def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
+def replaced(name: str, kernel: str | Kernel) -> Iterator[Verdict]:
     """Run your own kernel in the place of ours while the block runs.
 
     Graphs are captured again with it. In another process, such as another rank, ours go on.
@@ -132,7 +132,7 @@ def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
         replace(name, before)
 
 
-def install(name: str, source: str, say: "Callable[[str], None]" = lambda words: None) -> Verdict:
+def install(name: str, source: str, say: Callable[[str], None] = lambda words: None) -> Verdict:
     """Check a kernel and put it in the place of ours, until restore().
 
     Args:
@@ -152,7 +152,7 @@ def install(name: str, source: str, say: "Callable[[str], None]" = lambda words:
     return verdict
 
 
-def restore(*names: str) -> "list[str]":
+def restore(*names: str) -> list[str]:
     """Put our kernels back: those named, or all.
 
     Args:
@@ -244,7 +244,7 @@ def _refusal(name):
         raise ReplacementError(f"{name} is refused, it cannot be launched: {error}") from None
 
 
-def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, int]":
+def _compare(name, source, case: Case, n: int, device) -> tuple[bool, float, int]:
     """(bit-identical to ours, largest relative difference from ours, results) for one size.
 
     Raises:
@@ -292,7 +292,7 @@ def _far_slower(your_seconds: float, our_seconds: float) -> bool:
     return your_seconds > MOST_TIMES_SLOWER * our_seconds and more > LEAST_DIFFERENCE
 
 
-def _run(case: Case, n: int, device: torch.device) -> "tuple[Results, float]":
+def _run(case: Case, n: int, device: torch.device) -> tuple[Results, float]:
     """(results, seconds) of a case under the backend in use."""
     start = time.perf_counter()
     results = case.run(n, device, _generator(n), DTYPES)
@@ -345,7 +345,7 @@ def _sum_lost(got, want, before, allowed) -> str:
     return ""
 
 
-def _wrong(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> "tuple[Tensor, Tensor]":
+def _wrong(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     """(where a result differs from the definition's by more than rounding, what is rounding)."""
     same = (got == want) | (got.isnan() & want.isnan())
     exact = want.double()

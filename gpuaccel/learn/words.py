@@ -14,7 +14,7 @@ from torch import Tensor
 LETTERS = ".abcdefghijklmnopqrstuvwxyz"
 
 
-def words(device: "torch.device | str" = "cpu") -> "tuple[Tensor, Tensor]":
+def words(device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Every four letters of every word, and the letter behind them.
 
     Args:

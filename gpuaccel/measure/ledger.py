@@ -196,7 +196,7 @@ class Ledger:
     def __init__(self, title: str = ""):
         self.title = title
         # (row, {"tokens_per_s", "max_diff", "bit_equal"})
-        self.rows: "list[tuple[Row, dict]]" = []
+        self.rows: list[tuple[Row, dict]] = []
 
     def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
         """Add a row and what was measured beside it; a row of the same name is replaced.

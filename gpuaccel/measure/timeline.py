@@ -48,7 +48,7 @@ class Span(NamedTuple):
     stop: float
 
 
-def tail(run) -> "list[Span]":
+def tail(run) -> list[Span]:
     """What host and GPU did in run() after its last backward, until both were done.
 
     All of run() where there is no backward. Call run() once before to warm up. Waits for the GPU.
@@ -61,7 +61,7 @@ def tail(run) -> "list[Span]":
     return _spans(events, profiler_sees_gpu())
 
 
-def whole(run) -> "list[Span]":
+def whole(run) -> list[Span]:
     """What host and GPU did in all of run(); as tail() otherwise."""
     with profiled("timeline") as events:
         run()
@@ -69,7 +69,7 @@ def whole(run) -> "list[Span]":
     return _spans(events, profiler_sees_gpu())
 
 
-def _spans(events, gpu) -> "list[Span]":
+def _spans(events, gpu) -> list[Span]:
     """The spans in the events of a Chrome trace."""
     events, region, inside = split_region(events)
     region_end = region["ts"] + region["dur"]
@@ -132,18 +132,18 @@ def _kernel_name(name: str) -> str:
     return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1].strip()
 
 
-def lines(spans: "list[Span]") -> "list[str]":
+def lines(spans: list[Span]) -> list[str]:
     """A line of text for each span, as result files keep them: "host wait 12.5 40.1"."""
     return [f"{s.lane} {s.name.replace(' ', '_')} {s.start:.1f} {s.stop:.1f}" for s in spans]
 
 
-def spans_of(lines: "list[str]") -> "list[Span]":
+def spans_of(lines: list[str]) -> list[Span]:
     """The spans of such lines."""
     parts = [line.split() for line in lines]
     return [Span(lane, name, float(start), float(stop)) for lane, name, start, stop in parts]
 
 
-def facts(spans: "list[Span]") -> dict:
+def facts(spans: list[Span]) -> dict:
     """Counts and times of some spans.
 
     "waits", "reads", "launches": how many the host has.

@@ -117,7 +117,7 @@ def _backward(sums, dout, segments, by_count, into_arena):
         _add_rows(sums, dout, segments, by_count)
 
 
-def _add_to_slice(target: GradientSlice, uses: "list[GradientUse]", dout, segments, by_count):
+def _add_to_slice(target: GradientSlice, uses: list[GradientUse], dout, segments, by_count):
     for acc, _, overwrite in target.begin(uses):
         if overwrite:
             # Most rows get no gradient.
@@ -198,7 +198,7 @@ def _is_batch(gradient: Tensor) -> bool:
     )
 
 
-def _rows_and_tokens(segments: Tensor) -> "tuple[Tensor, Tensor]":
+def _rows_and_tokens(segments: Tensor) -> tuple[Tensor, Tensor]:
     """The rows in the order in which they are added, negative where invalid, and their tokens."""
     return segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)  # type: ignore
 
@@ -254,7 +254,7 @@ def _none_seen(device) -> Tensor:
         return torch.zeros(3, dtype=torch.int64, device=device)
 
 
-def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None) -> Tensor:
+def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -> Tensor:
     """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
 
     Args:
@@ -293,7 +293,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
     return _Encode.apply(tokens, *weights, sums, invalid, left_out, wte.scale_grad_by_freq)
 
 
-def _grad_of(layer: nn.Embedding) -> "Tensor | None":
+def _grad_of(layer: nn.Embedding) -> Tensor | None:
     """The tensor of the slice for the weight's gradient; None: nothing is added there."""
     fused = adds_to_arena(layer)
     return None if fused is None else fused.grad
@@ -329,7 +329,7 @@ class FusedEmbedding(FusedForward):
         """A captured step keeps no host value of this object."""
         return None
 
-    def tensors_changed_by_step(self) -> "list[Tensor]":
+    def tensors_changed_by_step(self) -> list[Tensor]:
         """forward counts tokens that are out of range."""
         return [] if self.invalid is None else [self.invalid]
 
@@ -340,7 +340,7 @@ def check_options(layer: nn.Embedding):
         raise ArgumentError(f"{what}; keep torch.nn.Embedding for it")
 
 
-def refused_options(layer: nn.Embedding) -> "str | None":
+def refused_options(layer: nn.Embedding) -> str | None:
     """The option of nn.Embedding that this module does not support, in words."""
     if layer.max_norm is not None:
         return f"max_norm={layer.max_norm}: here the weight is not changed in forward"
@@ -413,7 +413,7 @@ class Embedding(nn.Embedding):
         """
         return encode(tokens, self)
 
-    def invalid_tokens(self, reset: bool = False) -> "dict | None":
+    def invalid_tokens(self, reset: bool = False) -> dict | None:
         """The tokens out of range so far; None: there were none. Waits for the device.
 
         "count": how many; "token": one of the first batch that had any; "position": its (row,
@@ -433,7 +433,7 @@ class Embedding(nn.Embedding):
         """A captured step keeps no host value of this module."""
         return None
 
-    def tensors_changed_by_step(self) -> "list[Tensor]":
+    def tensors_changed_by_step(self) -> list[Tensor]:
         """forward counts tokens that are out of range, in a tensor that is no buffer."""
         return [] if self.invalid is None else [self.invalid]
 
@@ -448,7 +448,7 @@ class Embedding(nn.Embedding):
         return self
 
 
-def _invalid_in_words(counter: "Tensor | None") -> "dict | None":
+def _invalid_in_words(counter: Tensor | None) -> dict | None:
     """What Embedding.invalid_tokens returns."""
     count, where, token = (0, 0, 0) if counter is None else counter.tolist()
     row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
@@ -477,8 +477,8 @@ class Encoder(nn.Module):
         dim: int,
         positions: int,
         *,
-        device: "str | torch.device | None" = None,
-        dtype: "torch.dtype | None" = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.wte = Embedding(vocab, dim, device=device, dtype=dtype)
@@ -506,7 +506,7 @@ class Encoder(nn.Module):
         )
 
 
-def _counters(model: nn.Module) -> "dict[str, Tensor]":
+def _counters(model: nn.Module) -> dict[str, Tensor]:
     """name -> what each embedding of `model` that counts invalid tokens has counted."""
     counters = {}
     for name, layer in model.named_modules():
@@ -516,7 +516,7 @@ def _counters(model: nn.Module) -> "dict[str, Tensor]":
     return counters
 
 
-def invalid_tokens(model: nn.Module) -> "dict[str, dict]":
+def invalid_tokens(model: nn.Module) -> dict[str, dict]:
     """name -> Embedding.invalid_tokens() of each embedding that has any. Waits for the device.
 
     Args:
@@ -526,7 +526,7 @@ def invalid_tokens(model: nn.Module) -> "dict[str, dict]":
     return {name: report for name, report in reports.items() if report}
 
 
-def deterministic_embeddings(model: nn.Module) -> "list[str]":
+def deterministic_embeddings(model: nn.Module) -> list[str]:
     """Replace every nn.Embedding inside `model` by a ga.Embedding, in place.
 
     Weights, hooks, ties and state_dict stay. Subclasses with a forward of their own stay as they

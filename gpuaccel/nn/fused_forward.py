@@ -31,7 +31,7 @@ class Joint(NamedTuple):
 
     weight: Tensor
     grad: Tensor
-    layers: "tuple[nn.Module, ...]"
+    layers: tuple[nn.Module, ...]
 
 
 class FusedForward:
@@ -51,7 +51,7 @@ class FusedForward:
         grad: fp32, of the weight's shape, the tensor of a GradientSlice.
     """
 
-    joint: "Joint | None" = None
+    joint: Joint | None = None
 
     def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
@@ -89,7 +89,7 @@ class FusedForward:
         return type(None), ()
 
 
-def fused_forward(layer: nn.Module) -> "FusedForward | None":
+def fused_forward(layer: nn.Module) -> FusedForward | None:
     """What has taken the place of the layer's forward; None: nothing of ours.
 
     Args:
@@ -98,7 +98,7 @@ def fused_forward(layer: nn.Module) -> "FusedForward | None":
     return getattr(layer, "gpuaccel_fused", None)
 
 
-def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
+def adds_to_arena(layer: nn.Module) -> FusedForward | None:
     """The layer's FusedForward where its backward may add into the arena; None: a plain layer.
 
     It is plain without gradients, under torch.func and in forward mode, and while another tensor

@@ -56,7 +56,7 @@ class _LinearIntoArena(torch.autograd.Function):
         return dx, dw, dbias, None, None, None
 
 
-def _into_arena(fused: FusedForward, x: Tensor, bias: "Tensor | None", transposed: bool) -> Tensor:
+def _into_arena(fused: FusedForward, x: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """The layer's output; torch.autocast as F.linear has it."""
     kind, dtype = x.device.type, None
     if torch.is_autocast_enabled(kind):

@@ -25,7 +25,7 @@ class SlicePart(NamedTuple):
     """
 
     acc: Tensor
-    columns: "slice | None"
+    columns: slice | None
     overwrite: bool
 
 
@@ -45,7 +45,7 @@ class GradientSlice:
         self.acc = acc
         vars(acc.untyped_storage())["gpuaccel_slice"] = weakref.ref(self)
 
-    def uses(self, edges: "Iterable[tuple] | None" = None) -> "list[GradientUse]":
+    def uses(self, edges: Iterable[tuple] | None = None) -> list[GradientUse]:
         """What the running backward does with the gradient of each weight of the slice.
 
         Args:
@@ -68,7 +68,7 @@ class GradientSlice:
         # Somebody calls the operation by itself.
         return [ADDED]
 
-    def begin(self, uses: "list[GradientUse]") -> "list[SlicePart]":
+    def begin(self, uses: list[GradientUse]) -> list[SlicePart]:
         """Before a product is added: the first one of an accumulation window overwrites.
 
         Args:
@@ -79,7 +79,7 @@ class GradientSlice:
         """
         return [SlicePart(self.acc, None, False)] if ADDED in uses else []
 
-    def end(self, uses: "list[GradientUse]"):
+    def end(self, uses: list[GradientUse]):
         """The product of begin() has been added.
 
         Args:

@@ -45,7 +45,7 @@ class GradientUse(enum.Enum):
 UNUSED, ADDED, RETURNED = GradientUse
 
 
-def gradient_uses(edges: "Iterable[tuple]") -> "list[GradientUse]":
+def gradient_uses(edges: Iterable[tuple]) -> list[GradientUse]:
     """What the running backward does with the gradient of each weight, hooks apart.
 
     Args:

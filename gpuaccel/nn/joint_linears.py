@@ -40,7 +40,7 @@ class _LinearsIntoArena(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dys):
         x, joint, *weights = ctx.saved_tensors
-        grads: "list[Tensor | None]" = [None] * len(weights)
+        grads: list[Tensor | None] = [None] * len(weights)
         if not torch.compiler.is_compiling():
             target = slice_of(ctx.acc)
             uses = target.uses(ctx.next_functions[-len(weights) :])
@@ -60,7 +60,7 @@ class _LinearsIntoArena(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
+def fused_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """(layer(x) for layer in layers), as one product where that is possible.
 
     It is possible while products add into the arena (optim/products.py), for layers that a module
@@ -79,7 +79,7 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     return _outputs(x, joint, layers)
 
 
-def _outputs(x: Tensor, joint: Joint, layers, whole: bool = False) -> "tuple[Tensor, ...]":
+def _outputs(x: Tensor, joint: Joint, layers, whole: bool = False) -> tuple[Tensor, ...]:
     """The output of each layer, of one product; whole: in one tensor, the last layer's first."""
     # An arena lies in reverse order.
     weights = [layer.weight for layer in reversed(layers)]
@@ -127,7 +127,7 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     return _Swiglu.apply(y)
 
 
-def _joint_of(*layers: nn.Module) -> "Joint | None":
+def _joint_of(*layers: nn.Module) -> Joint | None:
     """The layers' weights as one tensor; None where each layer has to be called by itself.
 
     That is so without a joint of these layers in this order, without gradients, under torch.func,

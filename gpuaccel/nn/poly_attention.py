@@ -83,7 +83,7 @@ def reference_poly_attention(
     pe: Tensor,
     coefficients: Tensor,
     degree: int = 3,
-    window: "int | None" = None,
+    window: int | None = None,
 ) -> Tensor:
     """y_i = sum_j phi_ij v_j, the definition, with T x T matrices. Differentiable in all tensors.
 
@@ -128,7 +128,7 @@ def chunks_of(d: int, device=None) -> Tensor:
 
 
 def reference_query(
-    q: Tensor, chunks: "Tensor | None", curve: "Callable[[Tensor], Tensor] | None"
+    q: Tensor, chunks: Tensor | None, curve: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     """q~ of q, which multiplies the keys: (..., d), in q's dtype.
 
@@ -205,7 +205,7 @@ def shared_bytes(name: str, d: int, stages: int, version: int = 2) -> int:
     )
 
 
-def plan(name: str, q: Tensor) -> "tuple[int, int]":
+def plan(name: str, q: Tensor) -> tuple[int, int]:
     """(version, stages) of a kernel for heads like q's.
 
     v1: any dtype, width and GPU. v2: bf16 on tensor cores, with two stages where two blocks fit on
@@ -234,7 +234,7 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def _rows(t: Tensor) -> "tuple[Tensor, int]":
+def _rows(t: Tensor) -> tuple[Tensor, int]:
     """(memory, stride) of a tensor (B, T, H, d), as the kernels take it.
 
     memory begins with the first row; stride is the number of elements from one row, of all heads,
@@ -295,7 +295,7 @@ def launch_forward(
     degree: int,
     window: int,
     config=None,
-    gate: "Tensor | None" = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Launch poly_forward.
 
@@ -330,8 +330,8 @@ def launch_backward(
     degree: int,
     window: int,
     config=None,
-    into: "Tensor | None" = None,
-) -> "tuple[Tensor, ...]":
+    into: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Launch the backward, then poly_finish.
 
     The backward is poly_backward_q, _kv and _pe with version 1, else poly_backward.
@@ -449,7 +449,7 @@ def _curves(theta_gate, theta_query, settings):
 
 def launch_layer(
     qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
-) -> "tuple[Tensor, ...]":
+) -> tuple[Tensor, ...]:
     """Launch poly_query_gate and poly_forward.
 
     Returns:
@@ -499,7 +499,7 @@ def launch_layer_backward(
     settings,
     degree,
     window,
-) -> "list[Tensor]":
+) -> list[Tensor]:
     """Launch poly_gate_backward, the attention's backward, poly_query_backward, richards_finish.
 
     Args:
@@ -571,7 +571,7 @@ _library.define(
 )
 
 
-def attention_kernels(q, degree) -> "list[Kernel]":
+def attention_kernels(q, degree) -> list[Kernel]:
     """All kernels but poly_finish that the attention launches for tensors like q."""
     config = plan("poly_backward", q)
     parts = ("_q", "_kv", "_pe") if config[0] == 1 else ("",)
@@ -766,7 +766,7 @@ def poly_attention(
     pe: Tensor,
     coefficients: Tensor,
     degree: int = 3,
-    window: "int | None" = None,
+    window: int | None = None,
 ) -> Tensor:
     """The core of PolyAttention, y_i = sum_j phi_ij v_j. Differentiable in all tensors.
 
@@ -864,23 +864,23 @@ class PolyAttention(nn.Module):
         torch.Size([2, 16, 32])
     """
 
-    adapted: "Tensor | None"  # a buffer, see _adapted(); None: the degree is fixed
+    adapted: Tensor | None  # a buffer, see _adapted(); None: the degree is fixed
 
     def __init__(
         self,
         dim: int,
         heads: int,
         degree: int = 3,
-        window: "int | None" = None,
+        window: int | None = None,
         max_positions: int = 1024,
         *,
         low_rank: bool = True,
         adaptive_degree: bool = False,
         a: float = 1.0,
         b: float = 0.0,
-        scale: "float | None" = None,
-        device: "str | torch.device | None" = None,
-        dtype: "torch.dtype | None" = None,
+        scale: float | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if not (is_size(dim) and is_size(heads)) or dim % heads:
@@ -1008,7 +1008,7 @@ class PolyAttention(nn.Module):
                 (self.best,) = struct.unpack("d", struct.pack("q", bits))
         super()._load_from_state_dict(state, prefix, *args)
 
-    def adapt_degree(self, loss: "float | Tensor", patience: int = 100, gain: float = 0.01) -> int:
+    def adapt_degree(self, loss: float | Tensor, patience: int = 100, gain: float = 0.01) -> int:
         """With adaptive_degree: raise the degree by 2 where the loss no longer falls.
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and

@@ -41,7 +41,7 @@ NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
 POSITIVE = ("nu", "k", "beta", "T")
 GATE = ("nu", "k", "m", "T")  # what the gate of a RichardsGLU learns
 Variant = Literal["none", "sigmoid", "tanh", "gompertz"]
-LEARNED: "dict[Variant, tuple[str, ...]]" = {
+LEARNED: dict[Variant, tuple[str, ...]] = {
     "none": NAMES,
     "sigmoid": tuple(n for n in NAMES if n not in "ac"),
     "tanh": tuple(n for n in NAMES if n not in "ac"),
@@ -63,7 +63,7 @@ _library = torch.library.Library("gpuaccel", "FRAGMENT")
 # ---- reference -----------------------------------------------------------------------------------
 
 
-def reference_values(theta: Tensor, setting: "list[float]") -> Tensor:
+def reference_values(theta: Tensor, setting: list[float]) -> Tensor:
     """The nine parameters, (9,). Differentiable.
 
     Args:
@@ -103,7 +103,7 @@ def reference_richards(x: Tensor, values: Tensor, tanh: bool = False, birch: boo
     return a * (2.0 * sigma - 1.0 if tanh else sigma) + c
 
 
-def reference_curve(x: Tensor, theta: Tensor, setting: "list[float]") -> Tensor:
+def reference_curve(x: Tensor, theta: Tensor, setting: list[float]) -> Tensor:
     """R(x) from what is learned, in fp32 (fp64 where a tensor is)."""
     wide = torch.float64 if torch.float64 in (x.dtype, theta.dtype) else torch.float32
     return reference_richards(
@@ -111,7 +111,7 @@ def reference_curve(x: Tensor, theta: Tensor, setting: "list[float]") -> Tensor:
     )
 
 
-def reference_numbers(theta: Tensor, setting: "list[float]") -> Tensor:
+def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
     """What the kernels keep of a curve for the backward, (CURVE,) fp32: richards.cuh's `Curve`."""
     theta = theta.detach().float()
     values = reference_values(theta, setting)
@@ -163,7 +163,7 @@ def gradients(function, grad, *inputs):
         return torch.autograd.grad(function(*inputs), inputs, grad, materialize_grads=True)
 
 
-def differentiable_gradients(function, grad, tensors) -> "list[Tensor | None]":
+def differentiable_gradients(function, grad, tensors) -> list[Tensor | None]:
     """Gradients of function(*tensors) that can be differentiated again, for a double backward.
 
     None for a tensor that is None."""
@@ -220,7 +220,7 @@ def _whole(width, *tensors) -> int:
     return int(width * tensors[0].element_size() % 16 == 0 and aligned)
 
 
-def finish_curves(sums, curves, thetas, settings) -> "list[Tensor]":
+def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
     """Launch richards_finish.
 
     Args:
@@ -241,7 +241,7 @@ def _blocks(name, rows, width, dtype) -> int:
     return -(-rows * -(-width * dtype.itemsize // 16) // (THREADS * _groups(name, dtype)))
 
 
-def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]":
+def launch_forward(x: Tensor, theta: Tensor, setting) -> tuple[Tensor, Tensor]:
     """Launch richards_forward.
 
     Args:
@@ -260,7 +260,7 @@ def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]"
 
 def launch_backward(
     dy: Tensor, x: Tensor, theta: Tensor, curves: Tensor, setting
-) -> "tuple[Tensor, Tensor]":
+) -> tuple[Tensor, Tensor]:
     """Launch richards_backward and richards_finish.
 
     Returns:
@@ -277,7 +277,7 @@ def launch_backward(
     return dx, dtheta
 
 
-def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
+def launch_glu_forward(x: Tensor, thetas, settings) -> tuple[Tensor, Tensor]:
     """Launch glu_forward.
 
     Args:
@@ -298,7 +298,7 @@ def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
 
 def launch_glu_backward(
     dh: Tensor, x: Tensor, thetas, curves: Tensor, settings
-) -> "tuple[Tensor, Tensor, Tensor]":
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch glu_backward and richards_finish.
 
     Returns:
@@ -334,7 +334,7 @@ _library.define(
 
 
 @functools.cache
-def richards_kernels(dtype) -> "list[Kernel]":
+def richards_kernels(dtype) -> list[Kernel]:
     """All kernels that a curve or a GLU of this dtype may launch."""
     return [curve_kernel("richards_finish")] + [
         curve_kernel(name, dtype, whole)
@@ -526,7 +526,7 @@ class RichardsCurve(nn.Module):
         variant: Variant = "none",
         *,
         learn=None,
-        birch: "bool | None" = None,
+        birch: bool | None = None,
         bounded: bool = False,
         device=None,
         **values,
@@ -624,8 +624,8 @@ class RichardsGLU(nn.Module):
         dim: int,
         hidden: int,
         *,
-        device: "str | torch.device | None" = None,
-        dtype: "torch.dtype | None" = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if not (is_size(dim) and is_size(hidden)):

@@ -62,7 +62,7 @@ for _name, _function, _fake in (
 # ---- their additions, which an eager backward calls ----------------------------------------------
 
 
-def add_product(target: GradientSlice, uses: "list[GradientUse]", dy: Tensor, x: Tensor):
+def add_product(target: GradientSlice, uses: list[GradientUse], dy: Tensor, x: Tensor):
     """Add dy^T @ x into a slice, for the weights whose gradient is added.
 
     Args:
@@ -108,7 +108,7 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-def side_by_side(dys: "list[Tensor] | tuple[Tensor, ...]") -> Tensor:
+def side_by_side(dys: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """dy, of its parts.
 
     Args:
@@ -117,7 +117,7 @@ def side_by_side(dys: "list[Tensor] | tuple[Tensor, ...]") -> Tensor:
     return torch.cat(dys, -1) if len(dys) > 1 else dys[0]
 
 
-def add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor) -> "Tensor | None":
+def add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """Add dy^T @ x into `acc`, or return it, as the running backward wants it.
 
     Args:

@@ -149,7 +149,7 @@ def check_gradient(name: str, grad: Tensor, shape, device):
         raise ArgumentError(f"gradient {name} {problem}")
 
 
-def span(t: Tensor) -> "tuple[int, int]":
+def span(t: Tensor) -> tuple[int, int]:
     """Addresses of the first byte of `t` and of the byte behind its last one.
 
     Args:

@@ -18,7 +18,7 @@ def reference_adamw(
     grad: Tensor,
     m: Tensor,
     v: Tensor,
-    vmax: "Tensor | None",
+    vmax: Tensor | None,
     step,
     *,
     lr,

@@ -79,7 +79,7 @@ class ClipState:
         values: Tensor,
         nonfinite_tensor: Tensor,
         scope: Scope,
-        names: "Callable[[], Sequence[str]]",
+        names: Callable[[], Sequence[str]],
     ):
         self.values = values
         self.nonfinite_tensor = nonfinite_tensor
@@ -116,7 +116,7 @@ class ClipState:
         """
         return self.nonfinite_tensor[0] if self.scope == "global" else self.nonfinite_tensor
 
-    def name(self) -> "str | None":
+    def name(self) -> str | None:
         """Name of the first tensor whose gradient is not finite, or None. Waits for the device."""
         numbers = [i for i in self.nonfinite_tensor.tolist() if i >= 0]
         return self.names()[numbers[0]] if numbers else None
@@ -131,13 +131,13 @@ class ClipState:
 
 
 def reference_norms(
-    grads: "list[Tensor]",
+    grads: list[Tensor],
     norm_type: float = 2.0,
-    groups: "list[int] | None" = None,
+    groups: list[int] | None = None,
     count: int = 1,
     foreach=None,
-    numbers: "Sequence[int] | None" = None,
-) -> "tuple[Tensor, Tensor]":
+    numbers: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """The norm of each group of tensors and its first tensor that is not finite, computed by torch.
 
     Args:
@@ -229,7 +229,7 @@ def clip_kernel(name: str, norm_type: float, tensors: int = MAX_TENSORS) -> Kern
     )
 
 
-def launches_for(tensors: "Sequence[Tensor | None]", most: "int | None" = None) -> tuple:
+def launches_for(tensors: Sequence[Tensor | None], most: int | None = None) -> tuple:
     """(first tensor's number, number of chunks, tensors that it can have, struct) of each launch.
 
     Chunks are counted without gaps over all launches. None: a tensor that has no gradient.
@@ -261,7 +261,7 @@ def _parts(addresses, counts, most: int):
     A launch has at most `most` tensors, and none of them twice: blocks that scale the same elements
     would race."""
     start = 0
-    in_launch: "set[int]" = set()
+    in_launch: set[int] = set()
     for i, (address, count) in enumerate(zip(addresses, counts)):
         if i - start == most or (count and address in in_launch):
             yield start, i
@@ -297,9 +297,9 @@ def _packed(addresses, counts, kinds, most):
 
 
 def launch_squares(
-    tensors: "Sequence[Tensor | None]",
+    tensors: Sequence[Tensor | None],
     partials: Tensor,
-    chunk_to_tensor: "Tensor | None" = None,
+    chunk_to_tensor: Tensor | None = None,
     norm_type: float = 2.0,
     launches=None,
 ):
@@ -329,11 +329,11 @@ def launch_reduce(
     out: ClipState,
     partials: Tensor,
     chunk_to_tensor: Tensor,
-    groups: "Tensor | None",
+    groups: Tensor | None,
     rows: int,
     max_norm: Tensor,
     eps: float = EPS,
-    divisor: "Tensor | None" = None,
+    divisor: Tensor | None = None,
     norm_type: float = 2.0,
 ):
     """Launch reduce_v2: norm, scale and first nonfinite tensor of each group, written into `out`.
@@ -363,7 +363,7 @@ def launch_reduce(
 
 
 def launch_scale(
-    tensors: "list[Tensor]", state: ClipState, groups: "Tensor | None", skip: bool, launches=None
+    tensors: list[Tensor], state: ClipState, groups: Tensor | None, skip: bool, launches=None
 ):
     """Launch scale_v2: multiply in place by each group's scale.
 
@@ -426,7 +426,7 @@ def check_max_norm(max_norm) -> float:
     return value
 
 
-def kernel_takes(grads: "list[Tensor]") -> bool:
+def kernel_takes(grads: list[Tensor]) -> bool:
     """Whether the kernels can take these gradients.
 
     They can if all are plain dense tensors of fp32, bf16 or fp16 on one device whose backend is
@@ -444,7 +444,7 @@ def kernel_takes(grads: "list[Tensor]") -> bool:
     )
 
 
-def check_gradients(grads: "list[Tensor]", names):
+def check_gradients(grads: list[Tensor], names):
     """Refuse sparse and complex gradients.
 
     Args:
@@ -464,7 +464,7 @@ def check_gradients(grads: "list[Tensor]", names):
             )
 
 
-def unnamed(parameters) -> "list[str]":
+def unnamed(parameters) -> list[str]:
     """Names for parameters that have none.
 
     Args:

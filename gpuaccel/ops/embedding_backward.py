@@ -45,7 +45,7 @@ pack_rounding = struct.Struct("QQii").pack
 # ---- reference -----------------------------------------------------------------------------------
 
 
-def reference_encoder(tokens: Tensor, wte: Tensor, wpe: "Tensor | None" = None) -> Tensor:
+def reference_encoder(tokens: Tensor, wte: Tensor, wpe: Tensor | None = None) -> Tensor:
     """wte[token] + wpe[position]; NaN for a token out of range.
 
     Args:
@@ -62,8 +62,8 @@ def reference_encoder(tokens: Tensor, wte: Tensor, wpe: "Tensor | None" = None) 
 
 
 def reference_encoder_backward(
-    dwte: "Tensor | None",
-    dwpe: "Tensor | None",
+    dwte: Tensor | None,
+    dwpe: Tensor | None,
     dout: Tensor,
     segments: Segments,
     *,
@@ -200,7 +200,7 @@ def _whole(C, *tensors) -> int:
     return int(C % 4 == 0 and aligned)
 
 
-def launch_forward(tokens: Tensor, wte: Tensor, wpe: "Tensor | None", invalid: Tensor) -> Tensor:
+def launch_forward(tokens: Tensor, wte: Tensor, wpe: Tensor | None, invalid: Tensor) -> Tensor:
     """Launch encoder_forward.
 
     Args:
@@ -225,8 +225,8 @@ def launch_forward(tokens: Tensor, wte: Tensor, wpe: "Tensor | None", invalid: T
 
 
 def launch_backward(
-    dwte: "Tensor | None",
-    dwpe: "Tensor | None",
+    dwte: Tensor | None,
+    dwpe: Tensor | None,
     dout: Tensor,
     segments: Segments,
     by_count: bool = False,
@@ -293,15 +293,15 @@ def launch_backward(
 # torch._disable_dynamo is lazy; torch.compiler.disable would import half of torch.
 @torch._disable_dynamo
 def encoder_backward(
-    dwte: "Tensor | None",
-    dwpe: "Tensor | None",
+    dwte: Tensor | None,
+    dwpe: Tensor | None,
     dout: Tensor,
     tokens: Tensor,
     *,
-    segments: "Segments | None" = None,
-    padding_idx: "int | None" = None,
+    segments: Segments | None = None,
+    padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
-    seed: "int | None" = None,
+    seed: int | None = None,
     step=0,
     micro_batch: int = 0,
 ):
@@ -349,7 +349,7 @@ def encoder_backward(
         add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq, rounding)
 
 
-def _problem(dwte, dwpe, dout, tokens) -> "str | None":
+def _problem(dwte, dwpe, dout, tokens) -> str | None:
     """What does not fit, in words; None when all does."""
     tensors = {"dwte": dwte, "dwpe": dwpe, "dout": dout, "tokens": tokens}
     for name, t in tensors.items():
@@ -393,7 +393,7 @@ def _problem(dwte, dwpe, dout, tokens) -> "str | None":
     return None
 
 
-def _rounding_problem(seed, step, micro_batch, tokens) -> "str | None":
+def _rounding_problem(seed, step, micro_batch, tokens) -> str | None:
     """What does not fit of stochastic rounding's arguments, in words; None when all does."""
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
         return f"seed is {seed!r}; expected a whole number from 0 to 2^64 - 1"
@@ -410,7 +410,7 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> "str | None":
     return None
 
 
-def range_on_host(tokens: Tensor) -> "tuple[int, int] | None":
+def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
     """The lowest and the highest token; None: there is none, or the host cannot see them.
 
     It cannot see those on a GPU, those without memory (meta, fake), and those of a recording.

@@ -51,7 +51,7 @@ class Segments:
     order = property(lambda self: self.buffer[: 2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n : 3 * self.n])
 
-    def runs(self) -> "list[tuple[int, Tensor]]":
+    def runs(self) -> list[tuple[int, Tensor]]:
         """(token, its rows in the order in which they are added) of every token that counts.
 
         Waits for the device."""
@@ -139,7 +139,7 @@ def sort_kernel(name: str, dtype: torch.dtype, bits: int, keys: int) -> Kernel:
     )
 
 
-def segment_kernels(tokens: Tensor, vocab: int) -> "list[Kernel]":
+def segment_kernels(tokens: Tensor, vocab: int) -> list[Kernel]:
     """The kernels of a sort of these tokens: count, scatter, pieces."""
     passes = -(-vocab.bit_length() // 9)
     bits = 8 if vocab.bit_length() <= 8 * passes else 9
@@ -152,7 +152,7 @@ def segment_kernels(tokens: Tensor, vocab: int) -> "list[Kernel]":
 
 def launch_segments(
     tokens: Tensor, vocab: int, left_out: int = -1, stream=None
-) -> "tuple[Segments, Tensor]":
+) -> tuple[Segments, Tensor]:
     """Launch segments_count and segments_scatter for each digit, then segments_pieces.
 
     Args:
@@ -196,7 +196,7 @@ def launch_segments(
 
 # torch._disable_dynamo is lazy; torch.compiler.disable would import half of torch.
 @torch._disable_dynamo
-def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) -> Segments:
+def find_segments(tokens: Tensor, vocab: int, padding_idx: int | None = None) -> Segments:
     """The segments of a batch of tokens, for encoder_backward.
 
     Args:
@@ -218,7 +218,7 @@ def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) 
     return reference_segments(tokens, vocab, left_out)
 
 
-def left_out_token(padding_idx: "int | None", vocab: int) -> int:
+def left_out_token(padding_idx: int | None, vocab: int) -> int:
     """padding_idx as the kernels know it: 0 .. vocab - 1, or -1 for none.
 
     Args:

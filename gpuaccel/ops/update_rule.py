@@ -75,17 +75,17 @@ class UpdateRule:
     """
 
     file: str
-    state_keys: "tuple[str, ...]"
-    reference: "Callable[..., Tensor]"
-    fused: "Callable[..., None] | None" = None
-    optional: "dict[str, str]" = field(default_factory=dict)
+    state_keys: tuple[str, ...]
+    reference: Callable[..., Tensor]
+    fused: Callable[..., None] | None = None
+    optional: dict[str, str] = field(default_factory=dict)
 
     @functools.cached_property
-    def options(self) -> "tuple[str, ...]":
+    def options(self) -> tuple[str, ...]:
         """Options of a parameter group that choose among the kernels."""
         return tuple(dict.fromkeys(self.optional.values()))
 
-    def keys_of(self, group: dict) -> "list[str]":
+    def keys_of(self, group: dict) -> list[str]:
         """Names of the state tensors that a parameter of this group has.
 
         Args:
@@ -108,7 +108,7 @@ class UpdateRule:
         return (kernel_root() / f"{self.file}.cu").read_text()
 
     @functools.cached_property
-    def settings(self) -> "list[str]":
+    def settings(self) -> list[str]:
         """Names of the numbers that the kernels read for each parameter group."""
         return struct_fields(self._source, "Settings")
 
@@ -159,7 +159,7 @@ class UpdateRule:
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
-    def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
+    def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> list[Kernel]:
         """All kernels that a step over parameters of this dtype may launch.
 
         Args:
@@ -217,9 +217,9 @@ class Job:
     group: int
     weight: Tensor
     grad: Tensor
-    state: "tuple[Tensor | None, ...]"
+    state: tuple[Tensor | None, ...]
     step: Tensor
-    copy: "Tensor | None"
+    copy: Tensor | None
     macros: tuple
     row: int = 0
 
@@ -228,7 +228,7 @@ class Jobs(list):
     """Jobs of one device, by number. Steps may give them other gradients, and nothing else."""
 
     @functools.cached_property
-    def steps(self) -> "list[tuple[int, bytes]]":
+    def steps(self) -> list[tuple[int, bytes]]:
         """(place of the first job, struct Steps) of each launch of <file>_begin."""
         return list(_pack_steps(self))
 
@@ -251,18 +251,18 @@ class StepInputs:
         record: (4,) int32: steps asked for, skipped; at the last skip: which step, tensor.
     """
 
-    clip: "ClipState | None"
-    groups: "Tensor | None"
+    clip: ClipState | None
+    groups: Tensor | None
     skip: bool
-    divisor: "Tensor | None"
-    found_inf: "Tensor | None"
+    divisor: Tensor | None
+    found_inf: Tensor | None
     record: Tensor
 
 
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-def launch_settings(settings: Tensor, values: "list[float]"):
+def launch_settings(settings: Tensor, values: list[float]):
     """Write numbers to the device by settings_write, by value, 256 per launch.
 
     Args:
@@ -285,7 +285,7 @@ def _pack_steps(jobs):
         yield start, STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
 
 
-def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple]":
+def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]:
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
 
     Gradients may lie elsewhere when it launches them.
@@ -296,7 +296,7 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple
         stochastic: round bf16 weights stochastically.
     """
     # Jobs of one kernel, each with its place among the coefficients.
-    classes: "dict[tuple, list[tuple[int, Job]]]" = {}
+    classes: dict[tuple, list[tuple[int, Job]]] = {}
     launches = []
     for place, j in enumerate(jobs):
         if j.weight.numel():
@@ -332,8 +332,8 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple
 
 
 def arena_launches(
-    rule: UpdateRule, jobs: Jobs, stochastic: bool, arena, buffers: "dict[str, Tensor]", pieces
-) -> "list[tuple]":
+    rule: UpdateRule, jobs: Jobs, stochastic: bool, arena, buffers: dict[str, Tensor], pieces
+) -> list[tuple]:
     """For launch_update: <file>_v3 over flat buffers, a launch per run of neighbours and piece.
 
     Args:
@@ -372,11 +372,11 @@ def arena_launches(
     return launches
 
 
-def _runs(jobs: Jobs, arena) -> "list[tuple[int, int, int, Job]]":
+def _runs(jobs: Jobs, arena) -> list[tuple[int, int, int, Job]]:
     """Neighbours in the arena with the same options: (first chunk, last chunk, offset, a job).
 
     A tensor's number less `offset` is its place among the coefficients."""
-    runs: "list[tuple[int, int, int, Job]]" = []
+    runs: list[tuple[int, int, int, Job]] = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
         offset = j.number - place
@@ -425,7 +425,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
     return coefficients
 
 
-def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
+def launch_update(launches: list[tuple], coefficients: Tensor, seed: Tensor):
     """Launch what list_launches() or arena_launches() prepared.
 
     Args:
@@ -450,10 +450,10 @@ def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
 def torch_step(
     rule: UpdateRule,
     jobs: Jobs,
-    param_groups: "list[dict]",
+    param_groups: list[dict],
     inputs: StepInputs,
     count_it: bool,
-    seed: "int | None",
+    seed: int | None,
 ):
     """What launch_begin and launch_update do, in torch: any dtype, one device.
 
@@ -493,7 +493,7 @@ def torch_step(
         )
         if inputs.divisor is not None:
             factors = factors / inputs.divisor
-        others: "list[Job]" = jobs
+        others: list[Job] = jobs
         if on_host and rule.fused is not None:
             others = _fused_step(rule, rule.fused, jobs, param_groups, factors.tolist(), seed)
         if others:
@@ -520,7 +520,7 @@ class FusedBatch:
         jobs: of one parameter group, row and dtype, on a CPU.
     """
 
-    def __init__(self, jobs: "list[Job]"):
+    def __init__(self, jobs: list[Job]):
         self.jobs = jobs
         self.row = jobs[0].row
         self.group = jobs[0].group
@@ -532,7 +532,7 @@ class FusedBatch:
         self.copies = [j.copy for j in jobs if j.copy is not None]
         self.masters = [j.weight for j in self.copied]
 
-    def takes(self, factor: float, seed: "int | None") -> bool:
+    def takes(self, factor: float, seed: int | None) -> bool:
         """Whether UpdateRule.fused rounds as the reference, which rounds once.
 
         Args:
@@ -541,7 +541,7 @@ class FusedBatch:
         """
         return not self.low or factor == 1 and seed is None
 
-    def update(self, fused, settings: dict, factor: float, seed: "int | None"):
+    def update(self, fused, settings: dict, factor: float, seed: int | None):
         """One step, which is counted already.
 
         Args:
@@ -565,12 +565,12 @@ class FusedBatch:
 
 def _fused_step(
     rule: UpdateRule,
-    fused: "Callable[..., None]",
+    fused: Callable[..., None],
     jobs: Jobs,
-    param_groups: "list[dict]",
-    factors: "list[float]",
-    seed: "int | None",
-) -> "list[Job]":
+    param_groups: list[dict],
+    factors: list[float],
+    seed: int | None,
+) -> list[Job]:
     """Update the tensors that rule.fused takes; return the others.
 
     Args:
@@ -597,9 +597,9 @@ def _fused_step(
     return others
 
 
-def _fused_batches(jobs: "list[Job]") -> "tuple[list[FusedBatch], list[Job]]":
+def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
     """What rule.fused takes, in calls of about BATCH elements; the other jobs."""
-    lists: "dict[tuple, list[list[Job]]]" = {}
+    lists: dict[tuple, list[list[Job]]] = {}
     others = []
     for j in jobs:
         if not _fused_takes(j):
@@ -632,7 +632,7 @@ def _reference_update(rule, j, step, group, factor, keep, seed):
         t.copy_(torch.where(keep, old, t))
 
 
-def _round(j: Job, w: Tensor, seed: "int | None"):
+def _round(j: Job, w: Tensor, seed: int | None):
     """Round the new weight `w` into the bf16 copy, and with a seed into a bf16 weight."""
     low = j.weight if j.copy is None else j.copy
     if seed is not None and low.dtype == torch.bfloat16:

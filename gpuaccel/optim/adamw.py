@@ -73,19 +73,19 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
 
     def __init__(
         self,
-        params_or_arena: "Arena | Iterable[Tensor] | Iterable[dict[str, Any]]",
-        lr: "float | Tensor" = 1e-3,
-        betas: "tuple[float, float]" = (0.9, 0.999),
+        params_or_arena: Arena | Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
-        max_norm: "float | None" = None,
+        max_norm: float | None = None,
         scope: Scope = "global",
-        on_nonfinite: "OnNonfinite | None" = None,
+        on_nonfinite: OnNonfinite | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        **torch_options: "bool | None",
+        **torch_options: bool | None,
     ):
         if torch_options.get("differentiable"):
             raise ArgumentError(

@@ -44,7 +44,7 @@ _abandoned_hooks: list = []
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
-def _check_parameters(module: nn.Module, named: "list[tuple[str, nn.Parameter]]"):
+def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
     """ArgumentError, naming the parameter, where an arena cannot hold these parameters."""
     if not named:
         raise ArgumentError(
@@ -139,19 +139,19 @@ class Arena:
 
     weights: Tensor
     grads: Tensor
-    bf16_weights: "Tensor | None"
-    params: "list[nn.Parameter]"
-    masters: "list[nn.Parameter]"
+    bf16_weights: Tensor | None
+    params: list[nn.Parameter]
+    masters: list[nn.Parameter]
     gradients: Gradients
-    segments: "list[Segment]"
-    blocks: "list[Block]"
+    segments: list[Segment]
+    blocks: list[Block]
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        decay: "Callable[[str, nn.Parameter], bool] | None" = None,
-        lr_scale: "Callable[[str, nn.Parameter], float] | None" = None,
+        decay: Callable[[str, nn.Parameter], bool] | None = None,
+        lr_scale: Callable[[str, nn.Parameter], float] | None = None,
     ):
         check_module("module", module, ", not its parameters: ga.Arena(model)")
         for name, function in (("decay", decay), ("lr_scale", lr_scale)):
@@ -182,9 +182,9 @@ class Arena:
         self._index = {id(p): i for i, p in enumerate(params)}
         self._allocate(masters)
         # The open TrainStep of this arena, weakly.
-        self._step: "Callable[[], Any]" = _nobody
+        self._step: Callable[[], Any] = _nobody
         # Called by release(): functions that remove what was built on this arena.
-        self.before_release: "list[Callable[[], object]]" = []
+        self.before_release: list[Callable[[], object]] = []
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
         # An arena that is garbage-collected without release() leaves its hooks to the next arena:
         # they cannot be removed at that moment, for torch may be calling them.
@@ -192,7 +192,7 @@ class Arena:
         _remove(_abandoned_hooks)
         _arenas.add(self)
 
-    def _allocate(self, masters: "list[nn.Parameter] | None"):
+    def _allocate(self, masters: list[nn.Parameter] | None):
         has_bf16 = any(p.dtype == torch.bfloat16 for p in self.params)
         weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         grads = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
@@ -242,7 +242,7 @@ class Arena:
         self.weights_current()
 
     @torch.no_grad()
-    def _move_into_slices(self, i: int, masters: "list[nn.Parameter] | None") -> nn.Parameter:
+    def _move_into_slices(self, i: int, masters: list[nn.Parameter] | None) -> nn.Parameter:
         """Move parameter i and its master into their slices, with their values.
 
         Returns:
@@ -276,7 +276,7 @@ class Arena:
         """
         return self.segments[i].of(buffer)
 
-    def number_of(self, parameter: Tensor) -> "int | None":
+    def number_of(self, parameter: Tensor) -> int | None:
         """The index of a parameter of the module in the arena; None: it is not in the arena.
 
         Args:
@@ -285,7 +285,7 @@ class Arena:
         return self._index.get(id(parameter))
 
     @staticmethod
-    def parameters_held() -> "set[int]":
+    def parameters_held() -> set[int]:
         """ids of all parameters that lie in some arena."""
         return {id(p) for arena in _arenas for p in arena.params}
 
@@ -311,22 +311,22 @@ class Arena:
 
     # ---- for optimizers and checkpoints ----
 
-    def parameters(self) -> "list[nn.Parameter]":
+    def parameters(self) -> list[nn.Parameter]:
         """Tensors for an optimizer, all fp32, in the module's registration order.
 
         Of a bf16 parameter it is the master, of an fp32 parameter the parameter itself."""
         self.adopt()
         return self.masters[::-1]
 
-    def parameter_names(self) -> "list[str]":
+    def parameter_names(self) -> list[str]:
         """Their names, in the same order."""
         return [s.name for s in reversed(self.segments)]
 
-    def named_parameters(self) -> "dict[str, nn.Parameter]":
+    def named_parameters(self) -> dict[str, nn.Parameter]:
         """name -> tensor of each of parameters(), in their order."""
         return dict(zip(self.parameter_names(), self.parameters()))
 
-    def named_master(self) -> "dict[str, nn.Parameter]":
+    def named_master(self) -> dict[str, nn.Parameter]:
         """name -> fp32 master of each bf16 parameter; empty for an fp32 module.
 
         The masters have adopted edits of their parameters."""
@@ -337,9 +337,7 @@ class Arena:
             if master is not p
         }
 
-    def parameter_groups(
-        self, weight_decay: float = 0.1, lr: "float | None" = None
-    ) -> "list[dict]":
+    def parameter_groups(self, weight_decay: float = 0.1, lr: float | None = None) -> list[dict]:
         """Parameter groups for any torch optimizer.
 
         Args:
@@ -349,7 +347,7 @@ class Arena:
         Returns:
             A list of dicts with `params`, `weight_decay` and, where it is given, `lr`.
         """
-        groups: "dict[tuple[bool, float], dict]" = {}
+        groups: dict[tuple[bool, float], dict] = {}
         for s, master in zip(reversed(self.segments), self.parameters()):
             group = groups.setdefault(
                 (s.decay, s.lr_scale),
@@ -456,7 +454,7 @@ class Arena:
         self._addresses = [p.data_ptr() for p in self.params]
         self._master_addresses = [p.data_ptr() for p in self.masters]
 
-    def _moved(self, tensors: "list[nn.Parameter]", addresses: "list[int]") -> "list[int]":
+    def _moved(self, tensors: list[nn.Parameter], addresses: list[int]) -> list[int]:
         """The indices of those that lie elsewhere."""
         return [
             i
@@ -488,12 +486,12 @@ class Arena:
             if p.requires_grad and id(p) not in in_arena:
                 raise _not_trained(name)
 
-    def frozen(self) -> "list[tuple[str, Tensor]]":
+    def frozen(self) -> list[tuple[str, Tensor]]:
         """(name, parameter) of those of the module that are in no arena."""
         return [(name, p) for name, p in self.module.named_parameters() if not _in_an_arena(p)]
 
     @staticmethod
-    def check_frozen(parameters: "list[tuple[str, Tensor]]"):
+    def check_frozen(parameters: list[tuple[str, Tensor]]):
         """Find one that was unfrozen since.
 
         Args:
@@ -507,7 +505,7 @@ class Arena:
                 raise _not_trained(name)
 
     @torch.no_grad()
-    def publish(self, optimizer: "torch.optim.Optimizer | None" = None):
+    def publish(self, optimizer: torch.optim.Optimizer | None = None):
         """Round the masters into the bf16 parameters.
 
         Runs by itself after a step of an optimizer over parameters().

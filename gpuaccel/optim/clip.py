@@ -64,14 +64,14 @@ from .arena import Arena, check_parameters_or_arena
 
 
 def clip_grad_norm_(
-    parameters_or_arena: "Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
+    parameters_or_arena: Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    foreach: "bool | None" = None,
+    foreach: bool | None = None,
     *,
     scope: Scope = "global",
-    on_nonfinite: "OnNonfinite | None" = None,
+    on_nonfinite: OnNonfinite | None = None,
     eps: float = EPS,
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most max_norm, and return the norm.
@@ -135,14 +135,14 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grads_(
-    parameters_or_arena: "Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
+    parameters_or_arena: Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    foreach: "bool | None" = None,
+    foreach: bool | None = None,
     *,
     scope: Scope = "global",
-    on_nonfinite: "OnNonfinite | None" = None,
+    on_nonfinite: OnNonfinite | None = None,
     eps: float = EPS,
 ) -> ClipState:
     """`clip_grad_norm_` that returns all it computes, as a ClipState.
@@ -170,9 +170,9 @@ def clip_grads_(
     max_norm = check_max_norm(max_norm)
     norm_type = float(norm_type)
     check_choice("scope", scope, Scope)
-    grads: "list[Tensor]"
-    names: "Callable[[], list[str]]"
-    groups: "list[int] | None" = None  # of each tensor; None: all are one group
+    grads: list[Tensor]
+    names: Callable[[], list[str]]
+    groups: list[int] | None = None  # of each tensor; None: all are one group
     if isinstance(parameters_or_arena, Arena):
         arena = parameters_or_arena
         policy: OnNonfinite = on_nonfinite or "skip"
@@ -221,7 +221,7 @@ def clip_grads_(
     return state
 
 
-def _empty_state(scope: Scope, names: "Callable[[], list[str]]") -> ClipState:
+def _empty_state(scope: Scope, names: Callable[[], list[str]]) -> ClipState:
     """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
     rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
     nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
@@ -231,14 +231,14 @@ def _empty_state(scope: Scope, names: "Callable[[], list[str]]") -> ClipState:
 
 
 def _grads_of(
-    parameters: "Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
-) -> "tuple[list[Tensor], Callable[[], list[str]]]":
+    parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+) -> tuple[list[Tensor], Callable[[], list[str]]]:
     """The gradients of parameters that have one, and a function that returns their names."""
     check_parameters_or_arena("parameters", parameters)
     members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if isinstance(parameters, types.GeneratorType) and not members:
         warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
-    given: "list[str] | None" = None
+    given: list[str] | None = None
     if members and isinstance(members[0], tuple):
         given = [name for name, _ in members]
         members = [p for _, p in members]
@@ -257,16 +257,16 @@ def _grads_of(
 
 
 def _by_kernels(
-    grads: "list[Tensor]",
-    names: "Callable[[], list[str]]",
-    groups: "list[int] | None",
+    grads: list[Tensor],
+    names: Callable[[], list[str]],
+    groups: list[int] | None,
     scope: Scope,
     max_norm: float,
     norm_type: float,
     eps: float,
     policy: OnNonfinite,
-    arena: "Arena | None",
-) -> "tuple[ClipState, Callable[[], None]]":
+    arena: Arena | None,
+) -> tuple[ClipState, Callable[[], None]]:
     """The clip state, and a function that scales the gradients: by kernels."""
     device = grads[0].device
     count = 1 if groups is None else groups[-1] + 1
@@ -302,16 +302,16 @@ def _by_kernels(
 
 
 def _by_torch(
-    grads: "list[Tensor]",
-    names: "Callable[[], list[str]]",
-    groups: "list[int] | None",
+    grads: list[Tensor],
+    names: Callable[[], list[str]],
+    groups: list[int] | None,
     scope: Scope,
     max_norm: float,
     norm_type: float,
     eps: float,
     policy: OnNonfinite,
-    foreach: "bool | None",
-) -> "tuple[ClipState, Callable[[], None]]":
+    foreach: bool | None,
+) -> tuple[ClipState, Callable[[], None]]:
     """The same by torch."""
     count = 1 if groups is None else groups[-1] + 1
     norms, nonfinite_tensor = reference_norms(grads, norm_type, groups, count, foreach)

@@ -41,14 +41,14 @@ class Norms:
             "block": lambda: [s.block for s in arena.segments],
         }[scope]()
         self.clip = new_state(max(self.rows) + 1, device, scope, lambda: ())
-        self.groups: "Tensor | None" = None
+        self.groups: Tensor | None = None
         if scope != "global":
             self.groups = torch.tensor(self.rows, dtype=torch.int32, device=device)
         # Where the gradients of the latest step lie, and the launches of squares_v2 over them.
-        self._addresses: "list[int]" = []
+        self._addresses: list[int] = []
         self._launches: tuple = ()
 
-    def take(self, jobs, max_norm: Tensor, squares, divisor: "Tensor | None"):
+    def take(self, jobs, max_norm: Tensor, squares, divisor: Tensor | None):
         """Norms and scales of the gradients into `clip`, by our kernels.
 
         Args:
@@ -59,7 +59,7 @@ class Norms:
         """
         if squares is None:
             # By number, so that the first tensor that is not finite can be named.
-            grads: "list[Tensor | None]" = [None] * len(self.rows)
+            grads: list[Tensor | None] = [None] * len(self.rows)
             for j in jobs:
                 grads[j.number] = j.grad
             addresses = [0 if g is None else g.data_ptr() for g in grads]
@@ -77,7 +77,7 @@ class Norms:
             self.clip, partials, chunk_to_tensor, self.groups, rows, max_norm, divisor=divisor
         )
 
-    def take_by_torch(self, jobs, max_norm: float, divisor: "Tensor | None"):
+    def take_by_torch(self, jobs, max_norm: float, divisor: Tensor | None):
         """The same in torch.
 
         Args:

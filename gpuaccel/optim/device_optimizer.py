@@ -52,9 +52,9 @@ from .step_plan import DevicePlan, facts_of
 class StepOptions(TypedDict, total=False):
     """The keyword arguments of a DeviceOptimizer that a subclass hands on."""
 
-    max_norm: "float | None"
+    max_norm: float | None
     scope: Scope
-    on_nonfinite: "OnNonfinite | None"
+    on_nonfinite: OnNonfinite | None
     stochastic_rounding: bool
     seed: int
 
@@ -93,10 +93,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     rule: UpdateRule
     # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
-    gradient_divisor: "Tensor | None" = None
+    gradient_divisor: Tensor | None = None
     _step_supports_amp_scaling = True
     # torch.compiler.disable(_step), made by the first optimizer: it imports half of torch.
-    _untraced_step: "Callable | None" = None
+    _untraced_step: Callable | None = None
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         *,
         lr,
         weight_decay: float = 0.0,
-        max_norm: "float | None" = None,
+        max_norm: float | None = None,
         scope: Scope = "global",
-        on_nonfinite: "OnNonfinite | None" = None,
+        on_nonfinite: OnNonfinite | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ):
@@ -147,9 +147,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.explain_skip = None
         self._members = Members(arena)
         # What the latest step has seen, and what it did with it on each device.
-        self._plan: "tuple[tuple | None, list[DevicePlan]]" = (None, [])
+        self._plan: tuple[tuple | None, list[DevicePlan]] = (None, [])
         self._took_norm = False
-        self._devices: "dict[torch.device, DeviceState]" = {}
+        self._devices: dict[torch.device, DeviceState] = {}
 
     @property
     def ranks(self) -> int:
@@ -164,7 +164,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- what the host may ask ----
 
     @property
-    def clip_state(self) -> "ClipState | None":
+    def clip_state(self) -> ClipState | None:
         """Norms and scales of the latest step; None: it took no norm. The next overwrites them."""
         for state in self._devices.values():
             if self._took_norm and self.scope in state.norms:
@@ -178,7 +178,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             return state.record[1]
         return torch.zeros((), dtype=torch.int32)
 
-    def last_skip(self) -> "dict | None":
+    def last_skip(self) -> dict | None:
         """What is known of the latest skipped step; None without one. Waits for the device.
 
         "step": which call of step(). "tensor": name of its first gradient that was not finite.
@@ -197,7 +197,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             return skip
         return None
 
-    def names(self) -> "list[str]":
+    def names(self) -> list[str]:
         """The name of each tensor, by number: in the arena's order, else in that of the groups."""
         return self._members.names(self.param_groups)
 
@@ -210,7 +210,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         has_limit = self.max_norm is not None
         return (*groups, self.on_nonfinite, self.scope, self.stochastic_rounding, has_limit)
 
-    def tensors_changed_by_step(self) -> "list[Tensor]":
+    def tensors_changed_by_step(self) -> list[Tensor]:
         """What step() writes beside parameters and state: counts of steps and skips."""
         return [state.record for state in self._devices.values()]
 
@@ -220,7 +220,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             member for member in self._members.rows(self.param_groups) if member[1].requires_grad
         ]
         self._place_states(members)
-        kinds: "dict[torch.device, set]" = {}
+        kinds: dict[torch.device, set] = {}
         for g, p, _ in members:
             macros = self.rule.macros_of(self.param_groups[g])
             kinds.setdefault(p.device, set()).add((p.dtype, macros))
@@ -339,10 +339,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if part.by_kernels:
             torch.autograd.graph.increment_version(part.changed)
 
-    def _parts(self) -> "list[DevicePlan]":
+    def _parts(self) -> list[DevicePlan]:
         """What this step does: as the last one with these gradients, or planned anew."""
         tensors = self._members.gradient_holders(self.param_groups)
-        grads: "list[Any]" = [p.grad for p in tensors]
+        grads: list[Any] = [p.grad for p in tensors]
         facts, parts = self._plan
         if facts is not None and facts == self._facts(grads):
             for part in parts:
@@ -363,7 +363,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self._plan = self._facts(grads), parts
         return parts
 
-    def _facts(self, grads) -> "tuple | None":
+    def _facts(self, grads) -> tuple | None:
         arena = self.arena
         buffers = () if arena is None else [*arena.params, arena.grads]
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
@@ -381,7 +381,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         members = [
             member for member in self._members.rows(self.param_groups) if member[1].grad is not None
         ]
-        grads: "dict[int, Any]" = {i: p.grad for _, p, i in members}
+        grads: dict[int, Any] = {i: p.grad for _, p, i in members}
         check_gradients([*grads.values()], lambda: [self.names()[i] for i in grads])
         devices = {p.device: None for _, p, _ in members}
         if len(devices) > 1 and self._takes_norm():
@@ -628,7 +628,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._begin()
 
 
-def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> "Tensor | None":
+def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> Tensor | None:
     """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
 
     Returns:

@@ -39,10 +39,10 @@ class DeviceState:
         self.device = device
         self.settings = torch.empty(0, dtype=torch.float64, device=device)
         self.record = torch.zeros(4, dtype=torch.int32, device=device)
-        self._written: "list[float] | None" = None  # what `settings` holds
-        self.norms: "dict[str, Norms]" = {}
+        self._written: list[float] | None = None  # what `settings` holds
+        self.norms: dict[str, Norms] = {}
 
-    def write_settings(self, values: "list[float | Tensor]"):
+    def write_settings(self, values: list[float | Tensor]):
         """Write the settings to the device, if the host has changed them. No synchronisation.
 
         Args:

@@ -37,7 +37,7 @@ class GradientListener:
         """Backward has computed all of tensor i's gradient, which may still wait for
         Arena.collect()."""
 
-    def product_added(self, tensors: "dict[int, bool]"):
+    def product_added(self, tensors: dict[int, bool]):
         """A product has added its gradient (optim/products.py).
 
         Args:
@@ -64,11 +64,11 @@ class Gradients:
 
     def __init__(
         self,
-        params: "list[nn.Parameter]",
-        segments: "list[Segment]",
+        params: list[nn.Parameter],
+        segments: list[Segment],
         buffer: Tensor,
         chunk_to_tensor: Tensor,
-        check: "Callable[[], None]",
+        check: Callable[[], None],
     ):
         self.params = params
         self.segments = segments
@@ -83,11 +83,11 @@ class Gradients:
         self._addresses = [view.data_ptr() for view in self.views]
         # Sums of squares that a reduction has left; the versions of the gradients then, and which
         # tensors had one.
-        self._squares: "tuple[Tensor, list[int], list[bool]] | None" = None
+        self._squares: tuple[Tensor, list[int], list[bool]] | None = None
         # Told about gradients while a backward runs.
-        self._listeners: "list[GradientListener]" = []
+        self._listeners: list[GradientListener] = []
         # Of each tensor its sum while aside() hides it; empty: they are not hidden.
-        self._aside: "list[Tensor | None]" = []
+        self._aside: list[Tensor | None] = []
         # The backward, by autograd's number, whose fresh gradients are collected at its end.
         self._collecting = -1
         self._fresh_bytes = 0
@@ -95,7 +95,7 @@ class Gradients:
         self._hooks = [
             _gradient_hook(weak, i, self._addresses, self._listeners) for i in range(len(params))
         ]
-        self._handles: "list[Any]" = []
+        self._handles: list[Any] = []
         self._closed = False
         for p in params:
             if p.dtype != torch.float32:
@@ -174,7 +174,7 @@ class Gradients:
             self.collect(graphs=False)
 
     @contextlib.contextmanager
-    def listening(self, listener: "GradientListener | None"):
+    def listening(self, listener: GradientListener | None):
         """Context manager around a backward of which `listener` is told; None: nobody.
 
         Args:
@@ -194,7 +194,7 @@ class Gradients:
             if by_hand:
                 self._remove_hooks()
 
-    def product_added(self, tensors: "dict[int, bool]"):
+    def product_added(self, tensors: dict[int, bool]):
         """Tell the listeners that a product has added: see GradientListener.
 
         Args:
@@ -214,7 +214,7 @@ class Gradients:
         return in_place and (grad is view or grad.stride() == view.stride())
 
     @torch.no_grad()
-    def collect(self, first: int = 0, last: "int | None" = None, graphs: bool = True):
+    def collect(self, first: int = 0, last: int | None = None, graphs: bool = True):
         """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
 
         Runs by itself at the end of a backward, before a step of an optimizer of this package, and
@@ -268,7 +268,7 @@ class Gradients:
         for i in indices:
             self.params[i].grad = self.views[i]
 
-    def __getitem__(self, i: int) -> "Tensor | None":
+    def __getitem__(self, i: int) -> Tensor | None:
         """Tensor i's sum so far, in its slice; None: it has no gradient.
 
         Args:
@@ -282,7 +282,7 @@ class Gradients:
         self.collect(i, i + 1)
         return self.params[i].grad
 
-    def received(self) -> "list[bool]":
+    def received(self) -> list[bool]:
         """Whether each tensor has a gradient."""
         return [p.grad is not None for p in self.params]
 
@@ -293,7 +293,7 @@ class Gradients:
         self._squares = None
 
     @torch.no_grad()
-    def set(self, received: "Iterable[bool]"):
+    def set(self, received: Iterable[bool]):
         """Make the slices `.grad` of the tensors that have received a gradient, None of others.
 
         Args:
@@ -337,7 +337,7 @@ class Gradients:
             return False
         return self[i] is None
 
-    def place(self, views: "dict[int, Tensor]") -> "dict[int, Tensor]":
+    def place(self, views: dict[int, Tensor]) -> dict[int, Tensor]:
         """Let the sums of some tensors lie elsewhere; their values are the caller's business.
 
         Args:
@@ -363,7 +363,7 @@ class Gradients:
         """
         self._squares = squares, self._versions(), self.received()
 
-    def kept_squares(self) -> "tuple[Tensor, Tensor] | None":
+    def kept_squares(self) -> tuple[Tensor, Tensor] | None:
         """(sums of squares, tensor of each) of keep_squares(); None: a gradient has changed."""
         if self._squares is None:
             return None
@@ -372,11 +372,11 @@ class Gradients:
         gone = any(then and not now for then, now in zip(received, self.received()))
         return None if gone or versions != self._versions() else (squares, self.chunk_to_tensor)
 
-    def _versions(self) -> "list[int]":
+    def _versions(self) -> list[int]:
         return [view._version for view in (self.buffer, *self.views)]
 
     @torch.no_grad()
-    def zero_stale(self, first: int = 0, last: "int | None" = None):
+    def zero_stale(self, first: int = 0, last: int | None = None):
         """Write zeros to the slices of tensors without a gradient: before a sum over ranks.
 
         Args:
@@ -391,7 +391,7 @@ class Gradients:
             torch._foreach_zero_(stale)
 
 
-def _gradient_hook(weak: "weakref.ref[Gradients]", i: int, addresses, listeners):
+def _gradient_hook(weak: weakref.ref[Gradients], i: int, addresses, listeners):
     """Runs once per tensor and backward, after autograd's addition or a product: each line counts
     on a slow host."""
 
@@ -419,18 +419,18 @@ class Master(nn.Parameter):
     """The fp32 master of a bf16 parameter. Its `.grad` is the parameter's: both have one sum."""
 
     # The Arena, weakly: it holds its masters. None in a copy, until its arena has it.
-    arena: "Callable[[], Any] | None" = None
+    arena: Callable[[], Any] | None = None
     number: int
 
     @property
-    def grad(self) -> "Tensor | None":
+    def grad(self) -> Tensor | None:
         """The sum, in the arena's slice."""
         if self.arena is None:
             return _TENSOR_GRAD.__get__(self)
         return self._arena().gradients[self.number]
 
     @grad.setter
-    def grad(self, value: "Tensor | None"):
+    def grad(self, value: Tensor | None):
         if self.arena is None:
             _TENSOR_GRAD.__set__(self, value)
         else:

@@ -38,7 +38,7 @@ class Segment:
 
     name: str
     shape: torch.Size
-    stride: "tuple[int, ...]"
+    stride: tuple[int, ...]
     numel: int
     offset: int
     block: int
@@ -99,7 +99,7 @@ class Summary:
         total_bytes: of the whole accumulator.
     """
 
-    def __init__(self, segments: "list[Segment]", blocks: "list[Block]"):
+    def __init__(self, segments: list[Segment], blocks: list[Block]):
         numel = blocks[-1].stop
         self.block_bytes = sum(4 * s.numel for s in segments if not s.embedding)
         self.embedding_bytes = sum(4 * s.numel for s in segments if s.embedding)
@@ -152,9 +152,9 @@ def own_storage(piece: Tensor) -> Tensor:
     return flat.as_strided(piece.shape, piece.stride())
 
 
-def _block_names(module: nn.Module) -> "dict[int, str]":
+def _block_names(module: nn.Module) -> dict[int, str]:
     """id of a parameter inside the outermost ModuleLists and Sequentials -> name of its block."""
-    names: "dict[int, str]" = {}
+    names: dict[int, str] = {}
 
     def walk(part: nn.Module, prefix: str):
         if isinstance(part, (nn.ModuleList, nn.Sequential)):
@@ -169,23 +169,23 @@ def _block_names(module: nn.Module) -> "dict[int, str]":
     return names
 
 
-def _stride(p: Tensor) -> "tuple[int, ...]":
+def _stride(p: Tensor) -> tuple[int, ...]:
     """A channels_last weight keeps its memory format; all others become contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     keeps = p.dim() in formats and p.is_contiguous(memory_format=formats[p.dim()])
     return p.stride() if keeps else torch.empty(p.shape, device="meta").stride()
 
 
-def trainable(module: nn.Module) -> "list[tuple[str, nn.Parameter]]":
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of each tensor that an arena holds, in registration order."""
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def lay_out(
     module: nn.Module,
-    decay: "Callable[[str, nn.Parameter], bool] | None" = None,
-    lr_scale: "Callable[[str, nn.Parameter], float] | None" = None,
-) -> "tuple[list[Segment], list[Block]]":
+    decay: Callable[[str, nn.Parameter], bool] | None = None,
+    lr_scale: Callable[[str, nn.Parameter], float] | None = None,
+) -> tuple[list[Segment], list[Block]]:
     """The range of each trainable tensor of `module` in an arena.
 
     Reads names and shapes only. The arguments are those of Arena."""
@@ -201,8 +201,8 @@ def lay_out(
         for p in part.parameters()
         if ids.count(id(p)) == 1
     }
-    segments: "list[Segment]" = []
-    blocks: "list[Block]" = []
+    segments: list[Segment] = []
+    blocks: list[Block] = []
     offset = 0
     for block_name, members in itertools.groupby(
         reversed(trainable(module)), key=lambda pair: block_names.get(id(pair[1]))

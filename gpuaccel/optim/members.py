@@ -37,24 +37,24 @@ class Members:
             )
         return self._numbers[id(p)]
 
-    def rows(self, groups: "list[dict]") -> "list[tuple[int, Tensor, int]]":
+    def rows(self, groups: list[dict]) -> list[tuple[int, Tensor, int]]:
         """(group, parameter, number) of each parameter."""
         rows = [(g, p) for g, group in enumerate(groups) for p in group["params"]]
         if self.arena is None:
             return [(g, p, i) for i, (g, p) in enumerate(rows)]
         return [(g, p, self.number_of(p)) for g, p in rows]
 
-    def gradient_holders(self, groups: "list[dict]") -> "list[Tensor]":
+    def gradient_holders(self, groups: list[dict]) -> list[Tensor]:
         """By number: the tensor whose `.grad` is the gradient."""
         if self.arena is None:
             return [p for group in groups for p in group["params"]]
         return self.arena.params
 
-    def count(self, groups: "list[dict]") -> int:
+    def count(self, groups: list[dict]) -> int:
         """How many tensors have a number."""
         return len(self.gradient_holders(groups))
 
-    def names(self, groups: "list[dict]") -> "list[str]":
+    def names(self, groups: list[dict]) -> list[str]:
         """By number."""
         if self.arena is not None:
             return [s.name for s in self.arena.segments]
@@ -62,7 +62,7 @@ class Members:
         named = [name for group in groups for name in group.get("param_names", ())]
         return named if len(named) == len(params) else unnamed(params)
 
-    def names_by_group(self, groups: "list[dict]") -> "list[list[str]]":
+    def names_by_group(self, groups: list[dict]) -> list[list[str]]:
         """Of each group's tensors."""
         names, rows = self.names(groups), iter(self.rows(groups))
         return [[names[next(rows)[2]] for _ in group["params"]] for group in groups]

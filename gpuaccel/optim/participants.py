@@ -21,7 +21,7 @@ class ArenaParticipant:
             ]
         )
 
-    def tensors_changed_by_step(self) -> "list[Tensor]":
+    def tensors_changed_by_step(self) -> list[Tensor]:
         buffers = [self.arena.weights, self.arena.bf16_weights, self.arena.grads]
         return [buffer for buffer in buffers if buffer is not None]
 
@@ -46,7 +46,7 @@ class ArenaParticipant:
         return restore
 
 
-def capture_participants(module: nn.Module) -> "list[ArenaParticipant]":
+def capture_participants(module: nn.Module) -> list[ArenaParticipant]:
     """The arena made of this very module, as a participant; [] without one.
 
     Args:

@@ -41,7 +41,7 @@ from .layout import own_storage
 
 ADDED, RETURNED = GradientUse.ADDED, GradientUse.RETURNED
 # What takes the place of a layer's forward.
-KINDS: "tuple[type[FusedForward], ...]" = FusedLinear, FusedConv1D, FusedEmbedding
+KINDS: tuple[type[FusedForward], ...] = FusedLinear, FusedConv1D, FusedEmbedding
 
 
 class _ProductSlice(GradientSlice):
@@ -55,14 +55,14 @@ class _ProductSlice(GradientSlice):
         tensors: indices of the slice's weights, in the arena's order.
     """
 
-    def __init__(self, products: "Products", tensors: "tuple[int, ...]"):
+    def __init__(self, products: "Products", tensors: tuple[int, ...]):
         self.products = products
         self.arena = products.arena
         self.tensors = tensors
         segments = [self.arena.segments[i] for i in tensors]
         stops = list(itertools.accumulate(s.shape[0] for s in segments))
         # Of dy, for each weight.
-        self._columns: "list[slice | None]" = [None]
+        self._columns: list[slice | None] = [None]
         if len(tensors) > 1:
             self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
         first, last = segments[0], segments[-1]
@@ -78,7 +78,7 @@ class _ProductSlice(GradientSlice):
             for i, use in zip(self.tensors, gradient_uses(edges))
         ]
 
-    def _uses_when_compiled(self) -> "list[GradientUse]":
+    def _uses_when_compiled(self) -> list[GradientUse]:
         arena = self.arena
         uses = gradient_uses([get_gradient_edge(arena.params[i]) for i in self.tensors])
         for i, use in zip(self.tensors, uses):
@@ -135,11 +135,11 @@ class Products:
         # The version of each gradient after its last product.
         self._versions = [0] * len(arena.segments)
         # Tensors to which autograd adds as well: a layer's weight that something else uses, too.
-        self.also_from_autograd: "set[int]" = set()
-        self.tensors: "set[int]" = set()
-        self._fused: "dict[nn.Module, FusedForward]" = {}
+        self.also_from_autograd: set[int] = set()
+        self.tensors: set[int] = set()
+        self._fused: dict[nn.Module, FusedForward] = {}
         # Kept alive here, until close().
-        self._slices: "dict[tuple[int, ...], _ProductSlice]" = {}
+        self._slices: dict[tuple[int, ...], _ProductSlice] = {}
         for layer in arena.module.modules():
             # Not the attribute, which a parametrization would compute.
             weight = dict(layer.named_parameters(recurse=False)).get("weight")
@@ -155,19 +155,19 @@ class Products:
                 self._add_joint([getattr(layer, name) for name in names])
         arena.before_release.append(self.close)
 
-    def _acc(self, tensors: "tuple[int, ...]") -> Tensor:
+    def _acc(self, tensors: tuple[int, ...]) -> Tensor:
         """The tensor of the slice with these weights. Layers that share a weight share it."""
         if tensors not in self._slices:
             self._slices[tensors] = _ProductSlice(self, tensors)
         return self._slices[tensors].acc
 
-    def _add_joint(self, layers: "list[nn.Module]"):
+    def _add_joint(self, layers: list[nn.Module]):
         """Make one product of several layers of one input (nn.fused_linears).
 
         Nothing changes where their weights do not lie side by side in the arena.
         """
         # The arena stores parameters last to first; `linears` has that order.
-        linears: "list[Any]" = [
+        linears: list[Any] = [
             layer
             for layer in reversed(layers)
             if isinstance(layer, nn.Linear) and layer in self._fused and layer.bias is None
@@ -203,7 +203,7 @@ class Products:
             if self.added[i] and self.arena.gradients.views[i]._version != self._versions[i]:
                 self.also_from_autograd.add(i)
 
-    def report(self, tensors: "list[int]"):
+    def report(self, tensors: list[int]):
         """A product has been added to these tensors (indices)."""
         complete = {}
         for i in tensors:

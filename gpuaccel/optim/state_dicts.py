@@ -7,7 +7,7 @@ from ..ops import UpdateRule
 from .members import Members
 
 
-def fitted(state_dict: dict, param_groups: "list[dict]", members: Members, rule: UpdateRule):
+def fitted(state_dict: dict, param_groups: list[dict], members: Members, rule: UpdateRule):
     """A dict that an optimizer can load, with the tensors in its order.
 
     Where both sides name their tensors, they are matched by name.
@@ -40,7 +40,7 @@ def fitted(state_dict: dict, param_groups: "list[dict]", members: Members, rule:
     return state_dict
 
 
-def _matched(state_dict: dict, param_groups: "list[dict]", names: "list[list[str]]") -> dict:
+def _matched(state_dict: dict, param_groups: list[dict], names: list[list[str]]) -> dict:
     """Each stored group goes to the group that has all of its tensors, with its options. A tensor
     that is not stored has no state afterwards.
 
@@ -69,7 +69,7 @@ def _matched(state_dict: dict, param_groups: "list[dict]", names: "list[list[str
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _check(state: "dict | None", p, name: str, rule: UpdateRule):
+def _check(state: dict | None, p, name: str, rule: UpdateRule):
     for key in ("step", *rule.state_keys, "master") if state else ():
         value = state.get(key)  # type: ignore[union-attr]
         if value is None and (key in rule.optional or key == "master"):

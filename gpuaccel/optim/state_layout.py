@@ -39,9 +39,9 @@ class ParameterLayout:
 
     def __init__(self):
         # Parameter -> key -> memory of its state.
-        self._memory: "dict[Tensor, dict[str, Tensor]]" = {}
+        self._memory: dict[Tensor, dict[str, Tensor]] = {}
         # Parameter -> the dict in `opt.state` that place_states has made for it.
-        self.dicts: "dict[Tensor, dict]" = {}
+        self.dicts: dict[Tensor, dict] = {}
 
     # ---- memory. `key`: name of the state; `p`: its parameter; `i`: the parameter's number ----
 
@@ -49,7 +49,7 @@ class ParameterLayout:
         """Is `t` a state of this parameter, wherever it lies?"""
         return t.shape == p.shape
 
-    def existing(self, key: str, p: Tensor, i: int) -> "Tensor | None":
+    def existing(self, key: str, p: Tensor, i: int) -> Tensor | None:
         """The memory of one state tensor; None: it has none yet, or p has moved since."""
         t = self._memory.get(p, {}).get(key)
         if t is None or t.device != p.device or key != "step" and not self._is_place(t, key, p, i):
@@ -81,7 +81,7 @@ class ParameterLayout:
 
     # ---- the update ----
 
-    def launches(self, rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple]":
+    def launches(self, rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]:
         """For launch_update."""
         return list_launches(rule, jobs, stochastic)
 
@@ -89,10 +89,10 @@ class ParameterLayout:
         self,
         rule: UpdateRule,
         jobs: Jobs,
-        param_groups: "list[dict]",
+        param_groups: list[dict],
         inputs: StepInputs,
         count_it: bool,
-        seed: "int | None",
+        seed: int | None,
     ):
         """The same in torch; arguments: ops/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, count_it, seed)
@@ -108,7 +108,7 @@ class ArenaLayout(ParameterLayout):
         buffers: state key -> (N,) fp32; those that are missing are made when they are needed.
     """
 
-    def __init__(self, arena, buffers: "dict[str, Tensor] | None" = None):
+    def __init__(self, arena, buffers: dict[str, Tensor] | None = None):
         super().__init__()
         self.arena = arena
         self.buffers = {} if buffers is None else buffers

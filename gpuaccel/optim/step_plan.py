@@ -83,7 +83,7 @@ class DevicePlan:
         self.measurable = kernel_takes([j.grad for j in jobs]) and all(dense(j.grad) for j in jobs)
         self.changed = [t for j in self.by_kernels for t in (j.weight, j.copy) if t is not None]
 
-    def set_gradients(self, grads: "list[Tensor | None]"):
+    def set_gradients(self, grads: list[Tensor | None]):
         """Those of the next step.
 
         Args:

@@ -171,7 +171,7 @@ class Program:
         unload = weakref.finalize(self, _ctypes.dlclose, handle)
         unload.atexit = False
 
-    def _variable(self, name: str) -> "tuple[int, bytes]":
+    def _variable(self, name: str) -> tuple[int, bytes]:
         try:
             variable = getattr(self.library, f"simt_variable_{name}")
         except AttributeError:
@@ -182,7 +182,7 @@ class Program:
         address = variable(ctypes.byref(size))
         return address, ctypes.string_at(address, size.value)
 
-    def parameters(self, name: str) -> "list[tuple[str, int]]":
+    def parameters(self, name: str) -> list[tuple[str, int]]:
         """(letter, bytes) of each parameter of a kernel: p pointer, s struct, n number."""
         letters = ctypes.create_string_buffer(4096)
         sizes = (ctypes.c_int * 4096)()
@@ -282,12 +282,12 @@ def fill_pattern(host: Compiler) -> int:
     return PATTERNS[host.kind]
 
 
-def _first_options(host: Compiler) -> "tuple[str, ...]":
+def _first_options(host: Compiler) -> tuple[str, ...]:
     """The options in front of all others: without them zig adds sanitizer callbacks of its own."""
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
-def _flags(checked: bool, variant: "tuple[str, ...]") -> "tuple[str, ...]":
+def _flags(checked: bool, variant: tuple[str, ...]) -> tuple[str, ...]:
     """The compiler's options for a checked build, or for one that is not."""
     if not checked:
         return FAST
@@ -296,7 +296,7 @@ def _flags(checked: bool, variant: "tuple[str, ...]") -> "tuple[str, ...]":
     return (*flags, *((FILLED,) if fill_pattern(host) else ()), *variant)
 
 
-def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str, ...]]":
+def _commands(host: Compiler, flags, source, output, headers) -> list[tuple[str, ...]]:
     """The commands that compile and link. Linking leaves out the sanitizers' own libraries.
 
     All links have the options FAST: zig compiles a support library for each set of optimization
@@ -304,7 +304,7 @@ def _commands(host: Compiler, flags, source, output, headers) -> "list[tuple[str
     """
     # A mistake in a macro is at the line that uses it.
     # Source lines are added by _source_lines, for files that do not exist as well.
-    messages: "tuple[str, ...]" = (
+    messages: tuple[str, ...] = (
         *("-fmax-errors=5", "-ftrack-macro-expansion=0", "-fno-diagnostics-show-caret"),
     )
     if host.kind != "g++":
@@ -338,7 +338,7 @@ SIMT_HEADERS = ("simt.h", "runtime.h", "half.h", "cooperative_groups.h", "<comma
 OWN_HEADERS = ("half.h", "cooperative_groups.h")
 
 
-def _with_headers(source: str) -> "tuple[str, list[str]]":
+def _with_headers(source: str) -> tuple[str, list[str]]:
     """The source without the #includes of CUDA's headers, and the headers of ours it needs."""
     text = without_comments(source, strings=True)
     needed = {}
@@ -356,7 +356,7 @@ QUIET = 2.0
 LIMIT = 900.0
 
 
-def _environment() -> "dict[str, str]":
+def _environment() -> dict[str, str]:
     """The environment of a compiler: English messages, and zig's cache in our cache folder."""
     cache = _zig_folder(cache_dir() or _process_folder())
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
@@ -440,7 +440,7 @@ class Runtime:
     library: ctypes.CDLL
     path: str
     image: bytes
-    tls: "tuple[str, ...]"
+    tls: tuple[str, ...]
 
 
 SLOWER_TLS = ('-DSIMT_TLS=__attribute__((tls_model("global-dynamic")))',)
@@ -454,7 +454,7 @@ RUNTIME_SOURCES = ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")
 
 
 @functools.cache
-def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
+def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
     """The executor, with or without the checks.
 
     It is compiled once per machine and loaded once per process. The fast kind of thread-local
@@ -510,7 +510,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
 
 _lock = threading.Lock()
 # Those that a kernel uses. The others are unloaded.
-_programs: "weakref.WeakValueDictionary[str, Program]" = weakref.WeakValueDictionary()
+_programs: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
 # Programs after which kernels that nothing uses are collected: each is part of a reference cycle.
 COLLECT_AFTER = 32
 _loads = itertools.count(1)
@@ -519,9 +519,9 @@ _loads = itertools.count(1)
 def program(
     source: str,
     filename: str,
-    names: "list[str]",
+    names: list[str],
     checked: bool,
-    variant: "tuple[str, ...]" = (),
+    variant: tuple[str, ...] = (),
 ) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
@@ -575,7 +575,7 @@ def program(
         return result
 
 
-def _curand(source: str) -> "pathlib.Path | None":
+def _curand(source: str) -> pathlib.Path | None:
     """NVIDIA's curand_kernel.h, where a source includes it and it is installed."""
     if "curand_kernel.h" not in source or (folder := curand_folder()) is None:
         return None
@@ -624,7 +624,7 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
         return output.read_bytes()
 
 
-def _source_lines(message: str, text: str) -> "list[str]":
+def _source_lines(message: str, text: str) -> list[str]:
     """The source line of a compiler's error and a caret under the place, as NVRTC shows them.
 
     The compiler does not print them itself, because #line names files that do not exist.
@@ -673,7 +673,7 @@ def _is_in_directive(blank: str, position: int) -> bool:
     return blank[start:position].lstrip().startswith("#")
 
 
-def _dynamic_arrays(blank: str) -> "Iterator[tuple[int, int, list[tuple[str, str]]]]":
+def _dynamic_arrays(blank: str) -> Iterator[tuple[int, int, list[tuple[str, str]]]]:
     """The declarations of dynamic shared memory in a text without comments.
 
     Each is (start, end, [(name, the expression that points to it)]).
@@ -703,7 +703,7 @@ def _dynamic_arrays(blank: str) -> "Iterator[tuple[int, int, list[tuple[str, str
         yield start, end.end(), arrays
 
 
-def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
+def _with_dynamic_arrays(source: str) -> tuple[str, list[str]]:
     """The source with pointers for `extern __shared__` arrays, and macros for those outside.
 
     Outside of functions a pointer would be set only once, before any launch.
@@ -724,7 +724,7 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
     return "".join([*pieces, source[position:]]), list(dict.fromkeys(macros))
 
 
-def _with_marks(source: str, positions: "list[tuple[str, int]]") -> str:
+def _with_marks(source: str, positions: list[tuple[str, int]]) -> str:
     """The source with a `#define <mark> <its namespace>` above each position.
 
     What an #if leaves out thereby leaves out its mark, too.
@@ -746,7 +746,7 @@ def _with_marks(source: str, positions: "list[tuple[str, int]]") -> str:
     return "".join([*pieces, source[position:]])
 
 
-def translated(source: str, names: "list[str]") -> str:
+def translated(source: str, names: list[str]) -> str:
     """The source for the host compiler.
 
     It is in an unnamed namespace, with `extern __shared__` replaced, and exports each kernel.
@@ -783,7 +783,7 @@ def translated(source: str, names: "list[str]") -> str:
     )
 
 
-def text_line(text: str, file: str, line: int) -> "str | None":
+def text_line(text: str, file: str, line: int) -> str | None:
     """A line of one of the files that make up a whole source; #line says where each begins."""
     name = ""
     parts = list(LINE.finditer(text))

@@ -203,7 +203,7 @@ class Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
-def _with_space(size: int, count: int, dynamic: int) -> "tuple[Memory, int, int]":
+def _with_space(size: int, count: int, dynamic: int) -> tuple[Memory, int, int]:
     """Memory for tensors and dynamic shared memory, and the addresses below and above each tensor.
 
     Args:
@@ -251,7 +251,7 @@ class Array:
         self.addresses = addresses
         self.shift = 0
         # For each byte of an element whether no member has it; None: each has one.
-        self.padding: "bytes | None" = None
+        self.padding: bytes | None = None
 
     @classmethod
     def of_tensor(cls, name, tensor, readonly=False, addresses=False):
@@ -390,7 +390,7 @@ class Session:
         self.has_addresses = any(array.addresses for array in self.arrays) or any(
             not param.pointer and param.code in (None, "q", "Q") for param in params
         )
-        self.slots: "list[Slot]" = []
+        self.slots: list[Slot] = []
         for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
             if self.slots and array.lo < self.slots[-1].hi:
                 self.slots[-1].add(array)
@@ -532,7 +532,7 @@ class Session:
             if constant or not slot.readonly:
                 ctypes.memmove(slot.lo, self._content(slot), slot.hi - slot.lo)
 
-    def results(self) -> "list[bytes]":
+    def results(self) -> list[bytes]:
         """The bytes of the copies of the tensors."""
         return [self._content(slot) for slot in self.slots]
 
@@ -591,12 +591,12 @@ class Session:
             place = f"__shared__ {place}"
         return array.name, element, place, f"{array.name} has {_elements(count)} of {array.dtype}"
 
-    def reports(self) -> "tuple[list[Report], list[Report]]":
+    def reports(self) -> tuple[list[Report], list[Report]]:
         """(mistakes, notes): one report for each kind and line."""
         # (kind, file, line) -> report
-        mistakes: "dict[tuple, Report]" = {}
+        mistakes: dict[tuple, Report] = {}
         notes = []
-        noted: "list[tuple]" = []
+        noted: list[tuple] = []
         for raw in self.checks.report[: self.checks.reports]:
             if raw.kind == OVERFLOW:
                 continue
@@ -631,7 +631,7 @@ class Session:
         is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
         return raw.kind == UNSET_LOCAL and is_rare and not is_float
 
-    def _report(self, raw) -> "Report | None":
+    def _report(self, raw) -> Report | None:
         """The report of a raw one; None for what is no mistake."""
         kind = KINDS[raw.kind]
         if kind == "harmless" or self._is_chance(raw):
@@ -859,7 +859,7 @@ class Session:
 
     def overflow_words(self, report: Report) -> str:
         """The last signed overflow of a report's thread, at the report's line if there is one."""
-        found: "dict[bool, str]" = {}
+        found: dict[bool, str] = {}
         for raw in self.checks.report[: self.checks.reports]:
             if raw.kind != OVERFLOW or self._coordinates(raw.thread) != (
                 report.thread,
@@ -881,7 +881,7 @@ class Session:
             )
         return found.get(True) or found.get(False) or ""
 
-    def barrier_notes(self) -> "list[Report]":
+    def barrier_notes(self) -> list[Report]:
         """What a trace says of barriers: those that some threads never reach, or nobody needs."""
         notes = []
         for use in self.checks.barrier[: self.checks.barriers]:
@@ -918,13 +918,13 @@ def _elements(count: int) -> str:
 _INDEXED = re.compile(r"((?:\w+(?:\.|->))*\w+)\s*((?:\[[^\[\]]*\])*)\[")
 
 
-def _indexed_name(source: str, column: int) -> "tuple[str | None, str]":
+def _indexed_name(source: str, column: int) -> tuple[str | None, str]:
     """(name, earlier indices) of the array that is indexed at or before a column (from 1)."""
     names = [m for m in _INDEXED.finditer(source) if m.start() < column]
     return (names[-1][1], names[-1][2]) if names else (None, "")
 
 
-def _only_name(source: str, known: "set[str]") -> "str | None":
+def _only_name(source: str, known: set[str]) -> str | None:
     """The array that is indexed in a source line, beside known ones; None if there are more."""
     names = {m[1] for m in _INDEXED.finditer(source)} - known
     return names.pop() if len(names) == 1 else None
@@ -933,7 +933,7 @@ def _only_name(source: str, known: "set[str]") -> "str | None":
 def _launch(program, name, shape, params, args, values, extra, pack, trace):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
     arguments = name, shape, params, args, values, extra, pack
-    printed: "list[str]" = []
+    printed: list[str] = []
     state = _State(program)
     session, fault, mistakes, notes = _launch_once(program, *arguments, trace, printed)
     left = _State(program)
@@ -968,7 +968,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
             mistakes = []
     if fault is None and mistakes and all(report.kind == "race" for report in mistakes):
         if session.may_all_be_benign():
-            output: "list[str]" = []
+            output: list[str] = []
             other, other_fault, _, _ = again(printed=output, first=session)
             is_same = other.results() == session.results() and output == printed
             if (

@@ -94,7 +94,7 @@ class Job(ctypes.Structure):
 
 
 # (mode, seconds) as checked() set them; None leaves it to the environment.
-_mode: "tuple[str | None, float | None]" = (None, None)
+_mode: tuple[str | None, float | None] = (None, None)
 
 
 class checked(ProcessSwitch):
@@ -122,7 +122,7 @@ class checked(ProcessSwitch):
         ones ...thread 7 of block 0 writes x[7]: x has 7 elements of float32...
     """
 
-    def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
+    def __init__(self, on: bool | None = True, *, seconds: float | None = None):
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
             raise ArgumentError(f"seconds is {seconds!r}; expected a number, 0 or more")
         if on not in (True, False, None):
@@ -185,9 +185,9 @@ def launch(
     arguments: int,
     *,
     checks=None,
-    dynamic: "int | None" = None,
-    printed: "list[str] | None" = None,
-) -> "Fault | None":
+    dynamic: int | None = None,
+    printed: list[str] | None = None,
+) -> Fault | None:
     """Run a kernel's grid to its end. Return the fault that ended it early, or None.
 
     One launch runs at a time in a process.
@@ -274,7 +274,7 @@ def fault_report(program, fault: Fault, shape) -> Report:
     who = thread_words(thread, block, dims, grid)
     if kind == "deadlock":
         # (place, what it waits at, mask) -> the threads that wait there
-        waiting: "dict[tuple, list[int]]" = {}
+        waiting: dict[tuple, list[int]] = {}
         for wait in fault.waiting[: fault.waits]:
             place = locate(wait.pc, 1), WAITING[wait.kind], wait.mask
             waiting.setdefault(place, []).append(wait.thread)
@@ -345,7 +345,7 @@ def fault_report(program, fault: Fault, shape) -> Report:
 def _ranges(numbers) -> str:
     """ "threads 0-31, 40"."""
     # first and last number of each
-    ranges: "list[list[int]]" = []
+    ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] + 1 == number:
             ranges[-1][1] = number

@@ -42,18 +42,18 @@ class Report:
     """
 
     kind: str
-    line: "int | None"
-    file: "str | None"
-    thread: "tuple[int, int, int]"
-    block: "tuple[int, int, int]"
+    line: int | None
+    file: str | None
+    thread: tuple[int, int, int]
+    block: tuple[int, int, int]
     message: str
-    other_line: "int | None" = None
-    other_thread: "tuple[int, int, int] | None" = None
-    other_block: "tuple[int, int, int] | None" = None
-    tensor: "str | None" = None
-    element: "int | None" = None
+    other_line: int | None = None
+    other_thread: tuple[int, int, int] | None = None
+    other_block: tuple[int, int, int] | None = None
+    tensor: str | None = None
+    element: int | None = None
     count: int = 1
-    callers: "tuple[int, ...]" = ()
+    callers: tuple[int, ...] = ()
     needs_effect: bool = False
     looks_unset: bool = False
 
@@ -145,14 +145,14 @@ class Symbols:
                         calls.append((start, end, name, line.value))
         return calls
 
-    def callers(self, offset: int, returns, line) -> "tuple[int, ...]":
+    def callers(self, offset: int, returns, line) -> tuple[int, ...]:
         """Lines of the calls that lead to the code at an offset, innermost first.
 
         Args:
             returns: return addresses on the stack above it
             line: the line of the code itself
         """
-        lines: "list[int]" = []
+        lines: list[int] = []
         for depth, place in enumerate([offset, *(address - 1 for address in returns)]):
             if depth:
                 index = bisect_right(self.addresses, place) - 1
@@ -167,7 +167,7 @@ class Symbols:
             del lines[0]
         return tuple(lines)
 
-    def local_array(self, pc: int, distance: int) -> "tuple[str, int, str] | None":
+    def local_array(self, pc: int, distance: int) -> tuple[str, int, str] | None:
         """(name, index, type) of what is at a distance from a frame's end, in its one local array.
 
         None where the function has none or several, or its debug information does not say.
@@ -202,7 +202,7 @@ class Symbols:
         start, name, count, size, type_name = arrays[0]
         return name, (distance - start) // size, f"{type_name}[{count}]"
 
-    def locate(self, offset: int) -> "tuple[str | None, int | None]":
+    def locate(self, offset: int) -> tuple[str | None, int | None]:
         """(file, line) of the machine code at this offset into the library, or (None, None)."""
         index = bisect_right(self.addresses, offset) - 1
         if index < 0 or self.rows[index][1] is None or offset >= self.size:
@@ -238,7 +238,7 @@ def _variables(elf, symbols) -> list:
     return sorted(variables)
 
 
-def _file_names(table) -> "dict[int, str]":
+def _file_names(table) -> dict[int, str]:
     """File number -> name, of a line program."""
     first = 0 if table["version"] >= 5 else 1
     entries = table["file_entry"]
@@ -292,7 +292,7 @@ ELEMENT_TAGS = (
 )
 
 
-def _element_type(die) -> "tuple[int, str, bytes | None]":
+def _element_type(die) -> tuple[int, str, bytes | None]:
     """(bytes, name, padding) of a variable's type, or of its elements if it is an array.
 
     padding: 1 for each byte of a struct that belongs to no member; None without such bytes
@@ -324,7 +324,7 @@ def _descendants(die):
         yield from _descendants(child)
 
 
-def _array_of(die) -> "tuple[str, int, int, str] | None":
+def _array_of(die) -> tuple[str, int, int, str] | None:
     """(name, elements, bytes and type of one) of a variable that is an array of one dimension."""
     name = None
     while die is not None and die.tag != "DW_TAG_array_type":
@@ -394,7 +394,7 @@ def plain_name(mangled: str) -> str:
     return name
 
 
-def coordinates(linear: int, dims) -> "tuple[int, int, int]":
+def coordinates(linear: int, dims) -> tuple[int, int, int]:
     """(x, y, z) of a linear thread or block number in a block or grid of these dimensions."""
     return linear % dims[0], linear // dims[0] % dims[1], linear // dims[0] // dims[1]
 

@@ -121,10 +121,10 @@ class Use:
     least: int
     most: int
     requests: int
-    sectors: "float | None"
-    needed: "float | None"
-    used: "float | None"
-    bank_turns: "int | None"
+    sectors: float | None
+    needed: float | None
+    used: float | None
+    bank_turns: int | None
 
     @property
     def per_thread(self) -> str:
@@ -164,9 +164,9 @@ class Trace:
     """
 
     kernel: str
-    grid: "tuple[int, int, int]"
-    block: "tuple[int, int, int]"
-    tensors: "list[Traced]"
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    tensors: list[Traced]
     events: np.ndarray
     source: str = ""
     filename: str = ""
@@ -248,7 +248,7 @@ class Trace:
     def _leads(self) -> np.ndarray:
         return np.array([t.lead for t in self.tensors] or [0], np.int64)
 
-    def sectors_of(self, events) -> "tuple[np.ndarray, np.ndarray]":
+    def sectors_of(self, events) -> tuple[np.ndarray, np.ndarray]:
         """For every sector that an event touches: the event's index, and the sector.
 
         Args:
@@ -261,7 +261,7 @@ class Trace:
         position = np.arange(len(event)) - np.repeat(np.cumsum(counts) - counts, counts)
         return event, first[event] + position
 
-    def summary(self) -> "list[Use]":
+    def summary(self) -> list[Use]:
         """One row per source line, tensor and kind of access, by line and then by kind."""
         events = self.known()
         requests = self.requests()

@@ -61,7 +61,7 @@ def _class_name(thing) -> str:
     return type(thing).__name__
 
 
-def _model_tensors(path, model) -> "dict[str, Tensor]":
+def _model_tensors(path, model) -> dict[str, Tensor]:
     tensors = {}
     for name, value in uncompiled(model).state_dict().items():
         if not isinstance(value, Tensor):
@@ -72,7 +72,7 @@ def _model_tensors(path, model) -> "dict[str, Tensor]":
     return tensors
 
 
-def _master_tensors(arena) -> "dict[str, Tensor]":
+def _master_tensors(arena) -> dict[str, Tensor]:
     if arena is None:
         return {}
     return {f"master.{name}": tensor for name, tensor in arena.named_master().items()}
@@ -95,12 +95,12 @@ def _shares_of(optimizers: list) -> "_Shares | None":
     return _Shares(*spread) if spread else None
 
 
-def _with_groups(optimizers: list) -> "list[tuple[int, torch.optim.Optimizer, dict]]":
+def _with_groups(optimizers: list) -> list[tuple[int, torch.optim.Optimizer, dict]]:
     """(index of its optimizer, optimizer, group) of each parameter group."""
     return [(k, opt, group) for k, opt in enumerate(optimizers) for group in opt.param_groups]
 
 
-def _optimizer_groups(path, model, optimizers, arena) -> "list[dict[str, Tensor]]":
+def _optimizer_groups(path, model, optimizers, arena) -> list[dict[str, Tensor]]:
     """Per parameter group of all optimizers, name -> parameter.
 
     An fp32 master has the name of its parameter."""
@@ -108,7 +108,7 @@ def _optimizer_groups(path, model, optimizers, arena) -> "list[dict[str, Tensor]
     if arena is not None:
         pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
         names.update((id(parameter), name) for name, parameter in pairs)
-    groups: "list[dict[str, Tensor]]" = []
+    groups: list[dict[str, Tensor]] = []
     for _, optimizer, group in _with_groups(optimizers):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -130,11 +130,11 @@ def _group_options(group: dict) -> dict:
     }
 
 
-def _optimizer_state(groups, optimizers) -> "tuple[dict[str, Any], dict]":
+def _optimizer_state(groups, optimizers) -> tuple[dict[str, Any], dict]:
     """(tensors, JSON) of all that is in `state` and `param_groups` of all optimizers.
 
     Of a state that is spread over ranks the tensors are FlatRanges."""
-    tensors: "dict[str, Any]" = {}
+    tensors: dict[str, Any] = {}
     shares = _shares_of(optimizers)
     state: dict = {
         "class": _class_names(optimizers),
@@ -173,7 +173,7 @@ class _Shares:
         self.keys = optimizer.rule.state_keys
         self.numbers = {id(p): i for i, p in enumerate(self.layout.arena.masters)}
 
-    def range_of(self, tensor: Tensor, state: "Tensor | None" = None):
+    def range_of(self, tensor: Tensor, state: Tensor | None = None):
         """What this rank saves of a parameter of the optimizer, or of a state of it."""
         # torch.distributed.checkpoint is imported only where it is needed.
         from .checkpoint_shards import FlatRange
@@ -197,7 +197,7 @@ class _Shares:
 # ---- random state --------------------------------------------------------------------------------
 
 
-def _torch_random_state() -> "dict[str, Tensor]":
+def _torch_random_state() -> dict[str, Tensor]:
     tensors = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
@@ -255,11 +255,11 @@ def _restore_random_states(python, numpy, cpu: Tensor, cuda: Tensor):
 
 
 def save_checkpoint(
-    path: "str | pathlib.Path",
+    path: str | pathlib.Path,
     *,
     model: nn.Module,
-    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
-    arena: "Arena | None" = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    arena: Arena | None = None,
     scheduler: Any = None,
     batches: Any = None,
     step: int = 0,
@@ -333,7 +333,7 @@ def save_checkpoint(
     return path
 
 
-def _of_one_rank(shares: _Shares, model, arena, tensors: "dict[str, Any]") -> "dict[str, Any]":
+def _of_one_rank(shares: _Shares, model, arena, tensors: dict[str, Any]) -> dict[str, Any]:
     """What one rank of several offers to write: parameters, which all ranks have alike, its ranges,
     and its random state. Rank 0 also what may differ: buffers, and its generators."""
     rank = shares.layout.rank
@@ -373,15 +373,15 @@ def _check_same(path, stored: dict, expected: dict, what: str):
         )
 
 
-def _check_tensors(path, contents: Contents, prefix: str, expected: "dict[str, Tensor]", what):
+def _check_tensors(path, contents: Contents, prefix: str, expected: dict[str, Tensor], what):
     """The file's tensors whose names begin with `prefix` are those of `expected`."""
     stored = {name: entry for name, entry in contents.entries.items() if name.startswith(prefix)}
     _check_same(path, stored, {name: describe(t) for name, t in expected.items()}, what)
 
 
-def _check_tied(path, contents: Contents, weights: "dict[str, Tensor]"):
+def _check_tied(path, contents: Contents, weights: dict[str, Tensor]):
     """Weights that are one tensor in the model have one value in the file."""
-    first_names: "dict[tuple, str]" = {}
+    first_names: dict[tuple, str] = {}
     for name, tensor in weights.items():
         if not tensor.numel():
             continue
@@ -405,7 +405,7 @@ def _check_class(path, stored: dict, things: list):
 
 
 def _kind(value):
-    kinds: "list[Any]" = [bool, (int, float), str, (list, tuple), dict, Tensor]
+    kinds: list[Any] = [bool, (int, float), str, (list, tuple), dict, Tensor]
     return next((kind for kind in kinds if isinstance(value, kind)), type(value))
 
 
@@ -488,7 +488,7 @@ def _check_optimizers(path, contents: Contents, optimizers, groups):
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def _new_options(path, contents: Contents, optimizers) -> "list[dict]":
+def _new_options(path, contents: Contents, optimizers) -> list[dict]:
     """What each parameter group gets of its stored hyper-parameters."""
     options = []
     for number, (_, optimizer, group) in enumerate(_with_groups(optimizers)):
@@ -538,7 +538,7 @@ def _restore_parameter_state(parameter, group, current: dict, values: dict, cont
             current[key] = contents.tensor(name).to(parameter.device, copy=True)
 
 
-def _restore_optimizers(contents: Contents, optimizers, groups, options: "list[dict]"):
+def _restore_optimizers(contents: Contents, optimizers, groups, options: list[dict]):
     shares = _shares_of(optimizers)
     for (_, optimizer, group), new, members in zip(_with_groups(optimizers), options, groups):
         _restore_group(group, new)
@@ -565,7 +565,7 @@ def _load_state_dicts(path, state: dict, batches, schedulers: list):
     """Restore all; where one of them refuses its state, none.
 
     Only they themselves can tell whether a state is theirs, and they may find out late."""
-    given: "list[tuple[Any, Any, str, Any]]" = []
+    given: list[tuple[Any, Any, str, Any]] = []
     if batches is not None:
         given.append((batches, state["batches"]["values"], "batches", _check_position))
     if schedulers:
@@ -594,16 +594,16 @@ def _load_state_dicts(path, state: dict, batches, schedulers: list):
 
 @torch.no_grad()
 def load_checkpoint(
-    path: "str | pathlib.Path",
+    path: str | pathlib.Path,
     *,
     model: nn.Module,
-    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
-    arena: "Arena | None" = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    arena: Arena | None = None,
     scheduler: Any = None,
     batches: Any = None,
     restore_rng: bool = True,
     rank: int = 0,
-) -> "dict[str, Any]":
+) -> dict[str, Any]:
     """Continue from a checkpoint that save_checkpoint wrote.
 
     The run continues bit-identically with the same kinds of objects as at the save, on the same
@@ -647,8 +647,8 @@ def load_checkpoint(
     state = contents.state
     weights = _model_tensors(path, model)
     masters = _master_tensors(arena)
-    groups: "list[dict[str, Tensor]]" = []
-    options: "list[dict]" = []
+    groups: list[dict[str, Tensor]] = []
+    options: list[dict] = []
 
     _check_tensors(path, contents, "model.", weights, "model")
     if arena is not None:
@@ -693,9 +693,9 @@ def load_checkpoint(
 
 
 def checkpoint_path(
-    folder: "str | pathlib.Path",
+    folder: str | pathlib.Path,
     step: int,
-    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> pathlib.Path:
     """`<folder>/step-00000200.safetensors`: a name that `latest_checkpoint` looks for.
 
@@ -709,7 +709,7 @@ def checkpoint_path(
     return pathlib.Path(folder).expanduser() / f"step-{int(step):08d}{ending}"
 
 
-def _checkpoints(folder, ending="") -> "list[tuple[int, pathlib.Path]]":
+def _checkpoints(folder, ending="") -> list[tuple[int, pathlib.Path]]:
     """[(step, path)], oldest first."""
     folder = pathlib.Path(folder).expanduser()
     files = folder.iterdir() if folder.is_dir() else ()
@@ -718,7 +718,7 @@ def _checkpoints(folder, ending="") -> "list[tuple[int, pathlib.Path]]":
     return sorted((int(match[1]), file) for match, file in matches if match)
 
 
-def latest_checkpoint(folder: "str | pathlib.Path") -> "pathlib.Path | None":
+def latest_checkpoint(folder: str | pathlib.Path) -> pathlib.Path | None:
     """The checkpoint with the highest step in a folder; None without one.
 
     Unfinished files are ignored.
@@ -730,7 +730,7 @@ def latest_checkpoint(folder: "str | pathlib.Path") -> "pathlib.Path | None":
     return checkpoints[-1][1] if checkpoints else None
 
 
-def is_checkpoint(path: "str | pathlib.Path") -> bool:
+def is_checkpoint(path: str | pathlib.Path) -> bool:
     """Whether a file `*.safetensors` or a folder `*.sharded` is there. It may be damaged.
 
     Args:
@@ -750,15 +750,15 @@ def is_whole(path: pathlib.Path) -> bool:
     return True
 
 
-def older_whole_checkpoints(path: pathlib.Path) -> "list[pathlib.Path]":
+def older_whole_checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
     """Checkpoints beside this one that are older and not damaged, the newest first."""
     older = [other for _, other in _checkpoints(path.parent) if other.name < path.name]
     return [other for other in reversed(older) if is_whole(other)]
 
 
 def prune_checkpoints(
-    folder: "str | pathlib.Path", keep: int = 3, saved: "pathlib.Path | None" = None
-) -> "list[pathlib.Path]":
+    folder: str | pathlib.Path, keep: int = 3, saved: pathlib.Path | None = None
+) -> list[pathlib.Path]:
     """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
 
     Also deletes what killed runs left unfinished, up to the newest step. Checkpoints of later steps

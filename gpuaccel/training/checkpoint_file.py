@@ -74,12 +74,12 @@ class Contents:
         entries: name -> [dtype, shape] of each tensor.
     """
 
-    def __init__(self, step: int, state: dict, shapes: "dict[str, list] | None" = None):
+    def __init__(self, step: int, state: dict, shapes: dict[str, list] | None = None):
         self.step = step
         self.state = state
-        self.entries: "dict[str, list]" = dict(shapes or {})
+        self.entries: dict[str, list] = dict(shapes or {})
         # Of each tensor: (first element, (n,) elements), a view of the mapped file.
-        self._ranges: "dict[str, list[tuple[int, Tensor]]]" = {name: [] for name in self.entries}
+        self._ranges: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self.entries}
 
     def add(self, name: str, tensor: Tensor, first: int = 0):
         """Add a whole tensor, or the range of it that begins with element `first`."""
@@ -108,7 +108,7 @@ class Contents:
             return self._ranges[name][0][1].view(shape)
         return self.elements(name, 0, numel).view(shape)
 
-    def gaps(self) -> "list[str]":
+    def gaps(self) -> list[str]:
         """The tensors of which elements are missing, or are there twice."""
         return [
             name
@@ -252,7 +252,7 @@ STATE = {
     "scheduler?": {"class": str, "values": unpack},
     "batches?": {"values": unpack},
 }
-MANIFEST_FORM: "dict[str, Any]" = {
+MANIFEST_FORM: dict[str, Any] = {
     "step": int,
     # sha256.
     "files": {str: str},
@@ -281,7 +281,7 @@ def refusing(path: pathlib.Path):
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def _write(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: "dict[str, str]") -> str:
+def _write(path: pathlib.Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     """Write a safetensors file aside and rename it to `path`; returns its sha256.
 
     One pass, with one tensor at a time on the host. The sha256 in the header is written last."""
@@ -317,7 +317,7 @@ def _write(path: pathlib.Path, tensors: "dict[str, Tensor]", metadata: "dict[str
     return total.hexdigest()
 
 
-def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, state: dict):
+def write_file(path: pathlib.Path, tensors: dict[str, Tensor], step: int, state: dict):
     """Write a checkpoint aside and rename it to `path`; missing folders are made.
 
     Raises:
@@ -348,7 +348,7 @@ def shard_name(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
-def write_shard(path: pathlib.Path, tensors: "dict[str, Tensor]", firsts: "dict[str, int]") -> str:
+def write_shard(path: pathlib.Path, tensors: dict[str, Tensor], firsts: dict[str, int]) -> str:
     """Write one rank's file of a folder.
 
     Args:
@@ -372,10 +372,10 @@ def write_shard(path: pathlib.Path, tensors: "dict[str, Tensor]", firsts: "dict[
 
 def write_manifest(
     folder: pathlib.Path,
-    files: "dict[str, str]",
+    files: dict[str, str],
     step: int,
     state: dict,
-    shapes: "dict[str, list]",
+    shapes: dict[str, list],
 ):
     """Write what a folder of shards consists of: the last file of it.
 
@@ -410,7 +410,7 @@ def _manifest_sha256(manifest: dict) -> str:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read_safetensors(path: pathlib.Path, expected: str) -> "tuple[dict[str, Tensor], dict]":
+def _read_safetensors(path: pathlib.Path, expected: str) -> tuple[dict[str, Tensor], dict]:
     """(tensors, metadata) of a file of the format `expected`, not yet verified."""
     if not path.is_file():
         raise CheckpointError(
@@ -435,7 +435,7 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> "tuple[dict[str, Ten
     return tensors, metadata
 
 
-def _verify(path: pathlib.Path, metadata: "dict[str, str]"):
+def _verify(path: pathlib.Path, metadata: dict[str, str]):
     """Read all of a file; CheckpointError where its sha256 is not the one in its metadata."""
     data = np.memmap(path, mode="r").data
     total = hashlib.sha256(data[:DIGEST_PLACE])
@@ -488,7 +488,7 @@ def _read_manifest(folder: pathlib.Path) -> dict:
     return parse(manifest, MANIFEST_FORM, "manifest")
 
 
-def _check_files(folder: pathlib.Path, files: "dict[str, str]"):
+def _check_files(folder: pathlib.Path, files: dict[str, str]):
     """The folder has the shards of its manifest, and no other."""
     present = {path.name for path in folder.glob("*.safetensors")}
     for name in sorted(present - files.keys()):
@@ -512,7 +512,7 @@ def read_folder(
     folder: pathlib.Path,
     rank: int = 0,
     ranks: int = 1,
-    gather: "Callable[[str], list[str]]" = lambda text: [text],
+    gather: Callable[[str], list[str]] = lambda text: [text],
 ) -> Contents:
     """Everything in a folder of shards, verified.
 

@@ -65,7 +65,7 @@ class FlatRange:
     first: int
     shape: torch.Size
 
-    def __create_write_items__(self, name: str, _) -> "list[WriteItem]":
+    def __create_write_items__(self, name: str, _) -> list[WriteItem]:
         if not len(self.data):
             return []
         first, size = torch.Size([self.first]), torch.Size([len(self.data)])
@@ -99,7 +99,7 @@ class _Planner(dcp.DefaultSavePlanner):
 class _Writer(dcp.StorageWriter):
     """Writes a file per rank into a folder beside `path`, which rank 0 renames at the end."""
 
-    def __init__(self, path: pathlib.Path, values: "dict[str, Tensor | FlatRange]", step, state):
+    def __init__(self, path: pathlib.Path, values: dict[str, Tensor | FlatRange], step, state):
         self.path = path
         self.step = step
         self.state = state
@@ -109,7 +109,7 @@ class _Writer(dcp.StorageWriter):
             if isinstance(value, FlatRange)
         }
         # Of rank 0, while it is there.
-        self.aside: "pathlib.Path | None" = None
+        self.aside: pathlib.Path | None = None
 
     def reset(self, checkpoint_id=None):
         pass
@@ -158,10 +158,10 @@ class _Writer(dcp.StorageWriter):
 
 def save_shards(
     path: pathlib.Path,
-    values: "Mapping[str, Tensor | FlatRange]",
+    values: Mapping[str, Tensor | FlatRange],
     step: int,
     state: dict,
-    group: "dist.ProcessGroup | None",
+    group: dist.ProcessGroup | None,
 ):
     """Write one checkpoint with all ranks of a group. Collective: on every rank.
 

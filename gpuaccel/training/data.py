@@ -48,7 +48,7 @@ class Corpus:
         bytes: length of all documents as UTF-8.
     """
 
-    documents: "list[str]"
+    documents: list[str]
     source: str
     bytes: int
 
@@ -94,7 +94,7 @@ def _read_text(path, limit):
         ) from error
 
 
-def load_text(path: "str | os.PathLike | None" = None, *, max_bytes: "int | None" = None) -> Corpus:
+def load_text(path: str | os.PathLike | None = None, *, max_bytes: int | None = None) -> Corpus:
     """Text of a file, a folder, or the standard library. A document is a file that is not empty.
 
     Args:
@@ -173,7 +173,7 @@ class _TextTokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, text: str, /) -> "Sequence[int] | np.ndarray":
+    def encode(self, text: str, /) -> Sequence[int] | np.ndarray:
         """The tokens of a text."""
 
     def decode(self, tokens: Any, /) -> str:
@@ -228,7 +228,7 @@ class BPETokenizer:
         _as_bytes(text)
         return self.encode_all([text])[0]
 
-    def encode_all(self, texts: "list[str]") -> "list[np.ndarray]":
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each text, several texts at a time on all cores.
 
         Args:
@@ -344,9 +344,9 @@ def _unpacked(content, count):
 
 
 def make_dataset(
-    path: "str | os.PathLike | None" = None,
-    tokenizer: "NamedTokenizer | _TextTokenizer" = "byte",
-    max_bytes: "int | None" = None,
+    path: str | os.PathLike | None = None,
+    tokenizer: NamedTokenizer | _TextTokenizer = "byte",
+    max_bytes: int | None = None,
     vocab_size: int = 32768,
 ) -> TokenDataset:
     """Read a text as tokens, split into training and validation.
@@ -416,7 +416,7 @@ def _sequence_count(tokens: torch.Tensor, T: int) -> int:
     return (len(tokens) - 1) // T
 
 
-def _gather(tokens, indices, T, device, pin=False) -> "tuple[torch.Tensor, torch.Tensor]":
+def _gather(tokens, indices, T, device, pin=False) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets) of the sequences with these indices, each (len(indices), T) int64.
 
     Both in one copy, which to a GPU is from pinned memory."""
@@ -435,7 +435,7 @@ def _check_rank(rank, ranks):
 
 
 def shard(
-    batches: Iterable, rank: int, ranks: int, *, seed: "int | None" = None, epoch: int = 0
+    batches: Iterable, rank: int, ranks: int, *, seed: int | None = None, epoch: int = 0
 ) -> list:
     """Rank `rank`'s share of a list of batches (or files, or anything): every `ranks`-th of them.
 
@@ -506,7 +506,7 @@ class Batches:
         batch: int,
         T: int,
         seed: int = 0,
-        device: "str | torch.device" = "cpu",
+        device: str | torch.device = "cpu",
         pin: bool = False,
         rank: int = 0,
         ranks: int = 1,
@@ -537,7 +537,7 @@ class Batches:
                 "least one batch for each"
             )
         self.tokens_per_batch = batch * T
-        self._sha256: "str | None" = None
+        self._sha256: str | None = None
         self._go_to(epoch=0, index=0)
 
     def _go_to(self, epoch, index):
@@ -549,7 +549,7 @@ class Batches:
     def __iter__(self) -> "Batches":
         return self
 
-    def __next__(self) -> "tuple[torch.Tensor, torch.Tensor]":
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets), each (batch, T) int64 on `device`."""
         parts = []
         missing = self.batch * self.ranks
@@ -631,9 +631,9 @@ def val_batches(
     tokens: torch.Tensor,
     batch: int,
     T: int,
-    limit: "int | None" = None,
-    device: "str | torch.device" = "cpu",
-) -> "list[tuple[torch.Tensor, torch.Tensor]]":
+    limit: int | None = None,
+    device: str | torch.device = "cpu",
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The batches of a text in order: (inputs, targets), each (batch, T) int64 on `device`.
 
     All have `batch` sequences, and what is left at the end is not used; a text of fewer sequences

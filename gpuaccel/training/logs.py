@@ -26,7 +26,7 @@ from ..measure import LateValue
 Log = Union[str, "os.PathLike[str]", Callable[[dict], Any]]
 
 
-def check_log(log: "Log | None"):
+def check_log(log: Log | None):
     """Refuse a `log` argument that is nothing to write to (see ga.train).
 
     Raises:
@@ -51,9 +51,9 @@ class RunLog:
     """
 
     def __init__(self, log: Log, resumed_step: int = 0):
-        self._pending: "deque[dict]" = deque()
+        self._pending: deque[dict] = deque()
         # LateValues that can be used again
-        self._free: "list[LateValue]" = []
+        self._free: list[LateValue] = []
         self._file = None if callable(log) else _JSONLines(log, resumed_step)
         self._write: Any = self._file.write if self._file else log
 
@@ -106,7 +106,7 @@ class _JSONLines:
     def __init__(self, path, resumed_step):
         # A link stays one.
         self.path = pathlib.Path(path).expanduser().resolve()
-        self.file: "io.TextIOBase | None" = None
+        self.file: io.TextIOBase | None = None
         try:
             if self.path.is_dir():
                 raise DataError(f"log is {path}, a folder; expected a file")

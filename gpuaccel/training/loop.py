@@ -98,13 +98,13 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
 class _Checkpoints:
     """Saves and resumes one run's checkpoints, on one rank or on all ranks at once."""
 
-    def __init__(self, step: TrainStep, batches, folder, keep: int, extra: "dict | None"):
+    def __init__(self, step: TrainStep, batches, folder, keep: int, extra: dict | None):
         self.step = step
         self.folder = folder
         self.keep = keep
         self.extra = extra
         self.saved_step = -1
-        self.state: "dict[str, Any]" = dict(
+        self.state: dict[str, Any] = dict(
             model=step.model,
             optimizer=step.optimizers,
             arena=step.arena,
@@ -112,7 +112,7 @@ class _Checkpoints:
             batches=batches if hasattr(batches, "state_dict") else None,
         )
 
-    def resume(self, path: "str | pathlib.Path | bool"):
+    def resume(self, path: str | pathlib.Path | bool):
         """Go on from this checkpoint. True: from the newest one, if there is one."""
         if isinstance(path, bool):
             checkpoint = latest_checkpoint(self.folder) if path and self.folder else None
@@ -159,14 +159,14 @@ def train(
     batches: Iterable,
     steps: int,
     *,
-    val: "list | None" = None,
+    val: list | None = None,
     val_every: int = 0,
-    log: "Log | None" = None,
-    checkpoint_dir: "str | pathlib.Path | None" = None,
+    log: Log | None = None,
+    checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 0,
     keep: int = 3,
-    resume: "bool | str | pathlib.Path" = False,
-    extra: "dict | None" = None,
+    resume: bool | str | pathlib.Path = False,
+    extra: dict | None = None,
 ) -> Generator[Reading, None, None]:
     """Take optimizer steps until `steps` have been taken in all, with a reading after each.
 
@@ -316,7 +316,7 @@ def _equally_long(batches: Iterable, reducer) -> bool:
     return lengths[0] >= 0 and len(set(lengths)) == 1
 
 
-def _total_norm(norm: "Tensor | None") -> "Tensor | None":
+def _total_norm(norm: Tensor | None) -> Tensor | None:
     """One norm of all gradients; with a scope, an optimizer gives one norm per group."""
     return torch.linalg.vector_norm(norm) if norm is not None and norm.dim() else norm
 

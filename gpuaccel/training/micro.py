@@ -64,7 +64,7 @@ def _contents(batch) -> str:
     return words
 
 
-def _rows(value, name: str, rows: "dict[str, int]") -> "dict[str, int]":
+def _rows(value, name: str, rows: dict[str, int]) -> dict[str, int]:
     """rows, with place in the batch -> dim 0 of each tensor that has rows."""
     if isinstance(value, Tensor):
         if value.dim():
@@ -84,7 +84,7 @@ def _pieces(value, parts: int) -> list:
     if isinstance(value, (tuple, list)):
         pieces = [_pieces(item, parts) for item in value]
         return [_like(value, [column[i] for column in pieces]) for i in range(parts)]
-    items: "Iterable[Any]" = getattr(value, "__dict__", {}).values()
+    items: Iterable[Any] = getattr(value, "__dict__", {}).values()
     if isinstance(value, (set, frozenset, deque)):
         items = value
     if any(isinstance(item, Tensor) for item in items):
@@ -95,7 +95,7 @@ def _pieces(value, parts: int) -> list:
     return [value] * parts
 
 
-def _like(value: "tuple | list", items: list):
+def _like(value: tuple | list, items: list):
     """The items in a tuple or list of the kind of `value`."""
     # A named tuple has its fields as arguments.
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -72,7 +72,7 @@ class Config:
     norm_eps: float = 1e-5
     family: Family = "llama"
     degree: int = 3
-    window: "int | None" = None
+    window: int | None = None
 
     def __post_init__(self):
         if not self.head_dim:
@@ -109,7 +109,7 @@ class Config:
 
 
 Preset = Literal["tiny", "llama-350m", "gpt2-124m", "gpt2-xl", "poly-7m"]
-PRESETS: "dict[Preset, Config]" = {
+PRESETS: dict[Preset, Config] = {
     "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
     "llama-350m": Config(
         vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024

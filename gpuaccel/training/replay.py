@@ -53,7 +53,7 @@ class Replay:
         check_options(self.policy, self.new_shapes, self.max_graphs)
 
 
-def replay_options(replay: "ReplayMode | Replay") -> "Replay | None":
+def replay_options(replay: ReplayMode | Replay) -> Replay | None:
     """The argument `replay` of TrainStep; None: eager."""
     if isinstance(replay, Replay):
         return replay
@@ -108,7 +108,7 @@ class StepGraphs:
             **self.options,
         )
 
-    def forward_state(self) -> "list[ForwardState]":
+    def forward_state(self) -> list[ForwardState]:
         """All that a warm-up without an update changes: its gradients are dropped."""
         return [ForwardState(module) for module in _modules_of(self.step)]
 
@@ -138,7 +138,7 @@ class StepGraphs:
         """What follows in a captured step has parallel branches: see GraphedStep.split."""
         self.batch_graphs.split()
 
-    def _captured_step(self, batch) -> "tuple[dict, int]":
+    def _captured_step(self, batch) -> tuple[dict, int]:
         """Captured: the whole step, but for the launched optimizers."""
         step = self.step
         with step._accumulation_window():
@@ -190,7 +190,7 @@ class StepGraphs:
     # ---- all of them ----
 
     @property
-    def all(self) -> "list[GraphedStep]":
+    def all(self) -> list[GraphedStep]:
         if self.list_graphs is None:
             return [self.batch_graphs]
         return [self.batch_graphs, self.list_graphs.micro_graphs, self.list_graphs.update_graphs]
@@ -234,7 +234,7 @@ class StepGraphs:
             with preserved(self.forward_state(), self.step.arena.device):
                 reducer.used.find(warm_up())
 
-    def _warm_up_batch(self, batch) -> "list[bool]":
+    def _warm_up_batch(self, batch) -> list[bool]:
         with self.step._accumulation_window():
             self.step._accumulate(self.step._split(batch), reducer=None)
             return self.step.arena.gradients.received()
@@ -275,14 +275,14 @@ class ListGraphs:
         self.loss_fn = step.loss_fn
         device = step.arena.device
         # Of loss_fn's count of tokens; None: it returns means.
-        self._token_dtype: "torch.dtype | None" = None
+        self._token_dtype: torch.dtype | None = None
         with preserved(graphs.forward_state(), device):
             self.warm_up_micro(_copied(micros[0]), len(micros))
         self.loss = torch.zeros((), dtype=torch.float32, device=device)
         self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.float32, device=device)
         self.micro_batches = torch.zeros((), dtype=torch.float32, device=device)
-        self._totals: "list[Tensor]" = [self.loss, self.tokens, self.rows, self.micro_batches]
+        self._totals: list[Tensor] = [self.loss, self.tokens, self.rows, self.micro_batches]
         self.micro_graphs = GraphedStep(
             self._add_micro,
             [*_modules_of(step), *self._totals],
@@ -302,7 +302,7 @@ class ListGraphs:
     def step(self) -> Step:
         return _alive(self._step)
 
-    def __call__(self, micros) -> "tuple[dict, int]":
+    def __call__(self, micros) -> tuple[dict, int]:
         step = self.step
         # No graph of this step may push out another one of it.
         self.micro_graphs.max_graphs = max(self.micro_graphs.max_graphs, len(micros))
@@ -331,7 +331,7 @@ class ListGraphs:
         self.micro_graphs.close()
         self.update_graphs.close()
 
-    def warm_up_micro(self, micro, count: int) -> "list[bool]":
+    def warm_up_micro(self, micro, count: int) -> list[bool]:
         with self.step._accumulation_window():
             _, tokens = self.step._micro(micro, count or 1)
             self._token_dtype = None if tokens is None else tokens.dtype
@@ -361,7 +361,7 @@ class ListGraphs:
         self.step._mean_loss(totals)
         self.step._divisor(totals)
 
-    def _update(self, received: int) -> "tuple[dict, int]":
+    def _update(self, received: int) -> tuple[dict, int]:
         """Captured: the update, with the gradients of the tensors `received`."""
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
@@ -384,7 +384,7 @@ def _reads_on_host(opt: torch.optim.Optimizer, arena: Arena) -> bool:
     return (alone and arena.bf16_weights is not None) or frozen_number(opt) is not None
 
 
-def _captured_update(step: Step, totals: Totals, captured) -> "tuple[dict, int]":
+def _captured_update(step: Step, totals: Totals, captured) -> tuple[dict, int]:
     """The update by the captured optimizers.
 
     Returns:
@@ -394,12 +394,12 @@ def _captured_update(step: Step, totals: Totals, captured) -> "tuple[dict, int]"
     return vars(output), _bits(step.arena.gradients.received())
 
 
-def _bits(flags: "Iterable[bool]") -> int:
+def _bits(flags: Iterable[bool]) -> int:
     """A whole number with a bit for each flag, the first one the lowest."""
     return sum(1 << i for i, flag in enumerate(flags) if flag)
 
 
-def _flags(bits: int, count: int) -> "list[bool]":
+def _flags(bits: int, count: int) -> list[bool]:
     """The flags from which _bits() made a number."""
     return [bits >> i & 1 == 1 for i in range(count)]
 
@@ -408,7 +408,7 @@ class TensorsOfBackward(GradientListener):
     """The indices of the tensors that a backward reaches."""
 
     def __init__(self):
-        self.indices: "set[int]" = set()
+        self.indices: set[int] = set()
 
     def gradient_complete(self, i):
         self.indices.add(i)
@@ -429,12 +429,12 @@ class _Identity:
         return id(self.value)
 
 
-def _loss_module_of(step: Step) -> "nn.Module | None":
+def _loss_module_of(step: Step) -> nn.Module | None:
     """step.loss_fn where it is a module, whose buffers a step may change."""
     return step.loss_fn if isinstance(step.loss_fn, nn.Module) else None
 
 
-def _modules_of(step: Step) -> "list[nn.Module]":
+def _modules_of(step: Step) -> list[nn.Module]:
     """The modules that run in a step."""
     loss = _loss_module_of(step)
     return [step.model] if loss is None else [step.model, loss]
@@ -445,7 +445,7 @@ def _copied(batch):
     return tree_map_only(Tensor, torch.clone, batch)
 
 
-def _alive(reference: "weakref.ref[Step]") -> Step:
+def _alive(reference: weakref.ref[Step]) -> Step:
     step = reference()
     if step is None:
         raise CaptureError("the TrainStep of these graphs is gone: keep it, and call it")

@@ -23,21 +23,21 @@ class StepOutput:
     """
 
     loss: Tensor
-    tokens: "Tensor | None"
-    norm: "Tensor | None"
-    clipped_norm: "Tensor | None" = None
-    scale: "Tensor | None" = None
-    finite: "Tensor | None" = None
+    tokens: Tensor | None
+    norm: Tensor | None
+    clipped_norm: Tensor | None = None
+    scale: Tensor | None = None
+    finite: Tensor | None = None
 
 
 @dataclass
 class ClipResult:
     """The fields of StepOutput that clipping computes; all None without clipping."""
 
-    norm: "Tensor | None" = None
-    clipped_norm: "Tensor | None" = None
-    scale: "Tensor | None" = None
-    finite: "Tensor | None" = None
+    norm: Tensor | None = None
+    clipped_norm: Tensor | None = None
+    scale: Tensor | None = None
+    finite: Tensor | None = None
 
     @classmethod
     def of_norm(cls, norm: Tensor, max_norm: float) -> "ClipResult":
@@ -66,12 +66,12 @@ class Totals:
         micro_batches: how many were added.
     """
 
-    loss: "Tensor | None" = None
-    tokens: "Tensor | None" = None
-    rows: "float | Tensor" = 0.0
-    micro_batches: "int | Tensor" = 0
+    loss: Tensor | None = None
+    tokens: Tensor | None = None
+    rows: float | Tensor = 0.0
+    micro_batches: int | Tensor = 0
 
-    def add(self, loss: Tensor, tokens: "Tensor | None", rows: int):
+    def add(self, loss: Tensor, tokens: Tensor | None, rows: int):
         """One more micro-batch.
 
         Args:

@@ -57,7 +57,7 @@ Divide = Literal["tokens", "sequences", "micro_batches"]
 IGNORED = -100
 
 
-def token_loss(model: nn.Module, micro: "tuple[Tensor, Tensor]") -> "tuple[Tensor, Tensor]":
+def token_loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of a micro-batch, and the number of its valid targets.
 
     Args:
@@ -166,19 +166,19 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        opt: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
-        loss_fn: "Callable[..., Tensor | tuple[Tensor, Tensor | int]]" = token_loss,
+        opt: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        loss_fn: Callable[..., Tensor | tuple[Tensor, Tensor | int]] = token_loss,
         *,
         micro_batches: int = 1,
-        divide: "Divide | None" = None,
-        max_norm: "float | None" = None,
+        divide: Divide | None = None,
+        max_norm: float | None = None,
         compile: bool = False,
-        autocast: "torch.dtype | None" = None,
+        autocast: torch.dtype | None = None,
         scheduler: "LRScheduler | Sequence[LRScheduler] | None" = None,
-        meter: "Meter | None" = None,
-        replay: "ReplayMode | Replay" = "eager",
+        meter: Meter | None = None,
+        replay: ReplayMode | Replay = "eager",
         deterministic: bool = False,
-        distributed: "Distributed | None" = None,
+        distributed: Distributed | None = None,
     ):
         check_module("model", model)
         optimizers, schedulers = as_list(opt), as_list(scheduler)
@@ -202,11 +202,11 @@ class TrainStep:
         self.count = 0
         self._max_norm = max_norm
         # Layers whose products add; None: autograd adds.
-        self.products: "Products | None" = None
+        self.products: Products | None = None
         # None: one rank alone.
-        self.reducer: "ReducerBase | None" = None
+        self.reducer: ReducerBase | None = None
         # None: every step is eager.
-        self._graphs: "StepGraphs | None" = None
+        self._graphs: StepGraphs | None = None
         self._closed = False
         # What is made here, each with what undoes it: close() goes through it backwards.
         self._cleanup = contextlib.ExitStack()
@@ -220,13 +220,13 @@ class TrainStep:
             arena.check()
             arena.check_trainable()
             self._frozen = arena.frozen()
-            self.optimizers: "list[torch.optim.Optimizer]" = (
+            self.optimizers: list[torch.optim.Optimizer] = (
                 optimizers if opt is not None else [AdamW(arena, lr=3e-4, weight_decay=0.1)]
             )
             # Frozen tensors that no optimizer holds.
             self._unheld = check_tensors(self.optimizers, arena)
             # The optimizer that clips by itself; None: clipping is done here.
-            self._clipping_opt: "DeviceOptimizer | None" = None
+            self._clipping_opt: DeviceOptimizer | None = None
             first, *others = self.optimizers
             if isinstance(first, DeviceOptimizer) and first.arena is arena and not others:
                 self._clipping_opt = first
@@ -413,7 +413,7 @@ class TrainStep:
             )
         return micros
 
-    def _accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
+    def _accumulate(self, micros, reducer: ReducerBase | None, mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards `.grad` is the sum.
 
         Args:
@@ -445,8 +445,8 @@ class TrainStep:
         return totals
 
     def _micro(
-        self, micro, parts: int, mark=_no_mark, reducer: "ReducerBase | None" = None
-    ) -> "tuple[Tensor, Tensor | None]":
+        self, micro, parts: int, mark=_no_mark, reducer: ReducerBase | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of one micro-batch.
 
         Args:
@@ -482,11 +482,11 @@ class TrainStep:
         mark("backward")
         return loss.detach().float(), tokens
 
-    def _forward(self, micro) -> "tuple[Tensor, Tensor | None]":
+    def _forward(self, micro) -> tuple[Tensor, Tensor | None]:
         """What loss_fn returns, checked: a loss, and its tokens as a tensor or None."""
         device = self.arena.device
         autocast = torch.autocast(device.type, self.autocast) if self.autocast else None
-        aside: "contextlib.AbstractContextManager[None]" = contextlib.nullcontext()
+        aside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.arena.bf16_weights is not None:
             # Dynamo may trace: an fp32 `.grad` of a bf16 weight would break its graph at every
             # layer. The model may also be compiled by its owner, and a new shape comes any time.
@@ -519,7 +519,7 @@ class TrainStep:
         self,
         totals: Totals,
         mark=_no_mark,
-        optimizers: "list[torch.optim.Optimizer] | None" = None,
+        optimizers: list[torch.optim.Optimizer] | None = None,
     ) -> StepOutput:
         """From the sums of this rank's micro-batches to the new weights.
 
@@ -569,7 +569,7 @@ class TrainStep:
         return (totals.loss / totals.micro_batches).float()
 
     @torch.no_grad()
-    def _divisor(self, totals: Totals) -> "Tensor | None":
+    def _divisor(self, totals: Totals) -> Tensor | None:
         """What to divide the summed gradient by; None: each loss was divided before backward.
 
         Args:
@@ -588,7 +588,7 @@ class TrainStep:
         assert isinstance(totals.micro_batches, Tensor)
         return totals.micro_batches
 
-    def _clip_and_step(self, divisor: "Tensor | None", mark, optimizers) -> ClipResult:
+    def _clip_and_step(self, divisor: Tensor | None, mark, optimizers) -> ClipResult:
         opt = self._clipping_opt
         if opt is not None:
             opt.gradient_divisor = divisor
@@ -619,7 +619,7 @@ class TrainStep:
     # ---- state and control ----
 
     @property
-    def max_norm(self) -> "float | None":
+    def max_norm(self) -> float | None:
         """The limit of the gradient norm, or None without clipping."""
         return self._max_norm if self._clipping_opt is None else self._clipping_opt.max_norm
 
@@ -634,7 +634,7 @@ class TrainStep:
         return self._graphs.reason if self._graphs else "replay is 'eager'"
 
     @property
-    def graphs(self) -> "GraphedStep | None":
+    def graphs(self) -> GraphedStep | None:
         """The graphs of whole batches, with len() and graph(); None when replay is "eager"."""
         return self._graphs.batch_graphs if self._graphs else None
 

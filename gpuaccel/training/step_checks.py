@@ -68,7 +68,7 @@ def check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed):
         )
 
 
-def check_clip(optimizers, clipping_opt: "DeviceOptimizer | None", max_norm: "float | None"):
+def check_clip(optimizers, clipping_opt: DeviceOptimizer | None, max_norm: float | None):
     """ArgumentError where gradients would be clipped twice: here and by an optimizer."""
     for opt in optimizers:
         if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None or max_norm is None:
@@ -80,7 +80,7 @@ def check_clip(optimizers, clipping_opt: "DeviceOptimizer | None", max_norm: "fl
             )
 
 
-def check_tensors(optimizers, arena: Arena) -> "list[nn.Parameter]":
+def check_tensors(optimizers, arena: Arena) -> list[nn.Parameter]:
     """ArgumentError unless each trained tensor of the arena is in one optimizer, and in one only.
 
     Returns:
@@ -88,7 +88,7 @@ def check_tensors(optimizers, arena: Arena) -> "list[nn.Parameter]":
     """
     names = {id(p): name for name, p in arena.module.named_parameters()}
     # id of a tensor -> index of its optimizer.
-    holders: "dict[int, int]" = {}
+    holders: dict[int, int] = {}
     for k, opt in enumerate(optimizers):
         for g, group in enumerate(opt.param_groups):
             for p in group["params"]:

@@ -589,7 +589,7 @@ def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
     assert before == sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
 
 
-def rows_of(path) -> "list[int]":
+def rows_of(path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 

@@ -35,7 +35,7 @@ class Answer:
     """Of one rank: what the check returned, or its error."""
 
     value: object = None
-    error: "tuple[str, str, str] | None" = None  # type, message, traceback
+    error: tuple[str, str, str] | None = None  # type, message, traceback
 
 
 class Workers:
@@ -64,7 +64,7 @@ class Workers:
             assert answer.error is None, f"rank {rank}: {answer.error[2]}"
         return [answer.value for answer in answers]
 
-    def errors(self, check, ranks: int, expected: "int | None" = None, **options) -> list:
+    def errors(self, check, ranks: int, expected: int | None = None, **options) -> list:
         """(type, message) of the errors; expected: how many ranks raise one, None: all."""
         answers = self._answers(check, ranks, options)
         errors = [answer.error[:2] for answer in answers if answer.error is not None]
@@ -73,7 +73,7 @@ class Workers:
         )
         return errors
 
-    def _answers(self, check, ranks, options) -> "list[Answer]":
+    def _answers(self, check, ranks, options) -> list[Answer]:
         for connection in self.connections[:ranks]:
             connection.send((check, ranks, options))
         answers = []

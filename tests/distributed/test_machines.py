@@ -32,8 +32,8 @@ class Machines:
 
     def __init__(self):
         # Processes that keep the namespaces alive.
-        self.holders: "list[subprocess.Popen]" = []
-        self.prefix: "list[list[str]]" = []
+        self.holders: list[subprocess.Popen] = []
+        self.prefix: list[list[str]] = []
 
     def start(self, folder):
         """OSError where that is not permitted."""

@@ -37,7 +37,7 @@ def gpuaccel(
     )
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> "dict[str, str]":
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """torchrun's variables on one machine."""
     return {
         "RANK": str(rank),
@@ -49,7 +49,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> "dict[str, str]":
     }
 
 
-def losses(folder) -> "list[float]":
+def losses(folder) -> list[float]:
     """Of each step that the run has logged."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -78,7 +78,7 @@ def kill(*processes):
         process.communicate()
 
 
-def running(pids) -> "list[int]":
+def running(pids) -> list[int]:
     """Those that have not ended. One that has, and that nobody has waited for, is a zombie."""
     alive = []
     for pid in pids:
@@ -88,7 +88,7 @@ def running(pids) -> "list[int]":
     return alive
 
 
-def outlive(pids, seconds=60) -> "list[int]":
+def outlive(pids, seconds=60) -> list[int]:
     """Those that have not ended of themselves within so many seconds; they are killed."""
     until = time.monotonic() + seconds
     while running(pids) and time.monotonic() < until:
@@ -99,7 +99,7 @@ def outlive(pids, seconds=60) -> "list[int]":
     return left
 
 
-def children_of(pid) -> "list[int]":
+def children_of(pid) -> list[int]:
     children = []
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -108,13 +108,13 @@ def children_of(pid) -> "list[int]":
     return children
 
 
-def launched_ranks(pid) -> "list[int]":
+def launched_ranks(pid) -> list[int]:
     """The processes of the ranks that a process has started by ga.launch, in their order: children
     of the server that forks them."""
     return sorted(rank for child in children_of(pid) for rank in children_of(child))
 
 
-def session_of(pid) -> "list[int]":
+def session_of(pid) -> list[int]:
     """The processes of a session that have not ended."""
     members = []
     for other in psutil.pids():
@@ -124,7 +124,7 @@ def session_of(pid) -> "list[int]":
     return running(members)
 
 
-def listens_at(pid) -> "set[str]":
+def listens_at(pid) -> set[str]:
     """The addresses at which a process listens; "::" for any of IPv6."""
     addresses, sockets = set(), set()
     for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():

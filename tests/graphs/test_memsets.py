@@ -48,7 +48,7 @@ def test_memsets_stay_where_our_kernels_do_not_run():
         assert memsets.memsets_to_kernels(0, torch.device("cuda", 0)) == 0
 
 
-def as_dot(labels: "list[str]", edges: "list[tuple[int, int]]") -> str:
+def as_dot(labels: list[str], edges: list[tuple[int, int]]) -> str:
     """As cudaGraphDebugDotPrint writes a graph."""
     nodes = [
         f'"graph_0_node_{i}" [style="solid" label="{i}\n{label}\n"];'

@@ -46,26 +46,24 @@ class Expect:
 
     kinds: tuple  # any of these kinds is right
     at: str = "BUG"  # mark of the line
-    other: "str | None" = (
-        None  # mark of the other side; line and other line may come in either order
-    )
-    tensor: "str | None" = None
-    element: "int | None" = None
-    thread: "tuple | None" = None
-    block: "tuple | None" = None
+    other: str | None = None  # mark of the other side; line and other line may come in either order
+    tensor: str | None = None
+    element: int | None = None
+    thread: tuple | None = None
+    block: tuple | None = None
 
 
 @dataclass(frozen=True)
 class Bug:
     name: str  # of the case and of its kernel
     source: str
-    call: "Callable[[], Call]"
-    expects: "tuple[Expect, ...]"
-    seconds: "float | None" = None  # time limit of the launch
+    call: Callable[[], Call]
+    expects: tuple[Expect, ...]
+    seconds: float | None = None  # time limit of the launch
     note: bool = False  # not an error: the launch succeeds
 
 
-def marked(source: str) -> "dict[str, list[int]]":
+def marked(source: str) -> dict[str, list[int]]:
     """Mark -> line numbers, from 1."""
     found = {}
     for number, line in enumerate(source.split("\n"), 1):
@@ -74,7 +72,7 @@ def marked(source: str) -> "dict[str, list[int]]":
     return found
 
 
-def program(sources: "list[str]") -> "tuple[str, list[int]]":
+def program(sources: list[str]) -> tuple[str, list[int]]:
     """All sources as one text, and how many lines stand before each."""
     before, lines = [], 0
     for source in sources:
@@ -162,7 +160,7 @@ def kernel_alone(file, name, **macros):
     return ga.Kernel.from_source(source, name, f"kernels_cu/{file}.cu", macros, learner=False)
 
 
-BUGS: "dict[str, Bug]" = {}
+BUGS: dict[str, Bug] = {}
 
 
 def bug(source, call, *expects, **more):
@@ -767,7 +765,7 @@ class Good:
     ordered: bool = True  # every bit is determined by the source: no float atomics
 
 
-GOOD: "dict[str, Good]" = {}
+GOOD: dict[str, Good] = {}
 
 
 def good(source, **more):
@@ -1227,7 +1225,7 @@ def run(kernel, seed, device):
 
 # ---- the kernels of kernels_cu -------------------------------------------------------------------
 
-OURS: "dict[tuple[str, str], Callable]" = {}  # (file, kernel) -> run
+OURS: dict[tuple[str, str], Callable] = {}  # (file, kernel) -> run
 
 
 def ours(file, name):
@@ -2401,7 +2399,7 @@ def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
 
 
 # (file, kernel) -> macros that are tried besides the default ones; `run` gets them by name as well
-VARIANTS: "dict[tuple[str, str], list[dict]]" = {
+VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("adamw", "adamw_v2"): [
         {"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1},
         {"PARAM_T": "bf16"},

@@ -27,13 +27,13 @@ class Case:
     """
 
     text: str
-    args: "Callable[[], tuple]"
-    result: "Callable[[], torch.Tensor]"
-    kinds: "tuple[str, ...]" = ("race",)
+    args: Callable[[], tuple]
+    result: Callable[[], torch.Tensor]
+    kinds: tuple[str, ...] = ("race",)
     grid: int = 1
-    block: "int | tuple[int, int]" = 64
+    block: int | tuple[int, int] = 64
     shared: int = 0
-    note: "str | None" = None
+    note: str | None = None
 
     @property
     def source(self) -> str:
@@ -81,7 +81,7 @@ def python(code, **environment):
     )
 
 
-def counts_on_page(table: str) -> "list[int]":
+def counts_on_page(table: str) -> list[int]:
     """[planted, found] in the row of docs/kernels.md about a table of the tests."""
     page = pathlib.Path(__file__).parents[2] / "docs" / "kernels.md"
     (row,) = [line for line in page.read_text().splitlines() if f"`{table}`" in line]

@@ -76,7 +76,7 @@ def lines_of(bug, mark):
     return {line + BUG_START[bug.name] for line in marked(bug.source)[mark]}
 
 
-def differs(bug, expect, report) -> "str | None":
+def differs(bug, expect, report) -> str | None:
     """In which way a report is not the expected one; None: it is."""
     if report.kind not in expect.kinds:
         return f"kind {report.kind!r}, expected one of {expect.kinds}"
@@ -386,7 +386,7 @@ def test_clang_finds_the_same():
 ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
 # (kernel, change) -> why neither the checks nor the values show it. The test fails when one of
 # these is noticed.
-UNNOTICED: "dict[tuple[str, str], str]" = {
+UNNOTICED: dict[tuple[str, str], str] = {
     (
         "block_scan",
         "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`",
@@ -600,7 +600,7 @@ def test_each_kernel_has_something_to_remove():
     assert kernel_names(alone("scale_v2", source)) == ["scale_v2"]
 
 
-def noticed(kernel, run, seeds) -> "str | None":
+def noticed(kernel, run, seeds) -> str | None:
     """The error, note or wrong value that shows the change, on one of several sets of data."""
     for seed in range(seeds):
         try:

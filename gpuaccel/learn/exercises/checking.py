@@ -56,7 +56,7 @@ SECONDS_GPU = 20.0
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
-def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) -> Result:
+def check(name: str, answer: Kernel | Callable, *, seed: int | None = None) -> Result:
     """Try an answer to an exercise. A wrong answer is a Result, never an exception.
 
     Args:
@@ -101,7 +101,7 @@ def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) 
     return run_python(task, answer, seed)
 
 
-def _parameters_differ(task, kernel) -> "str | None":
+def _parameters_differ(task, kernel) -> str | None:
     """How the kernel's parameters differ from the task's, in a sentence; names are free."""
     declaration = f'extern "C" __global__ void k({", ".join(task.params)}) {{}}'
     return parameters_differ(signature(declaration, "k", {}), kernel.params, _kind)
@@ -159,7 +159,7 @@ _NOT_LAUNCHED = "it could not be launched."
 def _run_kernel(task, kernel, seed, sizes) -> Result:
     """Run a kernel on data of every size, on the backend in use."""
     generator = torch.Generator(default_device().type).manual_seed(seed)
-    lines: "list[tuple[bool | None, str, str]]" = []
+    lines: list[tuple[bool | None, str, str]] = []
     for n in sizes:
         case = task.data(n, generator)
         trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"
@@ -351,13 +351,13 @@ _NOTES = {
 }
 
 
-def _note_words(trace) -> "list[str]":
+def _note_words(trace) -> list[str]:
     """What a trace notes, the first of each kind."""
     notes = {note.kind: note for note in reversed(trace.notes) if note.kind in _NOTES}
     return [f"line {note.line}: {note.message}{_NOTES[kind]}" for kind, note in notes.items()]
 
 
-def _writes_back(task, kernel, seed) -> "list[str]":
+def _writes_back(task, kernel, seed) -> list[str]:
     """A sentence where a kernel writes what is there already, and nothing was to be written."""
     for n in SIZES:
         case = task.data(n, torch.Generator().manual_seed(seed)) if n <= SMALL_SIZE else None
@@ -371,7 +371,7 @@ def _writes_back(task, kernel, seed) -> "list[str]":
     return []
 
 
-def _trace(task, kernel, seed, n=COST_SIZE) -> "simt.Trace | None":
+def _trace(task, kernel, seed, n=COST_SIZE) -> simt.Trace | None:
     """The trace of a small launch; None where the CPU cannot run the kernel."""
     if find_compiler()[0] is None:
         return None

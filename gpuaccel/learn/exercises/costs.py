@@ -56,7 +56,7 @@ def cost_of(trace: Trace) -> Cost:
     )
 
 
-def table(mine: Cost, theirs: Cost) -> "list[tuple[str, int, int]]":
+def table(mine: Cost, theirs: Cost) -> list[tuple[str, int, int]]:
     """(what is counted, this answer, the solution), without rows that are 0 for both."""
     rows = [
         ("reads", mine.reads, theirs.reads),
@@ -68,7 +68,7 @@ def table(mine: Cost, theirs: Cost) -> "list[tuple[str, int, int]]":
     return [row for row in rows if row[1] or row[2]]
 
 
-def remarks(mine: Cost, theirs: Cost) -> "list[str]":
+def remarks(mine: Cost, theirs: Cost) -> list[str]:
     """Where a right answer does much more than the solution does, in words; often empty."""
     sentences = []
     limit = f"no thread of the solution makes more than {theirs.busiest:,}"

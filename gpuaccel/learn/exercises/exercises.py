@@ -38,11 +38,11 @@ class Case:
     # by how many roundings a right answer may differ; 0: it must be bit-identical
     roundings: int = 1
     # of out's shape: what a right answer may differ by besides; for terms that cancel
-    least: "torch.Tensor | float" = 1e-30
+    least: torch.Tensor | float = 1e-30
     # known_results() -> what is wrong -> the result of an answer with that mistake
-    known_results: "Callable | None" = None
+    known_results: Callable | None = None
     # a clause that explains what is expected at one place of out
-    describe: "Callable[[int], str] | None" = None
+    describe: Callable[[int], str] | None = None
 
     @property
     def begins_empty(self) -> bool:
@@ -66,9 +66,9 @@ class Turns:
     # what is special about it
     turns: list
     # which tensor then holds the result; None: what the function returned
-    result_index: "int | None" = None
+    result_index: int | None = None
     # (name, index) of a tensor to which each replay adds 1, from 0 on
-    counter: "tuple[str, int] | None" = None
+    counter: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class Exercise:
     stub: str
     hint: str
     solution: str
-    wrong_answers: "dict[str, str]"
-    params: "tuple[str, ...]" = ()
+    wrong_answers: dict[str, str]
+    params: tuple[str, ...] = ()
     per_thread: int = 1
-    data: "Callable | None" = None
-    cases: "Callable | None" = None
-    turns: "Callable | None" = None
+    data: Callable | None = None
+    cases: Callable | None = None
+    turns: Callable | None = None
     on_device: bool = False
-    explain: "Callable | None" = None
-    cheats: "dict[str, str]" = field(default_factory=dict)
+    explain: Callable | None = None
+    cheats: dict[str, str] = field(default_factory=dict)
 
     @property
     def with_sum(self) -> bool:

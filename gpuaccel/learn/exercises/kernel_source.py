@@ -13,7 +13,7 @@ _DECLARATION = re.compile(
 _INITIAL = re.compile(r"(\w+)\s*=\s*([^,=]*)")
 
 
-def small_index(task, kernel) -> "list[str]":
+def small_index(task, kernel) -> list[str]:
     """A sentence where an index is computed in 32 bits, and the task's n has 64."""
     if not task.params[-1].startswith("long long"):
         return []
@@ -33,7 +33,7 @@ def small_index(task, kernel) -> "list[str]":
     return []
 
 
-def double_precision(kernel, solution) -> "list[str]":
+def double_precision(kernel, solution) -> list[str]:
     """A sentence where the machine computes in double precision, and for the solution nowhere."""
     line = _first_double(kernel)
     if line is None or _first_double(solution) is not None:
@@ -44,7 +44,7 @@ def double_precision(kernel, solution) -> "list[str]":
     ]
 
 
-def _first_double(kernel) -> "int | None":
+def _first_double(kernel) -> int | None:
     """The first source line whose PTX computes in double precision; None: none does."""
     try:
         ptx = kernel.ptx()

@@ -43,9 +43,9 @@ class _Operations(TorchDispatchMode):
         self.count = 0
         self.numbers_read = 0
         # (shape, method) of each tensor that was copied to the host
-        self.copied: "list[tuple]" = []
+        self.copied: list[tuple] = []
         # what else the host waits for, in words: an answer, or the size of a result
-        self.waiting: "list[str]" = []
+        self.waiting: list[str] = []
         self.copies = _Copies(self.copied)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -113,7 +113,7 @@ class _Copies(TorchFunctionMode):
 def run_python(task, function, seed) -> Result:
     generator = torch.Generator().manual_seed(seed)
     lines = []
-    sentences: "dict[str, None]" = {}
+    sentences: dict[str, None] = {}
     for label, arguments, expected in task.cases(generator):
         # the answer may change its own
         given = copy.deepcopy(arguments)
@@ -142,7 +142,7 @@ def _changed(task, before, after) -> str:
     return ""
 
 
-def _names(task) -> "list[str]":
+def _names(task) -> list[str]:
     """The names of the arguments, as the task calls them."""
     return list(inspect.signature(_function(task)).parameters)
 
@@ -165,7 +165,7 @@ def _equal(was, now) -> bool:
     return same and torch.allclose(was, now, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _python_remarks(task, operations, arguments) -> "list[str]":
+def _python_remarks(task, operations, arguments) -> list[str]:
     """What is to be said against a right function. arguments: of the run that was counted."""
     sentences = []
     with _Operations() as theirs:
@@ -199,7 +199,7 @@ def _try_python(task, function, arguments, given, expected, operations):
     return False, problem + why
 
 
-def _difference(result, expected, in_bf16=False) -> "tuple[float, str]":
+def _difference(result, expected, in_bf16=False) -> tuple[float, str]:
     """(largest difference, what is wrong in words) of a function's result; "" where it is right.
 
     Args:
@@ -231,7 +231,7 @@ def run_captured(task, function, seed) -> Result:
     """The function is called once, on a tape; then only the tape is replayed."""
     generator = torch.Generator().manual_seed(seed)
     lines = []
-    remarks: "dict[str, None]" = {}
+    remarks: dict[str, None] = {}
     for case in task.turns(generator):
         tensors = [t.clone() for t in case.tensors]
         try:

@@ -61,12 +61,12 @@ class Result:
     """
 
     name: str
-    passed: "bool | None"
+    passed: bool | None
     summary: str
-    lines: "list[tuple[bool | None, str, str]]" = field(default_factory=list)
-    remarks: "list[str]" = field(default_factory=list)
-    cost: "list[tuple[str, int, int]]" = field(default_factory=list)
-    launch: "tuple | None" = field(default=None, repr=False)
+    lines: list[tuple[bool | None, str, str]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    cost: list[tuple[str, int, int]] = field(default_factory=list)
+    launch: tuple | None = field(default=None, repr=False)
 
     def __bool__(self):
         return self.passed is True

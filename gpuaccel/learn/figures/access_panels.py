@@ -398,7 +398,7 @@ class Cells:
     def _draw_cells(self, sheet, y, pitch, touched, elements):
         """The sectors, and the cells on them."""
         # (colour, opacity) -> boxes
-        looks: "dict[tuple[str, float], list[tuple]]" = {}
+        looks: dict[tuple[str, float], list[tuple]] = {}
         for low, high in self.sectors.values():
             low, high = max(low, 0), min(high, self.end)
             inside = range(low // self.item, high // self.item)
@@ -511,7 +511,7 @@ class Banks:
             y = self.draw_banks(sheet, y, events[events["kind"] != READ]) + 4
         colours = self._colours(events, outside)
         # (colour, opacity) -> boxes
-        looks: "dict[tuple[str, float], list[tuple]]" = {}
+        looks: dict[tuple[str, float], list[tuple]] = {}
         labels = []
         label_y = -1e9
         for k, row in enumerate(self.rows):

@@ -395,7 +395,7 @@ def spread(targets, gap, low, high):
 # ---- what a notebook displays
 
 
-def bundle(svg: str, words: str) -> "dict[str, str]":
+def bundle(svg: str, words: str) -> dict[str, str]:
     """A picture as a notebook's output.
 
     In a page that trusts it, it is part of the page: it has the theme's colours, shows its titles

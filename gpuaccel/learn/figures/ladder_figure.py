@@ -31,7 +31,7 @@ class Rung:
     title: str
     learn: str
     about: str
-    before: "tuple[str, ...]" = ()
+    before: tuple[str, ...] = ()
     minutes: int = 50
 
     @property
@@ -126,7 +126,7 @@ RUNGS = (
 )
 
 
-def present(folder) -> "list[Rung]":
+def present(folder) -> list[Rung]:
     """The rungs whose notebook is in this folder."""
     return [rung for rung in RUNGS if (pathlib.Path(folder) / f"{rung.stem}.ipynb").exists()]
 

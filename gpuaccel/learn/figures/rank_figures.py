@@ -32,7 +32,7 @@ def _arrow(ink, x1, y1, x2, y2, colour, width=1.6):
     )
 
 
-def ring(values: "list[list[float]]") -> Figure:
+def ring(values: list[list[float]]) -> Figure:
     """An all-reduce in a ring, round by round: in each one a rank sends one piece to the next rank.
 
     Args:

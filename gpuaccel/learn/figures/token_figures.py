@@ -32,7 +32,7 @@ from .kernel_figures import float_bits
 LEFT = 64
 
 
-def _tokens_of(words) -> "tuple[torch.Tensor, list[str]]":
+def _tokens_of(words) -> tuple[torch.Tensor, list[str]]:
     """(the token of each word, the words in the order of their tokens)."""
     names = sorted(set(words))
     return torch.tensor([names.index(word) for word in words]), names
@@ -49,7 +49,7 @@ def _draw_label(ink, y, label, note=""):
         ink.text(0, y + 15, note, 11, ink.soft)
 
 
-def _places(count) -> "tuple[list[float], float]":
+def _places(count) -> tuple[list[float], float]:
     """The left edges of `count` columns, and their width."""
     step = (WIDTH - LEFT) / count
     return [LEFT + i * step for i in range(count)], step
@@ -71,7 +71,7 @@ def _draw_batch(ink, words, tokens, y):
 # ---- which rows meet ----------------------------------------------------------------------------
 
 
-def meeting(words: "list[str]") -> Figure:
+def meeting(words: list[str]) -> Figure:
     """A batch of words above, a row of dout each, and the rows of dwte that they add to below.
 
     For 16 words at most."""
@@ -96,7 +96,7 @@ def meeting(words: "list[str]") -> Figure:
     return Figure(ink, 156, summary)
 
 
-def counting(words: "list[str]") -> Figure:
+def counting(words: list[str]) -> Figure:
     """A stable counting sort: how many rows each token has, where they begin, where each row lands.
 
     Args:
@@ -135,7 +135,7 @@ def counting(words: "list[str]") -> Figure:
     return Figure(ink, 238, f"counted: {summary}; rows in their places: {listed}")
 
 
-def bits(values: "dict[str, float]") -> Figure:
+def bits(values: dict[str, float]) -> Figure:
     """The 32 bits of several fp32 numbers, one below the other; bits that differ are red."""
     ink = Ink()
     numbers = [float_bits(value) for value in values.values()]
@@ -162,7 +162,7 @@ def bits(values: "dict[str, float]") -> Figure:
     return Figure(ink, y + 20, f"{summary}: {result}")
 
 
-def carry(value: float, noises: "list[int]") -> Figure:
+def carry(value: float, noises: list[int]) -> Figure:
     """The bits of a number, 16 random bits added to them, and the 16 bits that bf16 keeps.
 
     Args:

@@ -48,8 +48,8 @@ class Point(NamedTuple):
     step: int
     tokens: int
     tokens_per_s: float
-    loss: "float | None"
-    val_loss: "float | None"
+    loss: float | None
+    val_loss: float | None
     # how many tokens had been trained on at that loss: on a GPU it is a step or two old
     loss_tokens: float
 
