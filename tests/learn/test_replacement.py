@@ -250,8 +250,8 @@ def test_with_backend_torch_the_verdict_says_that_no_step_launches_it():
 WRONG = [
     ("settings_write", "values.value[i]", "values.value[0]", "elements? wrong"),
     ("squares_v2", "partials[chunk] = sum", "partials[chunk] = (float)sum * 1.0001f", "norm"),
-    ("reduce_v2", "sum = block_joined(sum, warps);", "__syncthreads();", "elements? wrong"),
-    ("reduce_v2", "sqrt(sum)", "sum", "elements? wrong"),
+    ("reduce_v2", "sum = block_joined(sum, warps);", "__syncthreads();", "wrong: got"),
+    ("reduce_v2", "sqrt(sum)", "sum", "wrong: got"),
     ("reduce_v2", "i < stop", "i < stop - 1", "elements? wrong"),
     # Wrong only where a thread adds more than one sum.
     ("reduce_v2", "sum = joined(sum, part);", "sum = part;", "norm of 1,100 gradients"),
@@ -264,7 +264,7 @@ WRONG = [
     ("adamw_v3", "w, g, state, copy,", "w, g, state, 0,", "elements? wrong"),
     ("adamw_v3", "first, last, offset);", "first, last - 1, offset);", "elements? wrong"),
     ("adamw_v2", "update_list<", "if (blockIdx.x > 0) update_list<", "elements? wrong"),
-    ("adamw_begin", "skip_nonfinite, divisor", "0, divisor", "elements? wrong"),
+    ("adamw_begin", "skip_nonfinite, divisor", "0, divisor", "wrong: got"),
     (
         "encoder_forward",
         "token >= 0 && token < vocab",
