@@ -95,29 +95,35 @@ def ratio_rows(folder: str) -> list[dict]:
     rows = []
 
     def add(name, what, against, value):
-        if result := load(name, folder):
-            rows.append({"what": what, "against": against, "ratio": value(result["results"])})
+        result = load(name, folder)
+        if result and (measured := value(result["results"])):
+            rows.append({"what": what, "against": against, "ratio": measured})
+
+    def launched(model):
+        return lambda r: r[model].get("launched", {}).get("ours", {}).get("times_torch")
 
     fastest = "torch's fastest step"
-    for T, what in (("1024", "one step of `llama-350m`, T = 1024"), ("256", "the same, T = 256")):
+    add(
+        "transformers_step",
+        "one step of transformers' Llama, replayed",
+        fastest,
+        lambda r: r["Llama"]["rows"]["ours"]["times_torch"],
+    )
+    for model, what in (
+        ("Llama", "the same, launched from Python"),
+        ("GPT-2", "one step of transformers' GPT-2, launched"),
+    ):
+        add("transformers_step", what, "torch's fastest launched step", launched(model))
+    for T, what in (
+        ("1024", "one step of `llama-350m`, T = 1024, replayed"),
+        ("256", "the same, T = 256"),
+    ):
         add("step", what, fastest, lambda r, T=T: r[T]["ours"]["times_torch"])
     add(
         "step",
         "T = 1024, bit-identical in every run",
         "the same, not deterministic",
         lambda r: r["1024"]["ours, deterministic"]["times_torch"],
-    )
-    add(
-        "transformers_step",
-        "one step of transformers' Llama, T = 1024",
-        fastest,
-        lambda r: r["Llama"]["rows"]["ours"]["times_torch"],
-    )
-    add(
-        "ddp_2gpus",
-        "`llama-350m` on two GPUs, T = 1024",
-        "torch's fastest step: DDP, FSDP2",
-        lambda r: r["2"]["groups"]["ours, replayed"]["4"]["all-reduce"]["times_torch"],
     )
     add(
         "tail",
