@@ -102,6 +102,8 @@ class Gradients:
                 # None: `.grad` may have another dtype than the parameter.
                 p.grad_dtype = None
         self._follow()
+        # The parameters may outlive their arena.
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
 
     def close(self):
         """Make every `.grad` a tensor of its own, in its parameter's dtype."""
@@ -131,8 +133,7 @@ class Gradients:
             p.requires_grad_(trained)
 
     def _remove_hooks(self):
-        while self._handles:
-            self._handles.pop().remove()
+        _remove_all(self._handles)
 
     def has_hooks(self, i: int) -> bool:
         """Whether somebody else has registered a post-accumulate hook on tensor i.
@@ -389,6 +390,11 @@ class Gradients:
         ]
         if stale:
             torch._foreach_zero_(stale)
+
+
+def _remove_all(handles: list):
+    while handles:
+        handles.pop().remove()
 
 
 def _gradient_hook(weak: weakref.ref[Gradients], i: int, addresses, listeners):

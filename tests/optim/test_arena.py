@@ -582,6 +582,14 @@ def test_an_arena_of_empty_tensors_only():
     torch.optim.SGD(arena.parameters(), lr=1.0).step()
 
 
+def test_an_arena_that_nobody_holds_leaves_no_hook_on_its_parameters():
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(Arena(model).parameters(), lr=0.1)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+
+
 @pytest.mark.slow
 def test_an_arena_that_dies_while_an_optimizer_calls_its_hooks_does_no_harm():
     """An arena may be collected at any moment; its hooks are removed at a quiet one."""

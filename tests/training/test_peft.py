@@ -205,6 +205,8 @@ def test_the_products_of_the_factors_add_into_the_arena(kind):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_factors_of_a_bf16_model_are_replayed_with_the_bits_of_a_launched_step(device, dtype, kind):
     """In fp32, as peft makes them, or in bf16, with fp32 masters in the arena."""
+    if kind.__name__ == "llama" and device == "cuda":
+        pytest.skip("transformers takes another attention while a graph is captured")
     results = []
     for how in ("deterministic", "replayed"):
         options = {"autocast_adapter_dtype": dtype == torch.float32}
