@@ -90,7 +90,7 @@ RUNGS = (
         "your sum of gradients trains two processes as one; torch's DDP beside it; a rank dies",
         "your sum over processes",
         ("02", "04"),
-        minutes=25,
+        minutes=30,
     ),
     Rung(
         "06_everything",
