@@ -86,12 +86,10 @@ class Compiled:
                 facts = [f"{cost.registers} registers"]
                 if cost.shared_bytes:
                     facts.append(f"{cost.shared_bytes:,} bytes shared")
-                facts.append(
-                    f"{spilled:,} bytes spilled" if cost.spill_store_bytes else "no spills"
-                )
-                on_gpu = backend().name == "cuda"
-                facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
-            facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
+                if spilled:
+                    facts.append(f"{spilled:,} bytes spilled")
+            if backend().name == "cuda":
+                facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
             yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
         if self.left_out:
             yield "left out:", self.left_out

@@ -1,5 +1,7 @@
 """%%cuda: cells become kernels, and errors are shown as the compiler shows them."""
 
+import re
+
 import pytest
 import torch
 
@@ -35,14 +37,13 @@ def test_a_cell_binds_every_kernel_under_its_own_name(shell):
     assert [str(p) for p in shell.user_ns["negate"].params] == ["bf16* x", "long long n"]
 
 
-def test_the_output_is_one_line_per_kernel_with_signature_registers_spills_and_time(shell):
+def test_the_output_is_one_line_per_kernel_with_signature_and_registers(shell):
     lines = str(compile_cell("-D GRAD_T=bf16", TWICE + NEGATE)).splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("twice(float* x, int n)")
-    for words in ("registers", "no spills", "ready in", " ms"):
-        assert words in lines[0]
-    if ga.backend().name != "cuda":
-        assert "no GPU here, so for sm_90" in lines[0]
+    assert re.search(r"    \d+ registers", lines[0])
+    # a time is one of a GPU
+    assert ("ready in" in lines[0]) == (ga.backend().name == "cuda")
     html = compile_cell("", TWICE)._repr_html_()
     assert "twice(float* x, int n)" in html and "registers" in html
 

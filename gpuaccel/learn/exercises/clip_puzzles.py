@@ -178,8 +178,8 @@ EXERCISES = {
                 "// your lines"
             ),
             hint=(
-                "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). fminf(1.0f, NaN) "
-                "is 1: compare in place of it. Every comparison with NaN is false."
+                "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). fminf "
+                "would hide the NaN: use a comparison. Every comparison with NaN is false."
             ),
             solution=_SCALE,
             wrong_answers={

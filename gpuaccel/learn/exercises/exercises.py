@@ -86,7 +86,7 @@ class Exercise:
         per_thread: elements for each thread of a kernel.
         data: of a kernel: data(n, generator) -> Case.
         cases: of a Python function: cases(generator) -> (label, arguments, expected tensor) for
-            each trial; of whole numbers where the result is to be used as an index.
+            each trial.
         turns: of a Python function that is captured: turns(generator) -> Turns for each trial.
         on_device: of a Python function: no number may be read on the host.
         explain: of a Python function: explain(arguments, result) -> what is wrong with a tensor, in

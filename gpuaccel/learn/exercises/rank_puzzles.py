@@ -1,23 +1,31 @@
-"""The exercises of notebook 05: deal batches to ranks, add in global order."""
+"""The exercises of notebook 05: the sum of a ring of ranks, a sum in global order."""
 
 import torch
 
-from .exercises import Exercise, code, whole_number
+from .exercises import Exercise, code
 
 
-def _deal_cases(generator):
-    for n, ranks in ((2, 2), (9, 2), (10, 4), (1, 1), (64, 8), (257, 3)):
-        order = torch.randperm(n, generator=generator)
-        # in these two the last rank has none left at the end
-        rank = ranks - 1 if n in (9, 10) else whole_number(0, ranks, generator)
-        expected = torch.full((-(-n // ranks),), -1)
-        mine = order[rank::ranks]
-        expected[: len(mine)] = mine
-        yield (
-            f"{n} batch{'es' * (n > 1)}, rank {rank} of {ranks}",
-            (order, rank, ranks),
-            expected,
+def _ring(tensors):
+    """pass_on of rank 0. The ranks run the same answer, so where this rank passes on the tensor of
+    rank r, the rank before passes on that of rank r - 1."""
+
+    def pass_on(tensor):
+        for r, known in enumerate(tensors):
+            if tensor.shape == known.shape and torch.equal(tensor, known):
+                return tensors[r - 1].clone()
+        raise ValueError(
+            "pass_on got a tensor that is no rank's; expected `mine`, or what was received last"
         )
+
+    return pass_on
+
+
+def _ring_cases(generator):
+    for ranks, n in ((2, 4), (3, 1000), (1, 16), (4, 257), (8, 64)):
+        # whole numbers: their sum is exact in each order
+        tensors = torch.randint(-1000, 1000, (ranks, n), generator=generator).float()
+        label = f"{ranks} rank{'s' * (ranks > 1)}, {n:,} elements"
+        yield label, (tensors[0].clone(), ranks, _ring(tensors)), tensors.double().sum(0)
 
 
 def _in_turn(grads):
@@ -55,11 +63,13 @@ def _only_rounded(arguments, result):
     return ""
 
 
-_DEAL = """\
-def deal(order, rank, ranks):
-    mine = order[rank::ranks]
-    longest = -(-len(order) // ranks)
-    return torch.cat([mine, torch.full((longest - len(mine),), -1)])
+_RING = """\
+def ring_sum(mine, ranks, pass_on):
+    total, passing = mine.clone(), mine
+    for _ in range(ranks - 1):
+        passing = pass_on(passing)
+        total += passing
+    return total
 """
 
 
@@ -77,60 +87,36 @@ EXERCISES = {
     e.name: e
     for e in [
         Exercise(
-            "deal",
+            "ring_sum",
             task=(
-                "order: (n) int64, the numbers of n batches, shuffled. Return those of rank "
-                "`rank` of `ranks`, dealt in turn: its own place, then every ranks-th. All "
-                "ranks get as many; one that has none left gets -1, and no batch goes to two. "
-                "What is wrong: some ranks train on the same batch."
+                "mine: (n) fp32, this rank's tensor. pass_on(tensor) sends a tensor to the next of "
+                "`ranks` ranks, and returns the one that the rank before has sent. Return the sum "
+                "of the tensors of all ranks."
             ),
             stub=code(
                 """
-                def deal(order, rank, ranks):
-                    length = -(-len(order) // ranks)        # len(order) / ranks, rounded up
-                    twice = torch.cat([order, order])
-                    return twice[:length * ranks][rank::ranks]
+                def ring_sum(mine, ranks, pass_on):
+                    total = mine.clone()
+                    # your lines
+                    return total
                 """
             ),
             hint=(
-                "order[rank::ranks] are its batches. The last ranks may have one batch less than "
-                "the others: add -1 there, with torch.cat and torch.full."
+                "ranks - 1 rounds. In each of them received = pass_on(what was received last), "
+                "which is `mine` in the first round; add it to the total."
             ),
-            solution=_DEAL,
+            solution=_RING,
             wrong_answers={
-                "begins again at the end": _DEAL.replace(
-                    "torch.full((longest - len(mine),), -1)", "order[:longest - len(mine)]"
-                ),
-                "a block for each rank": _DEAL.replace(
-                    "order[rank::ranks]",
-                    "order[rank * -(-len(order) // ranks):][:-(-len(order) // ranks)]",
-                ),
-                "drops the tail": code(
-                    """
-                    def deal(order, rank, ranks):
-                        each = len(order) // ranks
-                        return order[:each * ranks][rank::ranks]
-                    """
-                ),
-                "not as many": code(
-                    """
-                    def deal(order, rank, ranks):
-                        return order[rank::ranks]
-                    """
-                ),
-                "one too many": _DEAL.replace("-(-len(order) // ranks)", "len(order) // ranks + 1"),
-                "everything to everyone": code(
-                    """
-                    def deal(order, rank, ranks):
-                        return order
-                    """
-                ),
-                "fills up with 0": _DEAL.replace("-1)", "0)"),
-                "in its own order": _DEAL.replace(
-                    "order[rank::ranks]", "order[rank::ranks].sort().values"
-                ),
+                "one round": _RING.replace("range(ranks - 1)", "range(1)"),
+                "a round too many": _RING.replace("range(ranks - 1)", "range(ranks)"),
+                "a round too few": _RING.replace("range(ranks - 1)", "range(ranks - 2)"),
+                "passes on its own each time": _RING.replace("pass_on(passing)", "pass_on(mine)"),
+                "passes on the sum": _RING.replace("pass_on(passing)", "pass_on(total)"),
+                "without its own": _RING.replace("mine.clone(), mine", "0 * mine, mine"),
+                "keeps the last": _RING.replace("total += passing", "total = passing"),
+                "the mean": _RING.replace("return total", "return total / ranks"),
             },
-            cases=_deal_cases,
+            cases=_ring_cases,
         ),
         Exercise(
             "ordered_sum",

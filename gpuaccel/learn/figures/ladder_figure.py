@@ -58,7 +58,7 @@ RUNGS = (
         "micro-batches, the kernel that adds their gradients, and why the sum needs 32 bits",
         "gradients of micro-batches",
         ("00",),
-        minutes=30,
+        minutes=25,
     ),
     Rung(
         "02_clip",
@@ -70,18 +70,19 @@ RUNGS = (
     ),
     Rung(
         "03_graphs",
-        "CUDA graphs",
+        "One step, one launch",
         "a whole training step, recorded once and started with one call",
         "a whole step in one call",
-        ("01", "02"),
+        ("02",),
+        minutes=30,
     ),
     Rung(
         "04_encoder",
-        "Embedding gradients",
-        "why two runs differ, and the kernel whose sums are the same in every bit",
+        "Why two runs differ",
+        "sums without an order, and the kernel whose sums are the same in every bit",
         "two runs, every bit equal",
         ("02",),
-        minutes=35,
+        minutes=25,
     ),
     Rung(
         "05_processes",
@@ -89,7 +90,7 @@ RUNGS = (
         "your sum of gradients trains two processes as one; torch's DDP beside it; a rank dies",
         "your sum over processes",
         ("02", "04"),
-        minutes=35,
+        minutes=30,
     ),
     Rung(
         "06_everything",
@@ -110,7 +111,7 @@ RUNGS = (
     Rung(
         "shelf_activation",
         "An activation that learns",
-        "a backward by hand, a wrong one that trains as well, and a check that finds it",
+        "a backward by hand, a wrong one that no error names, and a check that finds it",
         "a backward by hand",
         ("01",),
         minutes=25,
@@ -121,7 +122,7 @@ RUNGS = (
         "attention key by key, then by a table of fixed size, and how much the table holds",
         "a memory of fixed size",
         ("01",),
-        minutes=25,
+        minutes=35,
     ),
 )
 
