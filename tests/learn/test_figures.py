@@ -7,7 +7,6 @@ import sys
 import pytest
 from pictures import contrast, rgb, text_of
 
-import gpuaccel as ga
 from gpuaccel.learn import figures
 from gpuaccel.learn.figures import drawing
 
@@ -18,25 +17,6 @@ from gpuaccel.learn.figures import drawing
 def test_threads_counts_the_spare_ones(n, block, per_thread, spare):
     words = text_of(figures.threads(n, block, per_thread))
     assert f"{n} elements" in words and (f"{spare} to spare" in words) == (spare > 0)
-
-
-def test_a_folded_source_links_to_its_file_and_keeps_its_text():
-    shown = figures.source("accumulate", "accumulate_v3", folded=True, GRAD_T="bf16")
-    html = shown._repr_html_()
-    assert html.startswith("<details><summary")
-    assert 'href="../kernels_cu/accumulate.cu"' in html
-    assert "accumulate_v3" in str(shown)
-    assert "<details>" not in figures.source("accumulate", "accumulate_v1")._repr_html_()
-
-
-def test_source_is_the_file_s_own_text_with_its_lines():
-    shown = figures.source("accumulate", "accumulate_v1", GRAD_T="bf16")
-    assert shown.text.startswith(
-        'extern "C" __global__ void accumulate_v1('
-    ) and shown.text.endswith("}")
-    assert "registers" in shown.title and "<span" in shown._repr_html_()
-    with pytest.raises(ga.errors.CompileError, match="no kernel 'accumulate_v9'"):
-        figures.source("accumulate", "accumulate_v9")
 
 
 def test_a_tree_of_eight_has_three_rounds_and_three_barriers():

@@ -1,105 +1,11 @@
-"""Pictures of kernels: source text, threads, the bits of a float, sums of a warp and of a block.
+"""Pictures of kernels: threads, the bits of a float, the sum of a block.
 
-figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
 figures.threads(n=21, block=8)                  # which thread takes which element
 """
 
-import re
 import struct
-from html import escape
 
-from ...compiler import Kernel, kernel_root
 from .drawing import BLUE, RED, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
-
-KEYWORDS = (
-    "extern const if else for return struct void float float2 float4 double int int4 uint2 long "
-    "longlong2 unsigned bool bf16 template class __shared__ __global__ __device__ __forceinline__ "
-    "__launch_bounds__"
-)
-
-
-class Source:
-    """A piece of CUDA C, coloured like the editor's theme.
-
-    Args:
-        link: of the whole file; with it, the text is folded away until its title is clicked.
-    """
-
-    _WORDS = re.compile(
-        r"(?P<comment>//[^\n]*)|"
-        rf"(?P<keyword>\b(?:{'|'.join(KEYWORDS.split())})\b)|"
-        r"(?P<meta>^\s*#[^\n]*)|"
-        r"(?P<string>\"[^\"\n]*\")|"
-        r"(?P<number>\b\d\w*\b)|"
-        r"(?P<builtin>\b(?:blockIdx|blockDim|threadIdx|gridDim)\b)",
-        re.M,
-    )
-    _COLOURS = {
-        "comment": "var(--jp-mirror-editor-comment-color,#6a8759)",
-        "keyword": "var(--jp-mirror-editor-keyword-color,#2f86d1)",
-        "meta": "var(--jp-mirror-editor-meta-color,#a06a2c)",
-        "string": "var(--jp-mirror-editor-string-color,#b05a3c)",
-        "number": "var(--jp-mirror-editor-number-color,#1b9e77)",
-        "builtin": "var(--jp-mirror-editor-builtin-color,#c5629f)",
-    }
-
-    def __init__(self, text, title, link=None):
-        self.text = text.strip("\n")
-        self.title = title
-        self.link = link
-
-    def __repr__(self):
-        return f"// {self.title}\n{self.text}"
-
-    def _repr_html_(self):
-        html = ""
-        end = 0
-        for match in self._WORDS.finditer(self.text):
-            colour = self._COLOURS[match.lastgroup]
-            html += escape(self.text[end : match.start()])
-            html += f'<span style="color:{colour}">{escape(match[0])}</span>'
-            end = match.end()
-        html += escape(self.text[end:])
-        title = escape(self.title)
-        code = (
-            '<pre style="font-size:12px;line-height:1.45;margin:0;padding:8px 12px;'
-            f"border-left:3px solid {BLUE};white-space:pre;overflow:auto;max-height:560px"
-            f'">{html}</pre>'
-        )
-        style = "font-size:12px;color:var(--jp-ui-font-color2,inherit);padding:2px 0 4px"
-        if self.link is None:
-            return f'<div style="{style}">{title}</div>{code}'
-        link = f'<a href="{escape(self.link)}" target="_blank">open the file</a>'
-        return (
-            f'<details><summary style="{style};cursor:pointer">{title}  ·  {link}</summary>'
-            f"{code}</details>"
-        )
-
-
-def source(file: str, name: str, *, folded: bool = False, **defines) -> Source:
-    """Kernel `name` of kernels_cu/<file>.cu: its text, and its cost on this GPU, else on sm_90.
-
-    Args:
-        folded: show one line with a link to the file; a click on it opens the text.
-
-    Raises:
-        CompileError: for a file or a kernel that does not exist.
-    """
-    lines = (kernel_root() / f"{file}.cu").read_text().split("\n")
-    cost = Kernel(file, name, **defines).resources()
-    first = next(
-        i
-        for i, line in enumerate(lines)
-        if "__global__" in line and re.search(rf"\b{name}\s*\(", line)
-    )
-    last = next(i for i in range(first, len(lines)) if lines[i] == "}")
-    title = (
-        f"kernels_cu/{file}.cu, lines {first + 1} to {last + 1}  ·  "
-        f"{cost.registers} registers on {cost.arch}  ·  "
-        f"{cost.spill_store_bytes + cost.spill_load_bytes} bytes spilled"
-    )
-    link = f"../kernels_cu/{file}.cu" if folded else None
-    return Source("\n".join(lines[first : last + 1]), title, link)
 
 
 def threads(n: int, block: int, per_thread: int = 1) -> Figure:

@@ -32,7 +32,7 @@ class Rung:
     learn: str
     about: str
     before: tuple[str, ...] = ()
-    minutes: int = 50
+    minutes: int = 30
 
     @property
     def number(self) -> str:
