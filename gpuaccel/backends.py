@@ -179,7 +179,11 @@ def find_compiler() -> tuple[Compiler | None, str]:
 # An error is not cached: a compiler can be installed while a notebook runs.
 @functools.cache
 def _ask_compiler(command: tuple[str, ...]) -> Compiler:
-    """The compiler behind a command. Raises LookupError where none answers."""
+    """The compiler behind a command.
+
+    Raises:
+        LookupError: if the command does not answer.
+    """
     try:
         answer = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, timeout=300
@@ -579,7 +583,7 @@ _cublas_settled = False
 
 
 def _torch_reads_cublas_variable() -> bool:
-    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False when it is too late.
+    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False if it is too late.
 
     The second call in a process, and one that cannot multiply now, return True.
     """

@@ -129,10 +129,10 @@ _IF_USED = {
 
 
 def _standard(words: set[str], own: set[str]) -> str:
-    """standard.cuh, without macros of the same name as the caller's; "" if no word is of it.
+    """standard.cuh without macros that the caller defines; "" if the caller uses none of them.
 
     Args:
-        words: those of the caller's text.
+        words: of the caller's text.
         own: names of the caller's macros.
     """
     text = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
@@ -145,10 +145,10 @@ def _standard(words: set[str], own: set[str]) -> str:
 
 
 def _only_used(source: str, ours: int) -> str:
-    """A text without headers and macros that its code does not name.
+    """The text without headers and macros that its code does not name.
 
     Args:
-        ours: where the caller's own text begins; in front of it are the macros of standard.cuh.
+        ours: start of the caller's own text, behind the macros of standard.cuh.
     """
     plain = without_comments(INCLUDE.sub("", source))
     for header, word in _IF_USED.items():
@@ -220,7 +220,7 @@ def whole_program(
         parts.append(f"{line_directive(1, name)}{text}")
 
     def without_host_headers(text):
-        """The text without #includes of headers that neither compiler has or needs."""
+        """Remove #includes of headers that neither compiler has or needs."""
         plain = without_comments(text, strings=True)
         # From the end, so that positions stay.
         for match in reversed(list(INCLUDE.finditer(plain))):
@@ -245,7 +245,7 @@ def whole_program(
         return header == os.path.basename(header) and (root / header).is_file()
 
     def without_own(text, name, folder=None, above=()):
-        """The text with headers in the place of #includes that name files outside kernels_cu."""
+        """Replace #includes that name files outside kernels_cu by those files."""
         if name.startswith("kernels_cu/"):
             return text
         if folder is None and os.path.isdir(os.path.dirname(name)):
@@ -390,7 +390,6 @@ def is_loaded(name: str) -> bool:
 
 
 def _exact_kind(param) -> tuple:
-    """What a parameter accepts."""
     return param.pointer, param.dtypes, param.code, param.align
 
 
@@ -475,7 +474,6 @@ class Kernel:
         self.bound = launch_bound(self.source, name, self.defines) or 1024
 
     def _use(self, text):
-        """Compile `text` from now on."""
         self.text = text
         folders = nvrtc.chosen_folders(self.options)
         self.source, self.left_out = whole_program(text, self.filename, self.defines, folders)
@@ -609,7 +607,7 @@ class Kernel:
         return nvrtc.compile_ptx(self.source, self.filename, self._target(arch), self.options)
 
     def _compile(self, target: str) -> tuple[bytes, str, str, dict[str, str]]:
-        """(cubin, ptxas's report, the kernel's symbol in the cubin, those of all expressions)."""
+        """(cubin, ptxas's report, the kernel's symbol in the cubin, symbols of all expressions)."""
         try:
             cubin, log, symbols = nvrtc.compile_cubin(
                 self.source,
@@ -624,7 +622,7 @@ class Kernel:
         return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name), symbols
 
     def _explained(self, error: CompileError) -> CompileError:
-        """The error, with a first line on names that the host code or a missing header has."""
+        """The error, with a first line about names from host code or from a missing header."""
         unknown = list(dict.fromkeys(_UNKNOWN_NAME.findall(error.log)))
         lines = [
             f"{self.filename}: {name} is a function of the host: write __device__ in front of it"
@@ -735,7 +733,7 @@ class Kernel:
 
 
 def _number_types(param) -> tuple:
-    """The Python types of the usual numbers for a parameter; () for a pointer or struct."""
+    """Python's number types that a parameter takes; () for a pointer or struct."""
     if param.code is None:
         return ()
     return (int, float) if param.code in "efd" else (int,)
@@ -907,7 +905,7 @@ def compile(
 
 
 def _compile_now(kernel: Kernel):
-    """Compile a kernel for this GPU, or for sm_90 where there is none.
+    """Compile a kernel for this GPU, or for sm_90 without a GPU.
 
     Raises:
         CompileError: with the compiler's messages.
@@ -922,7 +920,7 @@ def _compile_now(kernel: Kernel):
 
 
 def _dims(kernel, what, value, limits):
-    """Three numbers for the grid or block that was given; ArgumentError for a wrong one."""
+    """Three numbers for a grid or block; ArgumentError for an invalid one."""
     dims = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
     is_valid = 1 <= len(dims) <= 3 and all(
         isinstance(d, numbers.Integral) and 1 <= d <= limit for d, limit in zip(dims, limits)
@@ -979,9 +977,9 @@ STRUCT_ALIGNMENT = 128
 
 
 class _Packed:
-    """A kernel's arguments as the driver (and the CPU's executor) takes them.
+    """A kernel's arguments as the driver and the CPU executor take them.
 
-    They are one buffer, and a table of pointers into it.
+    They are one buffer and a table of pointers into it.
 
     Args:
         sizes: bytes of each parameter that is a struct, by its index
@@ -1060,9 +1058,9 @@ class _Loaded(_Packed):
 
 
 def _allow_shared(kernel, handle, index):
-    """Allow a kernel as much shared memory as a block can have on this GPU.
+    """Allow a kernel the largest dynamic shared memory of this GPU.
 
-    Without this attribute a launch gets 48 KiB at most.
+    The default limit of a launch is 48 KiB.
     """
     from cuda.bindings import driver
 
@@ -1287,7 +1285,7 @@ def _enter(index):
 
 
 def _range_error(kernel, values) -> ArgumentError:
-    """The error for the first number that its parameter's C type cannot hold."""
+    """The error for the first number that is out of its C type's range."""
     for value, param in zip(values, kernel.params):
         if not param.code:
             continue
@@ -1398,7 +1396,7 @@ _STRIDED = torch.strided
 
 
 def _unusual_value(kernel, param, arg, index, gpu):
-    """The value to pack for an argument that is not of the usual kind.
+    """The value to pack for an argument that the fast path does not take.
 
     Raises:
         ArgumentError: it says what is wrong with it.
@@ -1430,7 +1428,6 @@ def _unusual_value(kernel, param, arg, index, gpu):
 
 
 def _pointer_problem(param, arg, index, gpu) -> str:
-    """What is wrong with the argument of a pointer."""
     if not isinstance(arg, torch.Tensor):
         return f"expects a torch tensor, got {type(arg).__name__}"
     if arg.layout != torch.strided:

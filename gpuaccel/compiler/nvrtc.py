@@ -260,7 +260,7 @@ def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] 
 
 
 def _load(entry: bytes) -> tuple[bytes, str, dict[str, str]]:
-    """What a cache entry holds: the report and the symbols as JSON, a newline, and the cubin."""
+    """Read a cache entry: the report and the symbols as JSON, a newline, and the cubin."""
     line, cubin = entry.split(b"\n", 1)
     log, symbols = json.loads(line)
     if not isinstance(log, str) or not isinstance(symbols, dict) or cubin[:4] != b"\x7fELF":
@@ -285,9 +285,9 @@ def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _headers(source: str, options: tuple[str, ...]) -> dict[str, str] | None:
-    """Path -> text of the headers of the folders of -I that a source, or one of them, names.
+    """Path -> text of headers in folders of -I that a source includes, directly or not.
 
-    None: the options or a macro bring in headers whose names are not known here.
+    None if the options or a macro include headers whose names are not known here.
     """
     if any(re.match(r"--?(?:pre-)?include(?:$|[= ])", word) for word in options):
         return None
@@ -314,7 +314,7 @@ _UNUSED = re.compile(r'\w+ "[^"]*" was declared but never referenced')
 
 
 def _show_warnings(log: str, filename: str):
-    """Show NVRTC's warnings, once for each compilation: a kernel from the cache shows none."""
+    """Show NVRTC's warnings, once per compilation: a kernel from the cache shows none."""
     for file, line, text in dict.fromkeys(_WARNING.findall(log)):
         if file.startswith("kernels_cu/") and file != filename or _UNUSED.match(text):
             continue
@@ -394,7 +394,7 @@ _NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\
 
 
 def _lines_without_semicolon(log: str, source: str) -> list[str]:
-    """The compiler notices a missing ; at the next word, which may be in a later line."""
+    """The compiler reports a missing ; at the next token, which may be in a later line."""
     from ..simt.build import text_line
 
     code = without_comments(source, strings=True)

@@ -31,7 +31,7 @@ from .tape import Tape
 
 @functools.cache
 def _capture_stream(index: int) -> torch.cuda.Stream:
-    """One for the whole process: cuBLAS keeps a workspace for each stream that it has seen."""
+    """One per process: cuBLAS keeps a workspace for each stream that it has run on."""
     return torch.cuda.Stream(index)
 
 
@@ -109,7 +109,6 @@ class CudaRecorder:
         return CudaRecording(graphs, self), result
 
     def _begin(self):
-        """Capture into a new graph."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         # thread_local: other threads (a loader that pins memory, a live view) may use CUDA.
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -126,7 +125,7 @@ class CudaRecorder:
             self._begin()
 
     def _repair(self, graph):
-        """Bring torch out of a capture that did not end."""
+        """End a capture that failed, so that torch can allocate and synchronize again."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
             # The capture itself was valid: Python has raised.
@@ -143,7 +142,7 @@ class CudaRecorder:
             empty.capture_end()
 
     def _find_line(self, fn) -> tuple[str, int] | None:
-        """(file, line) after which the capture was invalid: a second capture looks after each."""
+        """(file, line) that invalidated the capture, found by tracing the lines of a second one."""
         from cuda.bindings import driver
 
         invalidated = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED

@@ -84,7 +84,7 @@ def explained(error: BaseException, location: tuple[str, int] | None) -> Capture
 
 
 def _place(file: str, line: int) -> str:
-    """A line of Python in words: "train.py:12", and in a notebook "In[12], line 3"."""
+    """Name a line of Python: "train.py:12", or in a notebook "In[12], line 3"."""
     cell = cell_of(file)
     return f"{cell}, line {line}" if cell else f"{os.path.basename(file)}:{line}"
 
@@ -99,7 +99,6 @@ def _cause_in(text: str) -> tuple[str, str] | None:
 
 
 def _chain(error) -> list[BaseException]:
-    """The error, and those that it was raised from."""
     chain = []
     while error is not None and error not in chain:
         chain.append(error)

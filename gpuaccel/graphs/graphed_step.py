@@ -232,7 +232,7 @@ class GraphedStep(Generic[P, R]):
         self._graph_for(args, kwargs)
 
     def _graph_for(self, args, kwargs) -> CapturedGraph | None:
-        """The graph for these inputs, captured if need be; None where fn runs eagerly."""
+        """The graph for these inputs, captured if needed; None if fn runs eagerly."""
         if self.closed:
             _closed()
         if self.replay == "eager":
@@ -355,7 +355,7 @@ class GraphedStep(Generic[P, R]):
         return graph
 
     def _warm_up(self, args, kwargs):
-        """Run the step as often as it takes until nothing is allocated or compiled any more."""
+        """Run the step until it allocates and compiles nothing more."""
         addresses = Addresses([member for member in self.state if isinstance(member, nn.Module)])
         saved = self.state if self._saved is None else list(self._saved())
         others = OtherSums(self._participants)
@@ -424,7 +424,7 @@ class GraphedStep(Generic[P, R]):
                 participant.refresh()
 
     def _list_members(self):
-        """List what `state` consists of. Between captures Addresses notices a change of it."""
+        """List the members of `state`. Addresses notices changes between captures."""
         tops = [member for member in self.state if isinstance(member, nn.Module)]
         self._modules = [module for top in tops for module in top.modules()]
         self._optimizers = [
@@ -526,7 +526,7 @@ def fp32_precisions() -> tuple:
 
 
 def _closed(*_, **__) -> Any:
-    """In the place of the functions of a closed step."""
+    """Replaces the functions of a closed step."""
     raise CaptureError("the step was closed: make a new one")
 
 
@@ -545,7 +545,7 @@ def _device_of(state) -> torch.device:
 
 @contextlib.contextmanager
 def _no_autocast_cache():
-    """A copy of a weight that autocast cached before would not be made in the graph."""
+    """Disable autocast's cache: a replay would not refresh a cast made before the capture."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -557,7 +557,7 @@ def _no_autocast_cache():
 
 
 def _callers_depth() -> int:
-    """How many frames up the first caller outside of this package is."""
+    """Number of frames up to the first caller outside of this package."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gpuaccel"):
         depth, frame = depth + 1, frame.f_back

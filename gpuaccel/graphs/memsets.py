@@ -71,7 +71,7 @@ def words_of(memset) -> tuple[int, int] | None:
 
 
 def _replaced(graph, node, loaded) -> bool:
-    """Put a launch of `fill` where a memset node is. False: it stays a memset."""
+    """Replace a memset node by a launch of `fill`; False if it has to stay a memset."""
     from cuda.bindings import driver
 
     memset = _single(driver.cuGraphMemsetNodeGetParams, node)
@@ -103,7 +103,7 @@ def _replaced(graph, node, loaded) -> bool:
 
 
 def _all_of(query, handle) -> list:
-    """What a query of the driver lists: it is asked for the number first."""
+    """All items of a driver query, which is first asked for their number."""
     count = _answer(query(handle))[-1]
     return list(_answer(query(handle, count))[0]) if count else []
 

@@ -113,7 +113,7 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
 
 def _layers_of(module: nn.Module) -> list[CaptureParticipant]:
-    """Modules that take part, and what stands in the place of a module's forward."""
+    """Modules that take part in captures, and objects that replace a module's forward."""
     layers: list[CaptureParticipant] = []
     for part in module.modules():
         for layer in (part, fused_forward(part)):

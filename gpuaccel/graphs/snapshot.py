@@ -83,7 +83,7 @@ def preserved(state, device):
 
 @torch.no_grad()
 def _restored(restores: list[Callable[[], None]]) -> list[CaptureError]:
-    """Call all of them, and return what cannot be as before."""
+    """Call all of them; return what cannot be restored."""
     errors = []
     for restore in restores:
         try:
@@ -176,7 +176,7 @@ def host_generators(modules: list[nn.Module], device) -> dict[str, object]:
 
 
 def _snapshot_module(module: nn.Module, copies: TensorCopies) -> Callable[[], None]:
-    """Save parameters, buffers and gradients: values in `copies`, which tensors they are here."""
+    """Save parameters, buffers and gradients: their values go to `copies`."""
     restore_registered = _snapshot_registered(module)
     gradients = [(p, p.grad) for p in module.parameters()]
     copies.add([*module.parameters(), *module.buffers()])
@@ -191,7 +191,7 @@ def _snapshot_module(module: nn.Module, copies: TensorCopies) -> Callable[[], No
 
 
 def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
-    """Save which tensors are its parameters and buffers."""
+    """Save which tensors are registered as parameters and buffers."""
     registered = [
         (entries, dict(entries.items()))
         for part in module.modules()
@@ -213,10 +213,10 @@ def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
 
 
 def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> Callable[[], None]:
-    """Save what a forward may change: which tensors there are, and values of buffers.
+    """Save what a forward may change: registered tensors and the values of buffers.
 
-    Values of frozen weights, too, where these are as few as those of a momentum encoder. Those of
-    a base model under adapters would take too much memory."""
+    Frozen weights are saved as well if they are as small as a momentum encoder's. Those of a base
+    model under adapters would take too much memory."""
     restore_registered = _snapshot_registered(module)
     trained: list[tuple[str, Tensor, int]] = []
     frozen: list[tuple[str, Tensor, int]] = []
@@ -244,7 +244,6 @@ def _bytes(named: list[tuple[str, Tensor, int]]) -> int:
 
 
 def _snapshot_optimizer(opt: torch.optim.Optimizer, copies: TensorCopies) -> Callable[[], None]:
-    """Save an optimizer's parameters, their gradients, and its state tensors."""
     params = [p for group in opt.param_groups for p in group["params"]]
     gradients = [(p, p.grad) for p in params]
     existing = {p: dict(opt.state.get(p, {})) for p in params}

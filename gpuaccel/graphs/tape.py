@@ -35,9 +35,9 @@ _shared = threading.Lock()
 
 
 class _RefuseReads(TorchFunctionMode):
-    """Refuses what gives values to the host without torch's dispatcher.
+    """Refuse reads that pass values to the host without torch's dispatcher.
 
-    Not active inside of backward, whose hooks run without it."""
+    Inactive during backward: autograd runs hooks without this mode."""
 
     READS = (Tensor.__repr__, Tensor.__format__, Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
@@ -48,11 +48,11 @@ class _RefuseReads(TorchFunctionMode):
 
 
 class _RecordedGenerator:
-    """torch.random's generator while a tape records. Its calls do not pass the dispatcher.
+    """torch.random's generator while a tape records. Its calls bypass the dispatcher.
 
     get_rng_state(), set_rng_state() and manual_seed() become steps of this thread's tape, so that
-    a checkpoint's second forward draws what its first has drawn. In an operation there is no
-    tape."""
+    recomputation in a checkpoint draws the same numbers as its first forward. Inside an operation
+    there is no tape."""
 
     # Tapes of all threads that record.
     tapes: "list[Tape]" = []
@@ -148,7 +148,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def _call_unrecorded(self, func, args, kwargs):
-        """An operation that is made of launches is one step: its launches are not recorded."""
+        """Call an operation as one step: launches inside it are not recorded."""
         hears = self._launched in kernel.recorders
         if hears:
             self._hear_launches(False)
@@ -159,15 +159,15 @@ class Tape(TorchDispatchMode):
                 self._hear_launches(True)
 
     def _hear_launches(self, hear: bool):
-        """Begin or end to be called before each launch, those of other threads included.
+        """Add or remove the launch listener, which hears the launches of all threads.
 
-        The list is replaced, as another thread may be going through it."""
+        The list is replaced, not changed: another thread may be iterating over it."""
         with _shared:
             others = [recorder for recorder in kernel.recorders if recorder != self._launched]
             kernel.recorders = [*others, self._launched] if hear else others
 
     def _hear_generator(self, hear: bool):
-        """Begin or end to record what sets and reads the state of torch.random's generator."""
+        """Start or stop recording accesses to the state of torch.random's generator."""
         tapes = _RecordedGenerator.tapes
         with _shared:
             if hear:
@@ -225,7 +225,7 @@ class Tape(TorchDispatchMode):
 
 
 def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
-    """Does the host have to know values, to know the shape of the result?"""
+    """True if the host needs values to know the result's shape."""
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         indices = args[1]
         if all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices):
@@ -254,9 +254,9 @@ def _storage(t: Tensor) -> int:
 
 
 def _regions(leaves) -> dict[int, int]:
-    """The address of each tensor's storage -> the number of its region of memory.
+    """Address of each tensor's storage -> index of its region of memory.
 
-    Storages that overlap are one region, as those of an arena's tensors and its buffers are."""
+    Overlapping storages are one region, such as those of an arena's tensors and its buffers."""
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
     regions: dict[int, int] = {}
     region_end, previous = -1, -1

@@ -109,7 +109,7 @@ def quiet_profiler():
 def _with_sync_records():
     """Ask CUPTI for records of synchronisations: calls of the driver API leave no other trace.
 
-    None where this torch has no such option."""
+    None if this version of torch has no such option."""
     try:
         from torch._C._profiler import _ExperimentalConfig
 

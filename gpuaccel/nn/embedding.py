@@ -81,7 +81,6 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
 
 
 def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
-    """The same in torch, on the host by torch's own look-up."""
     low, high = range_on_host(tokens) or (-1, -1)
     on_host = low >= 0 and high < len(wte)
     buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
@@ -96,7 +95,7 @@ def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
 
 
 def _count_invalid(tokens, vocab, invalid):
-    """What encoder_forward leaves there, in torch."""
+    """The counter that encoder_forward writes, computed by torch."""
     flat = tokens.reshape(-1).long()
     if len(flat):
         out_of_range = (flat < 0) | (flat >= vocab)
@@ -109,7 +108,7 @@ def _count_invalid(tokens, vocab, invalid):
 
 
 def _backward(sums, dout, segments, by_count, into_arena):
-    """sums += the gradient: that of wte, or without segments that of wpe."""
+    """Add the gradient of wte to sums, or of wpe if there are no segments."""
     if into_arena:
         target = slice_of(sums)
         _add_to_slice(target, target.uses(), dout, segments, by_count)
@@ -191,7 +190,7 @@ class _Encode(torch.autograd.Function):
 
 
 def _is_batch(gradient: Tensor) -> bool:
-    """Whether it is a batch of vmap's (is_grads_batched=True), which no kernel takes."""
+    """True for a batch of vmap (is_grads_batched=True), which kernels do not take."""
     functorch = torch._C._functorch
     return not torch.compiler.is_compiling() and (
         functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
@@ -199,12 +198,12 @@ def _is_batch(gradient: Tensor) -> bool:
 
 
 def _rows_and_tokens(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in the order in which they are added, negative where invalid, and their tokens."""
+    """The rows in the order of addition, negative if out of range, and their tokens."""
     return segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)  # type: ignore
 
 
 def _reference_row_sums(dout, segments, shape, dtype, by_count):
-    """What _RowSums computes, of torch's operations, which can be batched."""
+    """_RowSums by torch's operations, which vmap can batch."""
     wide = torch.promote_types(dtype, torch.float32)
     if segments is None:
         sums = dout.to(wide).reshape(-1, *dout.shape[-2:]).sum(0)
@@ -222,9 +221,9 @@ def _reference_row_sums(dout, segments, shape, dtype, by_count):
 
 
 class _RowSums(torch.autograd.Function):
-    """A fresh gradient of wte, or without segments of wpe.
+    """A fresh gradient of wte, or of wpe if there are no segments.
 
-    Its own derivative is a look-up, as in torch, also by count."""
+    Its derivative is a look-up, as in torch, even with scale_grad_by_freq."""
 
     @staticmethod
     def forward(ctx, dout, segments, shape, dtype, by_count):
@@ -247,9 +246,9 @@ class _RowSums(torch.autograd.Function):
 
 
 def _none_seen(device) -> Tensor:
-    """(3,) int64 for encoder_forward, all zero.
+    """A zeroed counter of invalid tokens for encoder_forward, (3,) int64.
 
-    The number of tokens out of range; of one of them row << 32 | T; that token."""
+    Its elements: number of tokens out of range, row << 32 | T of one of them, and that token."""
     with torch.inference_mode(False):
         return torch.zeros(3, dtype=torch.int64, device=device)
 
@@ -294,7 +293,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
 
 
 def _grad_of(layer: nn.Embedding) -> Tensor | None:
-    """The tensor of the slice for the weight's gradient; None: nothing is added there."""
+    """The slice to which the weight's gradient is added, or None if it is returned to autograd."""
     fused = adds_to_arena(layer)
     return None if fused is None else fused.grad
 
@@ -449,7 +448,7 @@ class Embedding(nn.Embedding):
 
 
 def _invalid_in_words(counter: Tensor | None) -> dict | None:
-    """What Embedding.invalid_tokens returns."""
+    """The value of Embedding.invalid_tokens for this counter."""
     count, where, token = (0, 0, 0) if counter is None else counter.tolist()
     row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
     if not count:
@@ -507,7 +506,7 @@ class Encoder(nn.Module):
 
 
 def _counters(model: nn.Module) -> dict[str, Tensor]:
-    """name -> what each embedding of `model` that counts invalid tokens has counted."""
+    """name -> counter of each embedding in `model` that counts invalid tokens."""
     counters = {}
     for name, layer in model.named_modules():
         counter = layer if isinstance(layer, Embedding) else fused_forward(layer)

@@ -256,9 +256,9 @@ def launches_for(tensors: Sequence[Tensor | None], most: int | None = None) -> t
 
 
 def _parts(addresses, counts, most: int):
-    """(first tensor, tensor behind the last) of each launch.
+    """(first tensor, end) of each launch.
 
-    A launch has at most `most` tensors, and none of them twice: blocks that scale the same elements
+    A launch has at most `most` tensors and each only once: blocks that scale the same elements
     would race."""
     start = 0
     in_launch: set[int] = set()
@@ -274,7 +274,7 @@ def _parts(addresses, counts, most: int):
 
 @functools.lru_cache(64)
 def _packed(addresses, counts, kinds, most):
-    """Cached: gradients often lie where they lay in the last step, then nothing is packed again."""
+    """Cached: gradients usually keep their addresses, and then nothing is packed again."""
     launches = []
     for start, stop in _parts(addresses, counts, most):
         part = slice(start, stop)

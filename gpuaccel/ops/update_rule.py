@@ -276,7 +276,7 @@ def launch_settings(settings: Tensor, values: list[float]):
 
 
 def _pack_steps(jobs):
-    """(number of the launch's first job, struct Steps) per launch."""
+    """(index of the launch's first job, struct Steps) per launch."""
     for start in range(0, len(jobs), MAX_TENSORS):
         part = jobs[start : start + MAX_TENSORS]
         rest = [0] * (MAX_TENSORS - len(part))
@@ -373,9 +373,9 @@ def arena_launches(
 
 
 def _runs(jobs: Jobs, arena) -> list[tuple[int, int, int, Job]]:
-    """Neighbours in the arena with the same options: (first chunk, last chunk, offset, a job).
+    """Adjacent tensors with the same options: (first chunk, last chunk, offset, a job).
 
-    A tensor's number less `offset` is its place among the coefficients."""
+    The coefficients of tensor i are at i - offset."""
     runs: list[tuple[int, int, int, Job]] = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
@@ -506,7 +506,7 @@ def torch_step(
 
 
 def _settings_of(rule: UpdateRule, group: dict) -> dict:
-    """Name -> setting of a group; a tensor on the CPU becomes a number."""
+    """Name -> setting of a group; a CPU tensor becomes a number."""
     return {
         name: value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
         for name, value in zip(rule.settings, rule.values_of(group))
@@ -571,10 +571,10 @@ def _fused_step(
     factors: list[float],
     seed: int | None,
 ) -> list[Job]:
-    """Update the tensors that rule.fused takes; return the others.
+    """Update the tensors that rule.fused takes; return the jobs of the others.
 
     Args:
-        factors: of each row.
+        factors: clip factor of each row.
     """
     batches, others = jobs.batches
     others = [*others]
@@ -598,7 +598,7 @@ def _fused_step(
 
 
 def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
-    """What rule.fused takes, in calls of about BATCH elements; the other jobs."""
+    """Calls of rule.fused, each of about BATCH elements, and the jobs that it does not take."""
     lists: dict[tuple, list[list[Job]]] = {}
     others = []
     for j in jobs:
@@ -613,7 +613,7 @@ def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
 
 
 def _fused_takes(j: Job) -> bool:
-    """Can rule.fused update this tensor? It takes dense tensors of one dtype."""
+    """rule.fused takes dense tensors of one dtype."""
     tensors = [j.weight, j.grad, *[t for t in j.state if t is not None]]
     plain = all([t.dtype == j.weight.dtype and type(t) in (Tensor, Parameter) for t in tensors])
     return plain and j.weight.numel() > 0 and dense(j.weight)

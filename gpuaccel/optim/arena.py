@@ -45,7 +45,7 @@ _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
 def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
-    """ArgumentError, naming the parameter, where an arena cannot hold these parameters."""
+    """Raise ArgumentError, naming the parameter, if an arena cannot hold these parameters."""
     if not named:
         raise ArgumentError(
             f"{type(module).__name__} has no trainable parameter (requires_grad=True): there is "
@@ -172,7 +172,7 @@ class Arena:
     def _build(self, module, params, segments, blocks, masters=None):
         """Allocate the buffers, move the parameters into them, and follow optimizer steps.
 
-        params, and masters where a copy or a pickle has some: in the order of the arena."""
+        params and masters are in the arena's order; masters exist after a copy or an unpickling."""
         self.module: nn.Module = module
         self.device: torch.device = params[0].device
         self.params = params
@@ -243,11 +243,10 @@ class Arena:
 
     @torch.no_grad()
     def _move_into_slices(self, i: int, masters: list[nn.Parameter] | None) -> nn.Parameter:
-        """Move parameter i and its master into their slices, with their values.
+        """Move parameter i and its master into their slices, keeping their values.
 
         Returns:
-            The master, which is masters[i] where there is one, the parameter itself where it is
-            fp32.
+            The master: masters[i] if given, the parameter itself if it is fp32.
         """
         p = self.params[i]
         weight = own_storage(self.slice(self.weights, i))
@@ -455,7 +454,7 @@ class Arena:
         self._master_addresses = [p.data_ptr() for p in self.masters]
 
     def _moved(self, tensors: list[nn.Parameter], addresses: list[int]) -> list[int]:
-        """The indices of those that lie elsewhere."""
+        """Indices of the tensors whose address is no longer the given one."""
         return [
             i
             for i, (p, address) in enumerate(zip(tensors, addresses))
@@ -463,7 +462,7 @@ class Arena:
         ]
 
     def _fits(self, p: Tensor, i: int) -> bool:
-        """Whether the memory that a parameter or master got may be copied into its slice."""
+        """True if the new memory of a parameter or master can be copied into its slice."""
         dtype = torch.float32 if p is self.masters[i] else torch.bfloat16
         if (p.dtype, p.device, p.layout) != (dtype, self.device, torch.strided):
             return False
@@ -622,7 +621,7 @@ class Arena:
 
 @torch.no_grad()
 def _put_back(p: nn.Parameter, its_slice: Tensor):
-    """Make a parameter a view of its slice again, with the values that it has."""
+    """Make a parameter a view of its slice again, keeping its current values."""
     p.data = own_storage(its_slice).copy_(p)
 
 
@@ -644,8 +643,8 @@ def _not_trained(name: str) -> ArgumentError:
 def _follow_optimizers(arena):
     """Adopt before, and publish after, every step of an optimizer over arena.parameters().
 
-    Hooks of the optimizer's own may edit weights: the last one before a step is followed by
-    adopt(), and the first one behind it follows publish().
+    An optimizer's own hooks may edit weights: adopt() runs after its last pre-step hook, and
+    publish() before its first post-step hook.
 
     An optimizer with the attribute `publishes` does both itself, in its step.
 
@@ -711,12 +710,12 @@ def _follow_optimizers(arena):
 
 
 def _adopt(p: nn.Parameter, master: nn.Parameter):
-    """A master keeps its extra bits where it rounds to the value that its parameter has."""
+    """Copy a parameter to its master, except elements whose master already rounds to them."""
     master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
 
 def _abandon(handles: list):
-    """Remove hooks of what is gone when the next arena is made or released."""
+    """Queue hooks of a dead arena; they are removed when the next arena is made or released."""
     _abandoned_hooks.extend(handles)
 
 

@@ -222,7 +222,7 @@ def clip_grads_(
 
 
 def _empty_state(scope: Scope, names: Callable[[], list[str]]) -> ClipState:
-    """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
+    """The ClipState without gradients: norm 0 and scale 1 for a global scope, else no groups."""
     rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
     nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
     return ClipState(
@@ -233,7 +233,7 @@ def _empty_state(scope: Scope, names: Callable[[], list[str]]) -> ClipState:
 def _grads_of(
     parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
 ) -> tuple[list[Tensor], Callable[[], list[str]]]:
-    """The gradients of parameters that have one, and a function that returns their names."""
+    """The gradients that are not None, and a function that returns their names."""
     check_parameters_or_arena("parameters", parameters)
     members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if isinstance(parameters, types.GeneratorType) and not members:
@@ -267,7 +267,7 @@ def _by_kernels(
     policy: OnNonfinite,
     arena: Arena | None,
 ) -> tuple[ClipState, Callable[[], None]]:
-    """The clip state, and a function that scales the gradients: by kernels."""
+    """The clip state, and a function that scales the gradients."""
     device = grads[0].device
     count = 1 if groups is None else groups[-1] + 1
     state = new_state(count, device, scope, names)
@@ -312,7 +312,6 @@ def _by_torch(
     policy: OnNonfinite,
     foreach: bool | None,
 ) -> tuple[ClipState, Callable[[], None]]:
-    """The same by torch."""
     count = 1 if groups is None else groups[-1] + 1
     norms, nonfinite_tensor = reference_norms(grads, norm_type, groups, count, foreach)
     scales = reference_scale(norms, max_norm, eps)

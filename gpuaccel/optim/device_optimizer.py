@@ -136,7 +136,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         super().__init__(params_or_arena, **arguments)
 
     def _begin(self):
-        """Nothing is on a device yet."""
         if DeviceOptimizer._untraced_step is None:
             DeviceOptimizer._untraced_step = staticmethod(
                 torch.compiler.disable(self._step.__func__)
@@ -340,7 +339,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(part.changed)
 
     def _parts(self) -> list[DevicePlan]:
-        """What this step does: as the last one with these gradients, or planned anew."""
+        """The plans of this step; those of the last step if its gradients are the same."""
         tensors = self._members.gradient_holders(self.param_groups)
         grads: list[Any] = [p.grad for p in tensors]
         facts, parts = self._plan
@@ -409,14 +408,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return jobs
 
     def _takes_norm(self) -> bool:
-        """Is a norm taken at all? For clipping, and to see whether everything is finite."""
+        """True if the step needs a norm, for clipping or to find nonfinite gradients."""
         return self.max_norm is not None or self.on_nonfinite != "propagate"
 
     def _limit(self) -> float:
         return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
 
     def _norms(self, device: torch.device) -> Norms:
-        """The memory for norms of today's scope."""
         norms_of = self.device_state(device).norms
         norms, count = norms_of.get(self.scope), self._members.count(self.param_groups)
         if norms is None or len(norms.rows) != count:
@@ -445,7 +443,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return self._devices[device]
 
     def _place_states(self, members=None):
-        """The state of these is in its place then; default: of those that have some."""
+        """Move the state of these members, by default of all that have state, to its layout."""
         if members is None:
             members = [
                 member
@@ -509,7 +507,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._place_states()
 
     def _gather(self):
-        """An ArenaLayout with the whole state takes the place of the sharded one; masters too."""
+        """Replace the sharded layout by an ArenaLayout with the whole state, masters included."""
         self.layout.gather_masters()
         self.layout = ArenaLayout(self.arena, self.layout.gather_state())
         for _, p, i in self._members.rows(self.param_groups):
@@ -629,10 +627,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
 
 def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> Tensor | None:
-    """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
+    """The value of gradient_divisor, grad_scale or found_inf.
 
     Returns:
-        (1) fp32 on the device; None where it is not set.
+        (1) fp32 on the device; None if the attribute is not set.
     """
     value = getattr(optimizer, name, None)
     if value is None:

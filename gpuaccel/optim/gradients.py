@@ -122,7 +122,7 @@ class Gradients:
         self._addresses[:] = [view.data_ptr() for view in self.views]
 
     def _follow(self):
-        """Call a hook after each gradient of a backward: see _gradient_hook."""
+        """Register _gradient_hook on every tensor."""
         if self._closed or self._handles:
             return
         for p, hook in zip(self.params, self._hooks):
@@ -160,8 +160,9 @@ class Gradients:
             self._follow()
 
     def _collect_later(self, grad: Tensor):
-        """Collect a gradient that is not a slice: at the end of the backward, or when many bytes
-        wait."""
+        """Queue a gradient that is not a slice.
+
+        The queue is collected at the end of backward, or earlier when it holds many bytes."""
         if grad.requires_grad:
             # With create_graph=True `.grad` keeps its graph until a step uses it.
             return
@@ -205,7 +206,7 @@ class Gradients:
             listener.product_added(tensors)
 
     def _is_slice(self, i: int, grad: Tensor) -> bool:
-        """Whether a `.grad` is tensor i's slice. No empty tensor is, and no sparse one."""
+        """True if `grad` is tensor i's slice. Empty and sparse gradients never are."""
         view = self.views[i]
         try:
             in_place = grad.data_ptr() == self._addresses[i] != 0
@@ -398,8 +399,9 @@ def _remove_all(handles: list):
 
 
 def _gradient_hook(weak: weakref.ref[Gradients], i: int, addresses, listeners):
-    """Runs once per tensor and backward, after autograd's addition or a product: each line counts
-    on a slow host."""
+    """Make the hook that runs after each tensor's gradient is accumulated.
+
+    It runs once per tensor and backward, so each line costs time on a slow CPU."""
 
     def ready(p: Tensor):
         grad = p.grad

@@ -45,13 +45,13 @@ KINDS: tuple[type[FusedForward], ...] = FusedLinear, FusedConv1D, FusedEmbedding
 
 
 class _ProductSlice(GradientSlice):
-    """A slice of arena.grads, by whose products `.grad` follows the arena's rule.
+    """A slice of arena.grads to which matrix products add.
 
-    Layers know it by a tensor of its own, `acc`. It is not the arena's view, which somebody may see
-    as `.grad` and give other memory.
+    Layers hold it as `acc`, a separate tensor. The arena's own view may be exposed as `.grad`, and
+    whoever sees it may replace its memory.
 
     Args:
-        products: is told what is added.
+        products: is notified of each addition.
         tensors: indices of the slice's weights, in the arena's order.
     """
 
@@ -156,15 +156,15 @@ class Products:
         arena.before_release.append(self.close)
 
     def _acc(self, tensors: tuple[int, ...]) -> Tensor:
-        """The tensor of the slice with these weights. Layers that share a weight share it."""
+        """`acc` of the slice with these weights. Layers that share a weight share it."""
         if tensors not in self._slices:
             self._slices[tensors] = _ProductSlice(self, tensors)
         return self._slices[tensors].acc
 
     def _add_joint(self, layers: list[nn.Module]):
-        """Make one product of several layers of one input (nn.fused_linears).
+        """Compute several layers with one input by one product (nn.fused_linears).
 
-        Nothing changes where their weights do not lie side by side in the arena.
+        Has no effect unless their weights are adjacent in the arena.
         """
         # The arena stores parameters last to first; `linears` has that order.
         linears: list[Any] = [
@@ -222,5 +222,5 @@ class Products:
 
 
 def _has_hooks(arena: Arena, i: int) -> bool:
-    """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
+    """True if a hook reads this weight's gradient or runs when it is accumulated."""
     return bool(arena.params[i]._backward_hooks) or arena.gradients.has_hooks(i)

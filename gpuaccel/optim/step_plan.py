@@ -99,13 +99,12 @@ class DevicePlan:
             j.grad = None
 
     def _reorder(self):
-        """Our kernels take gradients in the order of their weights."""
+        """Kernels take gradients in the order of their weights."""
         for j in self._reordered:
             j.grad = torch.empty_like(j.weight, dtype=j.grad.dtype).copy_(j.grad)
 
 
 def _kernels_take(job: Job) -> bool:
-    """Do our kernels take this tensor?"""
     tensors = job.weight, job.grad
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in tensors)
     same_dtype = all(t is None or t.dtype == job.weight.dtype for t in job.state)

@@ -208,10 +208,10 @@ PREFIX = "gpuaccel-simt-"
 
 @functools.cache
 def _process_folder() -> pathlib.Path:
-    """The folder of this process for libraries and compilers; it goes when the process ends.
+    """The folder of this process for libraries and compilers, removed when the process ends.
 
-    Its file `lock` is locked as long as the process, or a fork of it, lives. So the next process
-    finds the folders of processes that were killed, and removes them.
+    Its file `lock` is locked as long as the process, or a fork of it, lives. The next process thus
+    recognizes folders of killed processes, and removes them.
     """
     # Not at the top: Windows has none, and imports this module, too.
     import fcntl
@@ -234,7 +234,7 @@ def _remove_own(folder: pathlib.Path, pid: int):
 
 
 def _remove_leftovers(root: pathlib.Path):
-    """Remove the folders of processes of this user that ended without doing so."""
+    """Remove folders of this user's processes that were killed."""
     import fcntl
 
     for folder in root.glob(f"{PREFIX}*"):
@@ -283,12 +283,11 @@ def fill_pattern(host: Compiler) -> int:
 
 
 def _first_options(host: Compiler) -> tuple[str, ...]:
-    """The options in front of all others: without them zig adds sanitizer callbacks of its own."""
+    """Options in front of all others: without them zig adds its own sanitizer callbacks."""
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
 def _flags(checked: bool, variant: tuple[str, ...]) -> tuple[str, ...]:
-    """The compiler's options for a checked build, or for one that is not."""
     if not checked:
         return FAST
     host = compiler()
@@ -339,7 +338,7 @@ OWN_HEADERS = ("half.h", "cooperative_groups.h")
 
 
 def _with_headers(source: str) -> tuple[str, list[str]]:
-    """The source without the #includes of CUDA's headers, and the headers of ours it needs."""
+    """The source without #includes of CUDA's headers, and the headers of this package it needs."""
     text = without_comments(source, strings=True)
     needed = {}
     for match in INCLUDE.finditer(text):
@@ -357,7 +356,7 @@ LIMIT = 900.0
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a compiler: English messages, and zig's cache in our cache folder."""
+    """English messages, and zig's cache in our cache folder."""
     cache = _zig_folder(cache_dir() or _process_folder())
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
 
@@ -389,8 +388,8 @@ def _run(command, subject: str, explain_log) -> None:
     """Run a compiler.
 
     Args:
-        subject: what is compiled, in words
-        explain_log: function of the compiler's messages; returns the text of the CompileError
+        subject: what is compiled, for messages
+        explain_log: maps the compiler's messages to the text of the CompileError
 
     Raises:
         CompileError: when the source does not compile, BackendError when the compiler does not run.
@@ -423,7 +422,7 @@ def _run(command, subject: str, explain_log) -> None:
 
 
 def _messages(process, subject, command) -> str:
-    """The messages of a compiler. A notice is shown while it takes longer than people expect."""
+    """The compiler's messages. A slow compilation shows a notice."""
     try:
         return process.communicate(timeout=QUIET)[1]
     except subprocess.TimeoutExpired:
@@ -576,7 +575,7 @@ def program(
 
 
 def _curand(source: str) -> pathlib.Path | None:
-    """NVIDIA's curand_kernel.h, where a source includes it and it is installed."""
+    """Path of NVIDIA's curand_kernel.h, if it is installed and the source includes it."""
     if "curand_kernel.h" not in source or (folder := curand_folder()) is None:
         return None
     return pathlib.Path(folder, "curand_kernel.h")
@@ -625,9 +624,9 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
 
 
 def _source_lines(message: str, text: str) -> list[str]:
-    """The source line of a compiler's error and a caret under the place, as NVRTC shows them.
+    """The source line of a compiler's error and a caret below the column, as in NVRTC's messages.
 
-    The compiler does not print them itself, because #line names files that do not exist.
+    The compiler cannot print them itself, because #line names files that do not exist.
     """
     place = re.match(r"([^:\n]+):(\d+):(\d+): (?:fatal )?error", message)
     if place is None:
@@ -641,8 +640,8 @@ def _source_lines(message: str, text: str) -> list[str]:
 def _with_one_index(source: str) -> str:
     """Write `(c ? a : b)[i]` as `simt_same(c ? a : b)[i]`.
 
-    g++ turns it into `c ? a[i] : b[i]`, of which its sanitizers compute a part of `i` only in the
-    first half.
+    g++ turns it into `c ? a[i] : b[i]`, where its sanitizers compute a part of `i` only in the
+    first branch.
     """
     blank = without_comments(source)
     for bracket in reversed(list(re.finditer(r"\)\s*\[", blank))):
@@ -666,7 +665,7 @@ _BEFORE_EXTERN = re.compile(rf"(?:(?:\b(?:__shared__|volatile|const|static)\b|{_
 
 
 def _is_in_directive(blank: str, position: int) -> bool:
-    """Whether a position is in a line that begins with #, or in its continuation."""
+    """True if the position is in a line that begins with #, or in its continuation."""
     start = blank.rfind("\n", 0, position) + 1
     while start > 1 and blank[start - 2] == "\\":
         start = blank.rfind("\n", 0, start - 1) + 1
@@ -704,9 +703,9 @@ def _dynamic_arrays(blank: str) -> Iterator[tuple[int, int, list[tuple[str, str]
 
 
 def _with_dynamic_arrays(source: str) -> tuple[str, list[str]]:
-    """The source with pointers for `extern __shared__` arrays, and macros for those outside.
+    """The source with pointers for `extern __shared__` arrays, and macros for those at file scope.
 
-    Outside of functions a pointer would be set only once, before any launch.
+    A pointer at file scope would be set only once, before any launch.
     """
     blank = without_comments(source)
     macros = []
@@ -727,7 +726,7 @@ def _with_dynamic_arrays(source: str) -> tuple[str, list[str]]:
 def _with_marks(source: str, positions: list[tuple[str, int]]) -> str:
     """The source with a `#define <mark> <its namespace>` above each position.
 
-    What an #if leaves out thereby leaves out its mark, too.
+    An #if that excludes the position thus excludes its mark.
     """
     blank = without_comments(source)
     pieces = []

@@ -307,12 +307,11 @@ class Range:
 
 
 def _tensor_arguments(params, args):
-    """(parameter, tensor) of each argument that is a tensor."""
     return [(p, a) for p, a in zip(params, args) if isinstance(a, torch.Tensor)]
 
 
 def _may_hold_addresses(param, tensor) -> bool:
-    """Whether elements of a tensor may be addresses: of structs, pointers, and 64-bit integers.
+    """True if elements of a tensor may be addresses: structs, pointers and 64-bit integers.
 
     Args:
         param: the parameter that gets it; None for an entry of tensors=
@@ -345,7 +344,7 @@ _LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
 
 
 def _pattern(text: str) -> int:
-    """What four bytes of a local variable hold before they are set; 0 where that cannot be told."""
+    """Four bytes that an uninitialised variable holds according to a finding; 0 if unknown."""
     return 0 if _LOOKS_UNSET.search(text) else fill_pattern(compiler())
 
 
@@ -558,7 +557,7 @@ class Session:
     # ---- reports ----
 
     def _coordinates(self, number):
-        """(thread, block) coordinates of a thread's number in the grid."""
+        """(thread, block) coordinates of a linear thread index in the grid."""
         threads = math.prod(self.shape[3:6])
         thread = coordinates(number % threads, self.shape[3:6])
         return thread, coordinates(number // threads, self.shape[:3])
@@ -567,7 +566,7 @@ class Session:
         return thread_words(*self._coordinates(number), self.shape[3:6], self.shape[:3])
 
     def _element(self, index, address, size):
-        """Words for an address in or near a region.
+        """Describe an address in or near a region.
 
         Returns:
             (name, element, "x[3]", "x has 3 elements of float32").
@@ -621,18 +620,18 @@ class Session:
         return list(mistakes.values()), notes
 
     def _stays_in_block(self, raw) -> bool:
-        """Whether an uninitialised variable was read, or written to shared memory."""
+        """True if an uninitialised variable was read, or written to shared memory."""
         in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
         return raw.kind == UNSET_LOCAL and not in_tensor
 
     def _is_chance(self, raw) -> bool:
-        """Whether a few of many numbers look like an uninitialised variable: those of hashes do."""
+        """True if values match the uninitialised pattern as rarely as a hash's do by chance."""
         is_float = raw.region >= 0 and "float" in self.members[raw.region][0].dtype
         is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
         return raw.kind == UNSET_LOCAL and is_rare and not is_float
 
     def _report(self, raw) -> Report | None:
-        """The report of a raw one; None for what is no mistake."""
+        """Turn a raw access record into a report, or None if the access is legal."""
         kind = KINDS[raw.kind]
         if kind == "harmless" or self._is_chance(raw):
             return None
@@ -787,9 +786,9 @@ class Session:
         )
 
     def _may_be_benign(self, raw) -> bool:
-        """Whether a race is one that harms nothing if each order of threads gives the same results.
+        """True if a race is harmless as long as every order of threads gives the same results.
 
-        A plain read of a tensor, beside atomic operations or writes of one and the same value.
+        Its plain read of a tensor races with an atomic operation, or with writes of one value.
         """
         if raw.region < 0 or self.members[raw.region][0].kind != GLOBAL:
             return False
@@ -820,7 +819,7 @@ class Session:
                 region.earlier = earlier.cells
 
     def _explained(self, raw) -> str:
-        """How an index got so far outside of a tensor, as far as its number tells."""
+        """Explain an index far outside of a tensor, as far as its value tells."""
         region = self.regions[raw.region]
         # Of a float4* to floats the index counts four of them.
         index = (raw.address - region.lo) // max(raw.size, 1)
@@ -829,7 +828,7 @@ class Session:
         return ""
 
     def _far_words(self, address) -> str:
-        """What there is to say of an address near no tensor of a launch."""
+        """Describe an address that is near no tensor of the launch."""
         for array in self.arrays:
             if array.lo <= address < array.hi:
                 return (
@@ -925,7 +924,7 @@ def _indexed_name(source: str, column: int) -> tuple[str | None, str]:
 
 
 def _only_name(source: str, known: set[str]) -> str | None:
-    """The array that is indexed in a source line, beside known ones; None if there are more."""
+    """The array that a source line indexes, other than known ones; None if there are several."""
     names = {m[1] for m in _INDEXED.finditer(source)} - known
     return names.pop() if len(names) == 1 else None
 
@@ -939,7 +938,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
     left = _State(program)
 
     def again(variant=(), **options):
-        """Launch once more as the first time, maybe with another build of the kernel."""
+        """Repeat the first launch, with other options or another build of the kernel."""
         if not variant:
             state.restore()
             return _launch_once(program, *arguments, False, **options)
@@ -988,7 +987,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
 
 
 class _State:
-    """What the variables of a program hold that keep their value between launches."""
+    """Values of a program's variables that persist between launches."""
 
     def __init__(self, program):
         self.program = program
@@ -1007,7 +1006,7 @@ class _State:
                 ctypes.memmove(base + offset, content, len(content))
 
     def copy_to(self, other):
-        """Set the variables of another build of the same source, by their names."""
+        """Set the variables of another build of the same source, by name."""
         mine, theirs = symbols(self.program), symbols(other)
         names = {offset: name for offset, _, name, _ in mine.variables}
         places = {name: (offset, size) for offset, size, name, _ in theirs.variables}
@@ -1037,14 +1036,14 @@ def _launch_once(
     pattern=None,
     first=None,
 ):
-    """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
+    """Launch once. Return the session, its fault or None, its mistakes and its notes.
 
     Args:
         printed: list to which the kernel's output is added
-        flip: what is read from an absent lane of a shuffle, or before it is set, has all bits
-            inverted
-        pattern: what a variable holds that is not set; None: as the program was built, 0: unknown
-        first: an earlier launch, of which racing reads get what another order gives them
+        flip: invert all bits of values that are read from an absent lane of a shuffle, or before
+            they are set
+        pattern: content of variables that are not set; None: as the program was built, 0: unknown
+        first: an earlier launch; racing reads get the values of another thread order
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
