@@ -74,7 +74,7 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
     try:
         return launch_forward(tokens, wte, wpe, invalid), token_segments.buffer
     finally:
-        # Before anybody uses what it writes, or gets the memory of `scratch`.
+        # Before the segments are read, or the memory of `scratch` is reused.
         if side is not None:
             torch.cuda.current_stream(wte.device).wait_stream(side)
         del scratch
@@ -122,7 +122,7 @@ def _add_to_slice(target: GradientSlice, uses: list[GradientUse], dout, segments
             # Most rows get no gradient.
             zero_(acc)
         _add_rows(acc, dout.contiguous(), segments, by_count)
-    # No end(): it is for those who wait while backward runs, and nothing runs behind an embedding.
+    # No end(): it reports gradients while backward still runs, and an embedding comes last.
 
 
 def _add_rows(sums, dout, segments, by_count):
@@ -154,7 +154,7 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
-        # The dispatch of an operation costs more than a small batch's look-up on a CPU.
+        # On a CPU, dispatching an operation costs more than the look-up of a small batch.
         forward = torch.ops.gpuaccel.encoder_forward
         if wte.is_cpu and range_on_host(tokens) is not None:
             forward = _forward
@@ -211,7 +211,7 @@ def _reference_row_sums(dout, segments, shape, dtype, by_count):
     row, token = _rows_and_tokens(segments)
     rows = dout.to(wide).reshape(-1, dout.shape[-1])[row & MAX_TOKENS]
     rows = torch.where((row < 0)[:, None], torch.nan, rows)
-    # One more than there are tokens: of the rows that are left out.
+    # One more row than tokens: it sums the rows that are left out.
     sums = rows.new_zeros(shape[0] + 1, shape[1]).index_add(0, token, rows)
     if by_count:
         count = torch.zeros(shape[0] + 1, dtype=wide, device=token.device)
@@ -283,7 +283,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
     # None: made on the meta device.
     if invalid is None:
         invalid = _none_seen(tokens.device)
-        # A dry run counts nothing.
+        # A dry run on fake or meta tensors counts nothing.
         if not tokens.is_meta:
             counter.invalid = invalid
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
@@ -382,7 +382,7 @@ class Embedding(nn.Embedding):
 
     def _start_counting(self):
         check_options(self)
-        # No buffer: the ranks of a data-parallel module would all get the first one's.
+        # Not a buffer: DistributedDataParallel would broadcast rank 0's counter.
         self.invalid = None if self.weight.is_meta else _none_seen(self.weight.device)
 
     @classmethod
@@ -569,7 +569,7 @@ def deterministic_embeddings(model: nn.Module) -> list[str]:
             f"left as they are, because they have a forward of their own: {', '.join(others)}",
             stacklevel=2,
         )
-    # A layer that stands in several places stays one layer.
+    # A layer that is registered several times stays one layer.
     made = {layer: Embedding.sharing(layer) for layer in plain.values() if has_class_forward(layer)}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer in made:

@@ -37,7 +37,7 @@ class _LinearIntoArena(torch.autograd.Function):
             ctx.save_for_backward(x, cast, weight)
         y = F.linear(x, cast.t() if transposed else cast, bias)
         if not torch.compiler.is_compiling() and y._is_view():
-            # torch lets nobody change a view in place that a custom function returns.
+            # torch forbids in-place changes of a view that a custom function returns.
             y = torch.ops.aten._unsafe_view(y, y.shape)
         return y
 
@@ -48,7 +48,7 @@ class _LinearIntoArena(torch.autograd.Function):
         rows, columns = (x, dy) if ctx.transposed else (dy, x)
         dw = add_or_return(ctx, 1, ctx.acc, rows, columns)
         if weight and has_second_derivative():
-            # `cast` does not lead back to the weight.
+            # The saved `cast` has no autograd graph to the weight.
             cast = weight[0].to(cast.dtype)
         dx = None
         if ctx.needs_input_grad[0]:

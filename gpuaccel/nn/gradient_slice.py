@@ -32,9 +32,9 @@ class SlicePart(NamedTuple):
 class GradientSlice:
     """The gradient sums of one weight, or of several side by side, into which products add.
 
-    What a product does: uses(), begin(), the addition to each part, end(). optim/products.py makes
-    those of an arena, of a class of its own. This class stands in for one that is gone (its
-    TrainStep was closed between forward and backward): gradients go to autograd.
+    A product calls uses(), begin(), adds to each part, and calls end(). The slices of an arena are a
+    subclass (optim/products.py). This class replaces one whose TrainStep was closed between forward
+    and backward: gradients go to autograd.
 
     Args:
         acc: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
@@ -65,7 +65,7 @@ class GradientSlice:
                 "Instead: close it after backward; compile with backend='inductor', which is the "
                 "default"
             )
-        # Somebody calls the operation by itself.
+        # The operation was called directly.
         return [ADDED]
 
     def begin(self, uses: list[GradientUse]) -> list[SlicePart]:

@@ -49,7 +49,7 @@ class _LinearsIntoArena(torch.autograd.Function):
                 cut = zip(uses, dy.split([len(w) for w in weights], -1))
                 grads = [weight_gradient(t, x) if use is RETURNED else None for use, t in cut]
             if torch.is_grad_enabled():
-                # For a second derivative: `joint` does not lead back to the weights.
+                # A second derivative needs the weights: `joint` has no autograd graph to them.
                 joint = torch.cat(weights).to(joint.dtype)
             dx = dy @ joint
         elif any(ctx.needs_input_grad[4:]):
@@ -80,7 +80,7 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 def _outputs(x: Tensor, joint: Joint, layers, whole: bool = False) -> tuple[Tensor, ...]:
     """The layers' outputs from one product; whole: in one tensor, the last layer's first."""
-    # An arena lies in reverse order.
+    # An arena stores parameters last to first.
     weights = [layer.weight for layer in reversed(layers)]
     widths = [len(weight) for weight in weights]
     if whole:

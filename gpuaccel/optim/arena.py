@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 
 from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
-from .gradients import Gradients, Master
+from .gradients import Gradients, Master, remove_all
 from .layout import Block, Segment, Summary, lay_out, own_storage, trainable
 
 log = logging.getLogger("gpuaccel")
@@ -94,14 +94,13 @@ def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
-    A parameter that is unfrozen later is not in the arena: make a new one, which takes the place of
-    the first. The module
-    is saved, pickled and copied as without an arena.
+    A parameter that is unfrozen later is not in the arena: make a new arena, which replaces the
+    first. The module is saved, pickled and copied as without an arena.
 
-    bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict,
-    `copy_`, nn.init) is noticed by the tensor's version, and its master takes the new value before
-    the next step. So is other memory (`p.data = ...`). An edit in the memory of `.data` or by NumPy
-    is not: call adopt(everything=True) after it. Call publish() after an edit of a master.
+    bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
+    `copy_`, nn.init) and new memory (`p.data = ...`) are detected, and copied to its master before
+    the next step. Edits through `.data` or NumPy are not detected: call adopt(everything=True) after
+    them. Call publish() after an edit of a master.
 
     Args:
         module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.
@@ -188,8 +187,8 @@ class Arena:
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
         # An arena that is garbage-collected without release() leaves its hooks to the next arena:
         # they cannot be removed at that moment, for torch may be calling them.
-        self._hooks = weakref.finalize(self, _abandon, hooks)
-        _remove(_abandoned_hooks)
+        self._hooks = weakref.finalize(self, _abandoned_hooks.extend, hooks)
+        remove_all(_abandoned_hooks)
         _arenas.add(self)
 
     def _allocate(self, masters: list[nn.Parameter] | None):
@@ -217,7 +216,7 @@ class Arena:
         chunk_table = chunks.to(self.device)
         chunk_to_tensor = chunks[:, 0].contiguous().to(self.device)
         tensor_to_block = tensor_to_block.to(self.device)
-        # Everything that may fail has been allocated: from here on the module changes.
+        # All allocations have succeeded: only from here on does the module change.
         self.weights = weights
         self.grads = grads
         self.bf16_weights = bf16_weights
@@ -284,11 +283,6 @@ class Arena:
         return self._index.get(id(parameter))
 
     @staticmethod
-    def parameters_held() -> set[int]:
-        """ids of all parameters that lie in some arena."""
-        return {id(p) for arena in _arenas for p in arena.params}
-
-    @staticmethod
     def all() -> "list[Arena]":
         """All arenas that are not released."""
         return list(_arenas)
@@ -318,7 +312,7 @@ class Arena:
         return self.masters[::-1]
 
     def parameter_names(self) -> list[str]:
-        """Their names, in the same order."""
+        """The names of parameters(), in the same order."""
         return [s.name for s in reversed(self.segments)]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -466,7 +460,7 @@ class Arena:
         dtype = torch.float32 if p is self.masters[i] else torch.bfloat16
         if (p.dtype, p.device, p.layout) != (dtype, self.device, torch.strided):
             return False
-        # Of another parameter: the two are tied, and as slices they would not be.
+        # Memory of another parameter: the two are tied, and separate slices would untie them.
         shared = any(
             0 <= p.data_ptr() - buffer.data_ptr() < buffer.nbytes
             for buffer in (self.weights, self.bf16_weights)
@@ -486,12 +480,12 @@ class Arena:
                 raise _not_trained(name)
 
     def frozen(self) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of those of the module that are in no arena."""
+        """(name, parameter) of the module's parameters that are in no arena."""
         return [(name, p) for name, p in self.module.named_parameters() if not _in_an_arena(p)]
 
     @staticmethod
     def check_frozen(parameters: list[tuple[str, Tensor]]):
-        """Find one that was unfrozen since.
+        """Find a frozen parameter that was unfrozen since.
 
         Args:
             parameters: what frozen() returned.
@@ -574,7 +568,7 @@ class Arena:
         TrainStep is closed."""
         if self.step is not None:
             self.step.close()
-        # Closed, a TrainStep releases the arena that it has made.
+        # close() of a TrainStep releases the arena that the TrainStep made.
         if self.released:
             return
         for close in [*self.before_release]:
@@ -583,7 +577,7 @@ class Arena:
         for p in self.params:
             p.data = p.data.clone()
         self._hooks()
-        _remove(_abandoned_hooks)
+        remove_all(_abandoned_hooks)
         _arenas.discard(self)
 
     def __getstate__(self):
@@ -712,22 +706,6 @@ def _follow_optimizers(arena):
 def _adopt(p: nn.Parameter, master: nn.Parameter):
     """Copy a parameter to its master, except elements whose master already rounds to them."""
     master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
-
-
-def _abandon(handles: list):
-    """Queue hooks of a dead arena; they are removed when the next arena is made or released."""
-    _abandoned_hooks.extend(handles)
-
-
-def _remove(handles: list):
-    while handles:
-        handles.pop().remove()
-
-
-def check_arena(name: str, value, hint: str = ""):
-    """ArgumentError unless the argument `name` is an Arena. hint: ends the message."""
-    if not isinstance(value, Arena):
-        raise ArgumentError(f"{name} is {described(value)}; expected an arena{hint}")
 
 
 def check_parameters_or_arena(name: str, value):

@@ -152,7 +152,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the state is spread; 1: it is whole here."""
+        """Number of ranks that share the state; 1 if it is not sharded."""
         return self.layout.ranks
 
     @property
@@ -458,8 +458,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def shard(self, layout):
         """Keep this rank's share of the state from here on.
 
-        state_dict() is then an error, but inside gathered(), where the state is whole. A whole
-        state can be loaded at any time.
+        From then on state_dict() raises, except inside gathered(). A whole state can be loaded at
+        any time.
 
         Args:
             layout: a ShardedLayout: which share.
@@ -473,8 +473,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         The masters of bf16 weights are whole, too.
 
         Args:
-            discard: the other ranks do not call this. The state is lost, and starts anew; a master
-                that another rank has updated takes the value of its bf16 weight.
+            discard: not a collective. The state is lost and starts anew; a master that another
+                rank has updated takes the value of its bf16 weight.
         """
         if self.layout.ranks == 1:
             return
@@ -544,9 +544,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """As torch's; over an arena with `param_names`, and `master`, the fp32 values of bf16 ones.
 
-        So a run that loads the model's and the optimizer's state resumes bit for bit. Optimizers of
-        torch's load it and ignore the masters. As torch's it holds the state's own tensors, which
-        an optimizer of torch's that loads it shares: hand it a copy.deepcopy of the dict.
+        A run that loads the model's and the optimizer's state resumes bit-identically. torch's
+        optimizers load it and ignore the masters. They share its tensors, which are the state's
+        own: load a copy.deepcopy of the dict.
 
         Raises:
             ArgumentError: of a sharded optimizer outside gathered(): this rank has only its share.

@@ -103,7 +103,7 @@ class Gradients:
                 p.grad_dtype = None
         self._follow()
         # The parameters may outlive their arena.
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def close(self):
         """Make every `.grad` a tensor of its own, in its parameter's dtype."""
@@ -133,7 +133,7 @@ class Gradients:
             p.requires_grad_(trained)
 
     def _remove_hooks(self):
-        _remove_all(self._handles)
+        remove_all(self._handles)
 
     def has_hooks(self, i: int) -> bool:
         """Whether somebody else has registered a post-accumulate hook on tensor i.
@@ -212,7 +212,7 @@ class Gradients:
             in_place = grad.data_ptr() == self._addresses[i] != 0
         except RuntimeError:
             return False
-        # Not a transposed view of it.
+        # A transposed view of the slice is another gradient.
         return in_place and (grad is view or grad.stride() == view.stride())
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ class Gradients:
             grad = self.params[i].grad
             if grad is None:
                 continue
-            # The usual case first: each call counts on a slow host.
+            # The usual case first: each call costs time on a slow CPU.
             if grad is self.views[i] and grad.data_ptr() == self._addresses[i]:
                 continue
             if self._is_slice(i, grad):
@@ -251,13 +251,13 @@ class Gradients:
                     self.segments[i].name, grad, self.segments[i].shape, self.buffer.device
                 )
             except ArgumentError:
-                # That of a parameter which has left the arena: then this is what to say.
+                # A parameter that left the arena is the cause: its error comes first.
                 check = self._check()
                 if check is not None:
                     check()
                 raise
             indices.append(i)
-            # Another tensor's slice will be overwritten: `p.grad, q.grad = q.grad, p.grad`.
+            # A slice of another tensor is overwritten below: `p.grad, q.grad = q.grad, p.grad`.
             given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
         for i in range(first, last):
             # `p.grad.data = ...` has given the view other memory.
@@ -279,7 +279,7 @@ class Gradients:
         grad = self.params[i].grad
         if grad is None or self._is_slice(i, grad):
             return grad
-        # First all others: this slice may be the gradient of one of them.
+        # Collect the others first: this slice may be the `.grad` of one of them.
         self.collect(graphs=False)
         self.collect(i, i + 1)
         return self.params[i].grad
@@ -325,7 +325,7 @@ class Gradients:
                 if total is None:
                     continue
                 p.grad = total
-                # A product has added to the slice.
+                # Otherwise a product added to the slice itself.
                 if made is not None and not self._is_slice(i, made):
                     total.add_(made.detach())
 
@@ -340,13 +340,13 @@ class Gradients:
         return self[i] is None
 
     def place(self, views: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Let the sums of some tensors lie elsewhere; their values are the caller's business.
+        """Use other memory for the sums of some tensors. The caller copies the values.
 
         Args:
-            views: index of a tensor -> fp32, of its shape: in place of its slice.
+            views: index of a tensor -> fp32, of its shape: replaces its slice.
 
         Returns:
-            The views that had their places, for the way back.
+            The views that were replaced; place() restores them.
         """
         before = {i: self.views[i] for i in views}
         for i, view in views.items():
@@ -370,7 +370,8 @@ class Gradients:
         if self._squares is None:
             return None
         squares, versions, received = self._squares
-        # Gradients of other ranks may have come: the sums over all ranks have their squares.
+        # Tensors without a gradient here may have got one from other ranks: their squares are
+        # in the sums as well. Only a gradient that is gone invalidates them.
         gone = any(then and not now for then, now in zip(received, self.received()))
         return None if gone or versions != self._versions() else (squares, self.chunk_to_tensor)
 
@@ -393,7 +394,7 @@ class Gradients:
             torch._foreach_zero_(stale)
 
 
-def _remove_all(handles: list):
+def remove_all(handles: list):
     while handles:
         handles.pop().remove()
 
@@ -426,7 +427,7 @@ _TENSOR_GRAD: Any = Tensor.grad
 class Master(nn.Parameter):
     """The fp32 master of a bf16 parameter. Its `.grad` is the parameter's: both have one sum."""
 
-    # The Arena, weakly: it holds its masters. None in a copy, until its arena has it.
+    # Weak reference to the arena that holds this master. None in a copy, until its arena is built.
     arena: Callable[[], Any] | None = None
     number: int
 
@@ -460,7 +461,7 @@ class Master(nn.Parameter):
         return arena
 
     def __reduce_ex__(self, protocol):
-        # The arena that is pickled with it says whose master it is.
+        # Unpickling the arena sets `arena` and `number` again.
         return _restored_master, (self.data, self.requires_grad)
 
 

@@ -61,7 +61,7 @@ class _ProductSlice(GradientSlice):
         self.tensors = tensors
         segments = [self.arena.segments[i] for i in tensors]
         stops = list(itertools.accumulate(s.shape[0] for s in segments))
-        # Of dy, for each weight.
+        # The columns of dy that belong to each weight; None: all.
         self._columns: list[slice | None] = [None]
         if len(tensors) > 1:
             self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
@@ -97,14 +97,18 @@ class _ProductSlice(GradientSlice):
 
     def begin(self, uses):
         arena = self.arena
-        # Tensor -> whether its first product overwrites.
+        # Tensor -> whether this product overwrites its sum: the first of an accumulation window does,
+        # so that no kernel has to zero it.
         overwrite = {}
         for i, use in zip(self.tensors, uses):
             if use is ADDED:
                 overwrite[i] = arena.gradients.is_stale(i)
                 arena.params[i].grad = arena.gradients.views[i]
                 self.products.added[i] += 1
+        # One product writes adjacent slices, if all are written and in the same way. Otherwise each
+        # weight has a product with its own columns of dy.
         if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:
+            # The product writes `acc`, which shares memory but no version with the views.
             increment_version([arena.gradients.views[i] for i in self.tensors])
             return [SlicePart(self.acc, None, overwrite[self.tensors[0]])]
         return [
@@ -138,7 +142,7 @@ class Products:
         self.also_from_autograd: set[int] = set()
         self.tensors: set[int] = set()
         self._fused: dict[nn.Module, FusedForward] = {}
-        # Kept alive here, until close().
+        # Layers hold `acc`, which does not keep its slice alive.
         self._slices: dict[tuple[int, ...], _ProductSlice] = {}
         for layer in arena.module.modules():
             # Not the attribute, which a parametrization would compute.
@@ -175,7 +179,7 @@ class Products:
         if len(linears) < len(layers) or len({linear.weight.dtype for linear in linears}) > 1:
             return
         numbers = [self.arena.number_of(linear.weight) for linear in linears]
-        # Each is in the arena: its layer is in `_fused`.
+        # None of them is None: a layer in `_fused` has its weight in the arena.
         tensors = tuple(i for i in numbers if i is not None)
         segments = [self.arena.segments[i] for i in tensors]
         if any(a.offset + a.numel != b.offset for a, b in zip(segments, segments[1:])):
@@ -209,6 +213,8 @@ class Products:
         for i in tensors:
             self._versions[i] = self.arena.gradients.views[i]._version
             same_number = 0 < self.added[i] == self.added_before[i]
+            # A slice is complete after as many products as in the last backward, unless autograd
+            # adds to it as well, at a time that is not known here.
             complete[i] = same_number and i not in self.also_from_autograd
         self.arena.gradients.product_added(complete)
 

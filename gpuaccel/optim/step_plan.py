@@ -84,7 +84,7 @@ class DevicePlan:
         self.changed = [t for j in self.by_kernels for t in (j.weight, j.copy) if t is not None]
 
     def set_gradients(self, grads: list[Tensor | None]):
-        """Those of the next step.
+        """Set the gradients of the next step.
 
         Args:
             grads: of the optimizer's tensors, by number.
@@ -94,7 +94,7 @@ class DevicePlan:
         self._reorder()
 
     def drop_gradients(self):
-        """What is kept for the next step must not keep gradients alive."""
+        """Drop the gradients, so that a plan that is kept for the next step holds none alive."""
         for j in self.jobs:
             j.grad = None
 

@@ -306,10 +306,6 @@ class Range:
         self.readonly = readonly
 
 
-def _tensor_arguments(params, args):
-    return [(p, a) for p, a in zip(params, args) if isinstance(a, torch.Tensor)]
-
-
 def _may_hold_addresses(param, tensor) -> bool:
     """True if elements of a tensor may be addresses: structs, pointers and 64-bit integers.
 
@@ -372,7 +368,9 @@ class Session:
         self.arrays = []
         # id of an argument without an address -> its array
         self.empty = {}
-        for param, tensor in _tensor_arguments(params, args):
+        for param, tensor in zip(params, args):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             readonly = "const" in param.ctype.split("*")[0].split()
             addresses = _may_hold_addresses(param, tensor)
             array = Array.of_tensor(param.name, tensor, readonly, addresses)
