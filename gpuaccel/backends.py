@@ -554,8 +554,8 @@ def cublas_workspace():
 
     torch reads the variable once per process, at its first matrix product on a GPU, and keeps the
     answer. Where CUDA is initialised, the block therefore begins with one product of two numbers.
-    A UserWarning says so where an earlier product came without the variable: torch then raises
-    RuntimeError at each product in deterministic mode.
+    A UserWarning tells if torch already ran a product without the variable: then each product in
+    deterministic mode raises RuntimeError.
     """
     before = os.environ.get(CUBLAS_VARIABLE)
     if before in CUBLAS_DETERMINISTIC:
@@ -598,7 +598,7 @@ def _torch_reads_cublas_variable() -> bool:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     x = torch.zeros(1, 1, device="cuda")
     try:
-        # First without the deterministic mode: an error here has another reason, and is passed on.
+        # First without the deterministic mode: an error here has another cause, and is passed on.
         torch.use_deterministic_algorithms(False)
         torch.mm(x, x)
         _cublas_settled = True

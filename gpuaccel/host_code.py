@@ -38,7 +38,7 @@ _ATTRIBUTES = re.compile(
 _TYPE = re.compile(r"^[\w\s:]*\b(?:struct|class|union|enum)\b")
 _INITIALISER = re.compile(r"(?<![=!<>+\-*/%&|^])=(?!=)")
 _FUNCTION = re.compile(r"(~?\w+|\boperator\b[^()]*(?:\(\))?)\s*\(\)")
-# What only a host has, in a function of a class that does not say where it runs.
+# Names that only a host has: they mark a member function without an annotation as host code.
 _HOST_ONLY = re.compile(
     r"<<<|\bstd\s*::|\bcuda[A-Z]\w*|\b(?:c(?:out|err)|endl|f?printf|FILE|fopen|exit|abort|"
     r"[mc]alloc|free|new|delete|s?rand)\b"
@@ -263,11 +263,11 @@ class _Text:
     def __init__(self, source: str, ours: int = 0):
         self.ours = ours
         self.macros = _Macros(without_comments(source))
-        # As a GPU sees it, so that brackets match; and with what a CPU compiles.
+        # The text as a GPU compiles it, so that brackets match, and as both GPU and CPU do.
         self.view = active_text(source, GPU_MACROS, one_branch=True)
         self.both = active_text(source)
         self.declarations = list(self._declarations(self.view))
-        # What stands beside these, as behind the #else of an `#ifdef __CUDA_ARCH__`.
+        # The other branches, as behind the #else of an `#ifdef __CUDA_ARCH__`.
         beside = merged = self.both
         for d in self.declarations:
             beside = beside[: d.start] + " " * (d.end - d.start) + beside[d.end :]
@@ -395,9 +395,9 @@ def device_code(source: str, ours: int = 0) -> tuple[str, LeftOut]:
             needed[d.start] = d
     ranges = [(d.start, d.end) for d in text.declarations if d.start not in needed]
     ranges += [(m.start, m.end) for d in needed.values() for m in text.members(d)]
-    # nvcc takes these words only with an option, and they say nothing in device code.
+    # nvcc accepts these words only with an option, and they mean nothing in device code.
     ranges += [(m.start(1), m.end(1)) for m in _LAMBDA_SPACE.finditer(text.view)]
-    # A floating-point constant is one for NVRTC only if it says so.
+    # NVRTC accepts a floating-point constant in device code only as constexpr.
     constants = {
         constant.start(): constant.end()
         for d in needed.values()

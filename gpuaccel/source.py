@@ -142,7 +142,7 @@ def _condition(text: str, macros: dict[str, str]) -> bool | None:
     def is_defined(match):
         name = match[1] or match[2]
         if name.startswith("__") and name not in macros:
-            # It depends on the compiler as the name itself does.
+            # A macro of such a name depends on the compiler as well.
             return name
         return "1" if name in macros else "0"
 
@@ -234,11 +234,11 @@ def _active_of(
     one_branch: bool = False,
 ) -> tuple[str, dict[str, str]]:
     blank = without_comments(source)[:end]
-    # Both compilers are asked for C++17.
+    # Both compilers compile as C++17.
     macros = {"__cplusplus": "201703L", **dict(defines)}
     pieces = []
     position = 0
-    # Per open #if: whether its present part is compiled, and whether one of its parts surely was.
+    # Per open #if: whether its current branch is compiled, and whether one branch surely was.
     open_parts: list[tuple[bool, bool]] = []
 
     def is_active():
@@ -405,7 +405,7 @@ def kernel_positions(source: str) -> list[tuple[str, int]]:
     return [(d.name, d.start) for d in _declarations(active_text(source))]
 
 
-# What nvcc defines where it compiles for a GPU.
+# Macros that nvcc defines when it compiles for a GPU.
 GPU_MACROS = {"__CUDA_ARCH__": "900", "__CUDACC__": "1", "__NVCC__": "1"}
 
 
@@ -451,9 +451,9 @@ _SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
 
 
 def scopes(text: str, position: int) -> list[str]:
-    """What stands before each open brace around a position, in a text without comments.
+    """The text before each open brace around a position, in a text without comments.
 
-    That is `namespace x`, `extern "C"`, or "" for braces of code.
+    It is `namespace x`, `extern "C"`, or "" for braces of code.
     """
     result: list[str] = []
     for brace in re.finditer(r"[{}]", text[:position]):
@@ -530,7 +530,7 @@ _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 def _declaration(source, name, defines):
     """(a kernel's declaration, macro or typedef -> its replacement there)."""
     text, _ = _active(source, defines)
-    # The definition names its parameters.
+    # Prefer the definition: a forward declaration may leave its parameters unnamed.
     found = [d for d in _declarations(text) if d.name == base_name(name)]
     declaration = next((d for d in found if d.has_body), found[0] if found else None)
     arguments = _template_arguments(name)
@@ -612,7 +612,7 @@ def _outside_code(text: str) -> str:
                 hidden.append((start, brace.start()))
     pieces = []
     position = 0
-    # A pair of braces comes before those in it.
+    # Outer braces first.
     for start, end in sorted(hidden):
         if start >= position:
             pieces += [text[position:start], " " * (end - start)]

@@ -99,7 +99,7 @@ _HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
-# Headers that have no file of the user's, in quotes as well.
+# Headers that are never a file of the user's, even in quotes.
 _STANDARD_HEADERS = (
     r"[a-z_]+|c?(?:assert|ctype|errno|float|inttypes|limits|math|signal|stdarg|stdbool|stddef|"
     r"stdint|stdio|stdlib|string|time|unistd|sys/\w+|windows)\.h|cuda\w*\.h|device_\w+\.h|"
@@ -108,7 +108,7 @@ _STANDARD_HEADERS = (
 
 
 def is_device_header(name: str) -> bool:
-    """Whether a header of CUDA has what kernels use, and standard.cuh has not."""
+    """True if a CUDA header declares names that kernels use and standard.cuh lacks."""
     return (
         re.match(
             r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline", name
@@ -222,7 +222,7 @@ def whole_program(
     def without_host_headers(text):
         """Remove #includes of headers that neither compiler has or needs."""
         plain = without_comments(text, strings=True)
-        # From the end, so that positions stay.
+        # From the end, so that earlier positions stay valid.
         for match in reversed(list(INCLUDE.finditer(plain))):
             header = match[1]
             if is_device_header(header) or any(
@@ -235,7 +235,7 @@ def whole_program(
                     missing.append(header)
             instead = " " * len(match[0])
             if re.match(r"cublas|cudnn", header):
-                # These bring the half types along.
+                # These headers include the half types.
                 line = line_number(text, match.start()) + 1
                 instead = f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n#line {line}"
             text = text[: match.start()] + instead + text[match.end() :]
@@ -354,7 +354,7 @@ def replaced_words() -> str | None:
 def replace(name: str, source: str | None):
     """Let every Kernel `name` of kernels_cu run another definition, from its next launch on.
 
-    A captured graph goes on launching what it was captured with.
+    A captured graph keeps launching the kernel that it was captured with.
 
     Args:
         name: of the kernel.
@@ -369,7 +369,7 @@ def replace(name: str, source: str | None):
     texts = [kernel.text_with(source) for kernel in kernels]
     for kernel, text in zip(kernels, texts):
         if kernel._texts.get(text):
-            # It has been compiled and loaded before.
+            # This text was compiled and loaded before.
             continue
         kernel.candidate(text).compile()
     for kernel, text in zip(kernels, texts):
@@ -470,7 +470,7 @@ class Kernel:
         # text -> what was loaded of it: a captured graph may still launch it.
         self._texts = {text: self._ready}
         self._use(text)
-        # A text in its place is launched with as many threads, whatever its own bounds are.
+        # A replacement is launched with as many threads, whatever its own bounds are.
         self.bound = launch_bound(self.source, name, self.defines) or 1024
 
     def _use(self, text):
@@ -560,7 +560,7 @@ class Kernel:
         return f"{self.name}({', '.join(map(str, self.params))})  [{self.filename}]"
 
     def __reduce__(self):
-        # The copy compiles by itself.
+        # A copy of a kernel compiles again.
         source = self.text, self.name, self.filename, self.defines, self.options, self.learner
         return Kernel.from_source, source
 
@@ -913,7 +913,7 @@ def _compile_now(kernel: Kernel):
     try:
         kernel.resources()
     except CompileError as error:
-        # Without the headers of CUDA the compiler of the CPU decides, which needs none.
+        # Without CUDA's headers the CPU's compiler decides: it does not need them.
         if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
             raise
         kernel.loaded_on_cpu()
@@ -1145,7 +1145,7 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # Any error: of ours, of the driver, of cuda.core.
+            # Any error, of this package, the driver or cuda.core.
             if backend().policy == "require":
                 raise
             reason = str(error).partition("\n")[0]
@@ -1201,7 +1201,7 @@ class Launch:
             return self.on_cpu(args, tensors)
         try:
             index, values = kernel.usual_values(*args)
-        # None, or an argument that has no address.
+        # None, or an argument without an address.
         except (TypeError, AttributeError, RuntimeError):
             index, values = check_arguments(kernel, args)
         if index is None:
@@ -1302,9 +1302,9 @@ def _range_error(kernel, values) -> ArgumentError:
 def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
     """A function that is check_arguments() for arguments of the usual kinds only.
 
-    It is written for one parameter list, without a loop: half of the host's time of a launch was
-    that loop's. It returns what check_arguments() returns, or None, or raises, for arguments that
-    check_arguments() has to judge.
+    Its code is generated for one parameter list, without a loop, which would take half of the
+    host's time of a launch. It returns what check_arguments() returns. For other arguments it
+    returns None or raises, and check_arguments() decides.
 
     Args:
         plan: Kernel.plan.
@@ -1317,7 +1317,7 @@ def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
     for name, (pointer, dtypes, align, number_types) in zip(names, plan):
         if not pointer:
             values.append(name)
-            # No number's type: a struct, whose size is compared later.
+            # A struct, not a number: its size is compared later.
             known[f"{name}_types"] = number_types or (bytes,)
             tests.append(f"type({name}) in {name}_types")
             continue
@@ -1364,7 +1364,7 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | N
                 f"got {len(args)}"
             )
         args = (*args, *(param.default for param in missing))
-    # On the CPU every launch runs this loop: arguments of the usual kind take the short path.
+    # Every launch on the CPU runs this loop, so usual arguments take a fast path.
     for arg, (pointer, dtypes, align, number_types) in zip(args, kernel.plan):
         if pointer:
             if (

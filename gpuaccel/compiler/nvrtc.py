@@ -30,8 +30,8 @@ from ..files import from_cache
 from ..headers import CURAND_STUBS, curand_folder, wheel_roots
 from ..source import without_comments
 
-# The second makes ptxas report registers and spills. With the third a constexpr function runs on
-# the device; of other functions without an annotation none is left (host_code.py).
+# The second makes ptxas report registers and spills. The third lets constexpr functions run on the
+# device; host_code.py removes all other functions without an annotation.
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
 
 
@@ -231,7 +231,7 @@ def compile_cubin(
 
 
 def _flags(source, arch, defines, options) -> list[str]:
-    # From 12.9 on NVRTC has a cache of its own where there is a driver, without ptxas's report.
+    # NVRTC 12.9 and newer have their own cache on machines with a driver; it lacks ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
@@ -318,7 +318,7 @@ def _show_warnings(log: str, filename: str):
     for file, line, text in dict.fromkeys(_WARNING.findall(log)):
         if file.startswith("kernels_cu/") and file != filename or _UNUSED.match(text):
             continue
-        # As a warning of the user's own line, not of this one.
+        # The warning names the user's line, not this one.
         warnings.warn_explicit(text, CompileWarning, file, int(line))
 
 

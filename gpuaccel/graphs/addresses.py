@@ -1,4 +1,4 @@
-"""A CUDA graph knows tensors by their address: has one moved since the capture?"""
+"""Check that no tensor of a captured graph has moved: a graph knows tensors by their address."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ class Addresses:
     """The addresses and dtypes of all tensors in `state`, and which modules it is made of.
 
     Args:
-        state: modules, optimizers; other members are left out. check() compares with now.
+        state: modules and optimizers; other members are ignored.
     """
 
     def __init__(self, state):

@@ -65,7 +65,7 @@ def words_of(memset) -> tuple[int, int] | None:
     size = memset.elementSize * memset.width
     if memset.height != 1 or not 0 < size <= LIMIT or size % 4 or int(memset.dst) % 4:
         return None
-    # Only the element's bytes of the value count.
+    # The value's bytes beyond the element size are ignored.
     value = memset.value % 256**memset.elementSize
     return value * REPEATED[memset.elementSize], size // 4
 
@@ -89,7 +89,7 @@ def _replaced(graph, node, loaded) -> bool:
     params.gridDimX, params.blockDimX = -(-words[1] // THREADS), THREADS
     params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
     with loaded.lock:
-        # The new node gets a copy of them.
+        # The driver copies the arguments into the node.
         loaded.pack(loaded.buffer, 0, int(memset.dst), *words)
         params.kernelParams = loaded.address
         kernel = _single(driver.cuGraphAddKernelNode, graph, before, len(before), params)

@@ -29,7 +29,7 @@ from ..optim import Arena, capture_participants
 
 @runtime_checkable
 class CaptureParticipant(Protocol):
-    """Any object that tells GraphedStep something."""
+    """An object in `state` whose step involves the host."""
 
     def graph_key(self) -> Hashable:
         """The host values that a captured graph keeps. A call with another key captures anew."""
@@ -76,7 +76,7 @@ def participants_of(state) -> list[CaptureParticipant]:
 
 
 class OtherSums:
-    """Which weights have gradients in arenas that are no part of a step. check(): as before?
+    """Which weights have gradients in arenas that are not part of a step; check() compares.
 
     Args:
         participants: of the step.

@@ -54,7 +54,7 @@ def preserved(state, device):
             forward that wrote into trained weights. Not where the block raised.
     """
     participants = participants_of(state)
-    # First: a snapshot may bring tensors up to date, and these values are what is copied.
+    # Before the copies: a participant's snapshot() may update tensors.
     restore_host = [p.snapshot() for p in participants if isinstance(p, HasHostState)]
     restore_host.append(_snapshot_generators(device))
     copies = TensorCopies()
@@ -112,7 +112,7 @@ class TensorCopies:
 
 
 class MemorySpans:
-    """The memory of some tensors. `t in spans`: does all of t's memory lie in one of them?"""
+    """The memory of some tensors. `t in spans` is true if all of t's memory is in one of them."""
 
     def __init__(self, tensors=()):
         self._spans = set()
@@ -201,7 +201,7 @@ def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
 
     def restore():
         for entries, before in registered:
-            # Those of a ScriptModule are no dict.
+            # A ScriptModule's entries are not a dict.
             for key, tensor in before.items():
                 if key not in entries or entries[key] is not tensor:
                     entries[key] = tensor

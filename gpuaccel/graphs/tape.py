@@ -130,10 +130,10 @@ class Tape(TorchDispatchMode):
             )
         result = self._call_unrecorded(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
-            # unsqueeze_() and the like change no memory, and a step's aliases have their shapes.
+            # unsqueeze_() and the like write no memory. Later steps have aliases of the new shape.
             return result
         if name == "aten::lift_fresh":
-            # A value from Python: each replay begins with it.
+            # A tensor made from Python values: its memory is restored at each replay.
             value = result.clone()
             self.add_step("constant", lambda: value, (), {}, [result])
             return result
@@ -142,6 +142,7 @@ class Tape(TorchDispatchMode):
             t if isinstance(t, Tensor) and _storage(t) not in given else None
             for t in tree_leaves(result)
         ]
+        # Views write nothing and make no memory: their aliases are in the steps that use them.
         does_something = func._schema.is_mutable or any(t is not None for t in results)
         if does_something and not name.startswith(ALLOCATIONS):
             self.add_step(short_name, func, args, kwargs, results)
@@ -188,7 +189,7 @@ class Tape(TorchDispatchMode):
 
     def replay(self):
         """Run the recorded operations again, on the same memory."""
-        # As the operations were recorded: below autograd, which records nothing there.
+        # The operations were recorded below autograd, and are replayed there.
         with torch._C._AutoDispatchBelowAutograd():
             for step in self.steps:
                 with torch.set_grad_enabled(step.grad_enabled):
@@ -214,7 +215,7 @@ class Tape(TorchDispatchMode):
                 if t is not None:
                     last_writer[region_of[_storage(t)]] = i
             schema = getattr(step.call, "_schema", None)
-            # A launch of a kernel has no schema: any of its tensors may be written.
+            # A kernel launch has no schema: it may write any of its tensors.
             if schema is None or schema.is_mutable:
                 last_writer.update(dict.fromkeys(regions, i))
         return [step.name for step in self.steps], edges
@@ -240,7 +241,7 @@ def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
 
 def _alias(t: Tensor) -> Tensor:
     alias = t.detach()
-    # Some operations look at it.
+    # Some operations behave differently with requires_grad.
     return alias.requires_grad_() if t.requires_grad else alias
 
 

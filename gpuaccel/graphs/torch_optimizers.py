@@ -1,4 +1,4 @@
-"""What a captured step has to know about torch's own optimizers."""
+"""Host values of torch's own optimizers that a captured graph would keep."""
 
 import contextlib
 import threading
@@ -77,7 +77,7 @@ def no_other_steps(is_known: Callable[[Tensor], bool]):
             return
         others = [p for group in opt.param_groups for p in group["params"] if not is_known(p)]
         if others:
-            # Those of this warm-up: a step that ends with step() begins without gradients.
+            # Drop gradients of the warm-up: the next step expects none.
             for p in others:
                 p.grad = None
             raise CaptureError(

@@ -147,9 +147,9 @@ def _fill(row, events, gpu):
     row.copies = {}
     row.memsets = (0, 0)
     for e in events:
-        # The GPU may do the work after the region has ended: it belongs to the region that asked
-        # for it. Copies of driver calls have no call record; they belong to the region if they
-        # began in it or, the device being idle before, right after.
+        # The GPU may do the work after the region has ended: it belongs to the region of its call.
+        # Copies by driver calls have no call record. They belong to the region if they began in it
+        # or right after it, as the device was idle before.
         if (
             e.get("cat") not in ("gpu_memcpy", "gpu_memset")
             or correlation(e) in outside

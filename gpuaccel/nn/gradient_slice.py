@@ -32,7 +32,7 @@ class SlicePart(NamedTuple):
 class GradientSlice:
     """The gradient sums of one weight, or of several side by side, into which products add.
 
-    A product calls uses(), begin(), adds to each part, and calls end(). The slices of an arena are a
+    A product calls uses(), begin(), adds to each part, and calls end(). An arena's slices are of a
     subclass (optim/products.py). This class replaces one whose TrainStep was closed between forward
     and backward: gradients go to autograd.
 

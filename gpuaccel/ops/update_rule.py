@@ -27,8 +27,7 @@ from .rounding import reference_random_bits, reference_round
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
-# Elements of one call of UpdateRule.fused. So many gradients are copied at once, where they are
-# scaled and kept.
+# Elements of one call of UpdateRule.fused. Scaled gradients are copies, of this size at most.
 BATCH = 2**24
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
@@ -586,7 +585,7 @@ def _fused_step(
             others += batch.jobs
     if taken:
         steps = [step for batch in taken for step in batch.steps]
-        # A number, or one tensor for all, would be converted once for each of them.
+        # One value per tensor: torch would convert a shared one for each of them.
         torch._foreach_add_(steps, [torch.ones((), dtype=torch.float32)] * len(steps))
     settings = {}
     for group in {batch.group: None for batch in taken}:

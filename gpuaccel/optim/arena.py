@@ -99,8 +99,8 @@ class Arena:
 
     bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
     `copy_`, nn.init) and new memory (`p.data = ...`) are detected, and copied to its master before
-    the next step. Edits through `.data` or NumPy are not detected: call adopt(everything=True) after
-    them. Call publish() after an edit of a master.
+    the next step. Edits through `.data` or NumPy are not detected: call adopt(everything=True)
+    after them. Call publish() after an edit of a master.
 
     Args:
         module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.

@@ -490,11 +490,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def gathered(self):
-        """Inside the block the state is whole, to be saved or loaded.
+        """Context manager: all-gather the state, so that it can be saved or loaded.
 
-        Afterwards this rank has its share again.
-        Collective: entered on every rank. Needs memory for the whole state. The masters of bf16
-        weights are whole, too. Where the state is not spread over ranks, nothing happens."""
+        Afterwards each rank has its share again. Collective: enter it on every rank. Needs memory
+        for the whole state. The masters of bf16 weights are gathered as well. Has no effect if the
+        state is not sharded."""
         sharded = self.layout
         if sharded.ranks == 1:
             yield self

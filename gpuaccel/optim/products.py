@@ -97,8 +97,8 @@ class _ProductSlice(GradientSlice):
 
     def begin(self, uses):
         arena = self.arena
-        # Tensor -> whether this product overwrites its sum: the first of an accumulation window does,
-        # so that no kernel has to zero it.
+        # Tensor -> whether this product overwrites its sum. The first of an accumulation window
+        # does, so that no kernel has to zero it.
         overwrite = {}
         for i, use in zip(self.tensors, uses):
             if use is ADDED:

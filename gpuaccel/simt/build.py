@@ -95,9 +95,9 @@ ZEROED = ("-ftrivial-auto-var-init=zero",)
 OVERFLOWS = ("-fno-wrapv", "-fsanitize=signed-integer-overflow")
 # What four bytes hold then.
 PATTERNS = {"g++": 0xFEFEFEFE, "clang": 0xAAAAAAAA, "zig": 0xAAAAAAAA}
-# A function that uses these registers keeps its caller's on the stack, between its local variables
-# and its return address. Without them whoever runs over the end of a local array meets the return
-# address first, which the checks see.
+# A function that uses these registers saves its caller's on the stack, between its local variables
+# and its return address. Without them an access behind a local array hits the return address first,
+# which the checks detect.
 _NO_SAVED_REGISTERS = (
     tuple(f"-ffixed-{register}" for register in ("rbx", "r12", "r13", "r14", "r15"))
     if platform.machine() == "x86_64"
@@ -111,7 +111,7 @@ CHECKED_BY = {
         "-fno-tree-loop-im",
         "-fno-tree-pta",
         "-fno-tree-dce",
-        # It would store a struct such as float4 member by member.
+        # This pass would store a struct such as float4 member by member.
         "-fno-tree-sra",
         "--param=tsan-instrument-func-entry-exit=0",
         "--param=tsan-distinguish-volatile=1",
@@ -127,7 +127,7 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
-# A function that returns a value and reaches its end would go on in the function behind it.
+# Without this a function that ends without its return statement would run into the next function.
 RETURNS = ("-fsanitize=return",)
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
@@ -213,12 +213,12 @@ def _process_folder() -> pathlib.Path:
     Its file `lock` is locked as long as the process, or a fork of it, lives. The next process thus
     recognizes folders of killed processes, and removes them.
     """
-    # Not at the top: Windows has none, and imports this module, too.
+    # Imported here: Windows has no fcntl, and imports this module as well.
     import fcntl
 
     root = pathlib.Path(tempfile.gettempdir())
     _remove_leftovers(root)
-    # It gets its name when it is locked: until then it is no leftover.
+    # Renamed once it is locked: before that another process would take it for a leftover.
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gpuaccel-new-", dir=root))
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -247,7 +247,7 @@ def _remove_leftovers(root: pathlib.Path):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # Its process lives.
+            # Locked: its process is alive.
             pass
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -276,7 +276,7 @@ def compiler() -> Compiler:
 
 
 def fill_pattern(host: Compiler) -> int:
-    """What four bytes of an uninitialised local variable hold in a checked build; 0: anything."""
+    """Four bytes of an uninitialised local variable in a checked build; 0 if undefined."""
     if host.kind == "g++" and int(host.version.split(".")[0]) < 12:
         return 0
     return PATTERNS[host.kind]
@@ -367,7 +367,7 @@ def _zig_folder(root: pathlib.Path) -> pathlib.Path:
     folder = root / "zig"
     if _has_foreign_files(folder):
         shutil.rmtree(folder, ignore_errors=True)
-        # What cannot be removed is left alone.
+        # Files that cannot be removed are left.
         if _has_foreign_files(folder):
             folder = _process_folder() / "zig"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -462,7 +462,7 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
     host = compiler()
     files = [HERE / name for name in RUNTIME_SOURCES]
     sources = [HERE / "executor.cpp"]
-    # Without lines, which name folders: the same bytes wherever it is compiled.
+    # Without debug lines, which name folders: the bytes are the same wherever it is compiled.
     options = [*FAST, "-g0", *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
@@ -508,9 +508,9 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
 
 
 _lock = threading.Lock()
-# Those that a kernel uses. The others are unloaded.
+# Programs that some kernel uses. Others are unloaded.
 _programs: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
-# Programs after which kernels that nothing uses are collected: each is part of a reference cycle.
+# After this many programs, unused kernels are garbage-collected: each is in a reference cycle.
 COLLECT_AFTER = 32
 _loads = itertools.count(1)
 
@@ -653,7 +653,7 @@ def _with_one_index(source: str) -> str:
             depth += {")": 1, "(": -1}.get(blank[start], 0)
             is_choice |= depth == 1 and blank[start] == "?"
         before = re.search(r"(\w+|[\])])\s*$", blank[max(0, start - 200) : start])
-        # After another word the parentheses belong to a call, an `if` or the like.
+        # After any other word the parentheses belong to a call, an `if` or the like.
         stands_alone = before is None or before[1] in ("return", "else", "do", "case")
         if is_choice and stands_alone:
             source = source[:start] + "simt_same" + source[start:]
@@ -804,7 +804,7 @@ UNKNOWN_NAME = re.compile(
 
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
-    # A path may hold words of these patterns.
+    # A path may contain words that these patterns match.
     words = log.replace(filename, "")
     features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, words)]
     lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)

@@ -30,10 +30,10 @@ from .tracing import EVENT, SECTOR, Trace, Traced, groups
 
 # Bytes around each tensor in which an access does no damage, so the launch goes on.
 ZONE = 1 << 16
-# Addresses in front of and behind a tensor that belong to it: all that an index of 32 bits, with or
-# without a sign, can reach in elements of 16 bytes. So each such access is reported as one to this
-# tensor, and leads to no other one. Where so many addresses are not to be had, all tensors together
-# get MOST_ADDRESSES, or what the system gives.
+# Addresses before and after a tensor that are reserved for it: all that a 32-bit index, signed or
+# not, can reach in elements of 16 bytes. So each such access is reported for this tensor, and hits
+# no other. If the system has fewer addresses, all tensors together get MOST_ADDRESSES, or what it
+# has.
 BELOW, ABOVE = 1 << 35, 1 << 36
 MOST_ADDRESSES = 1 << 45
 # Accesses that a trace keeps.
@@ -62,7 +62,7 @@ KINDS = (
     "benign race",
 )
 RACE, UNSET_LOCAL, NO_LOCAL, OVERFLOW, BENIGN_RACE = 3, 13, 16, 18, 19
-# Kinds that are no mistakes: they are shown, and the launch succeeds.
+# Kinds that are shown, but let the launch succeed.
 NOTES = ("const", "same value", "cast", "benign race")
 # VALUE_KNOWN in checks.cpp: that of a racing write was the same each time.
 VALUE_KNOWN = 1
@@ -195,8 +195,8 @@ class Memory:
     def __init__(self, size: int, sparse: bool = False):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.map = mmap.mmap(-1, max(size, 1), flags=flags)
-        # Without huge pages page faults take a third of a launch over large tensors. A tensor that
-        # is far from all others would get, and clear, a huge page of its own.
+        # Without huge pages, page faults take a third of a launch over large tensors. With them, a
+        # tensor that is far from all others would clear a huge page of its own.
         advice = "MADV_NOHUGEPAGE" if sparse else "MADV_HUGEPAGE"
         with contextlib.suppress(AttributeError, OSError):
             self.map.madvise(getattr(mmap, advice))
@@ -335,7 +335,7 @@ def _check_extra(i, tensor):
         )
 
 
-# In a source: a constant that looks as an uninitialised variable does.
+# A constant in a source with the value of an uninitialised variable.
 _LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
 
 
@@ -383,7 +383,7 @@ class Session:
                 addresses = _may_hold_addresses(None, tensor)
                 array = Array.of_tensor(f"tensors[{i}]", tensor, addresses=addresses)
                 self.arrays.append(array)
-        # Whether the kernel can get an address that is not in a parameter of its own.
+        # Whether the kernel can get an address by other ways than a pointer parameter.
         self.has_addresses = any(array.addresses for array in self.arrays) or any(
             not param.pointer and param.code in (None, "q", "Q") for param in params
         )
@@ -490,11 +490,11 @@ class Session:
         arrays = [array for array in self.arrays if array.lo]
         first = min((array.lo for array in arrays), default=0)
         last = max((array.hi for array in arrays), default=0)
-        # Few of the words of a large tensor look like addresses at all.
+        # Compare only words in the range of addresses: few of a large tensor are.
         places = numpy.flatnonzero((values >= first) & (values <= last))
         found = values[places]
         moved = found.copy()
-        # Also the address just behind a tensor counts as its own, unless another begins there.
+        # The end address of a tensor is its own, unless another tensor begins there.
         for behind in (1, 0):
             for array in arrays if len(found) else ():
                 inside = (found >= array.lo) & (found < array.hi + behind)
@@ -505,7 +505,7 @@ class Session:
     def argument(self, param, arg, value):
         """What is packed for an argument: pointers and structs with new addresses, else `value`."""
         if id(arg) in self.empty:
-            # It has no address, but a place beside which accesses outside it are seen.
+            # An empty tensor has no address. Its copy has one, so that every access is outside.
             return self.empty[id(arg)].shift
         if param.pointer:
             return self.moved(value) if value else 0
@@ -517,7 +517,7 @@ class Session:
         """Replace the addresses of tensors in the copies of tensors."""
         for slot in self.slots:
             if slot.addresses:
-                # Only a multiple of 8 bytes can be the place of an address.
+                # Addresses are aligned to 8 bytes.
                 skipped = -slot.lo % 8
                 address = slot.lo + slot.arrays[0].shift + skipped
                 size = max(slot.hi - slot.lo - skipped, 0)
@@ -580,7 +580,7 @@ class Session:
             place = f"element {element} of {array.name}"
             size_words = f"it has {_elements(count)} of {itemsize} bytes"
             if array.name == DYNAMIC:
-                # What is most often forgotten.
+                # Mostly the launch forgot its third argument.
                 size_words += "; a launch says how many bytes it has: kernel[grid, block, bytes]"
             return array.name, element, place, size_words
         place = f"{array.name}[{element}]" if count != 1 or element else array.name
@@ -612,7 +612,7 @@ class Session:
             if key in mistakes:
                 report = replace(mistakes[key], count=mistakes[key].count + report.count)
             mistakes[key] = report
-        # Of a line that is a race already, nothing more is said.
+        # A line with a race gets no note in addition.
         races = {(r.file, line) for r in mistakes.values() for line in (r.line, r.other_line)}
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
@@ -640,14 +640,14 @@ class Session:
         verb = VERBS[raw.access]
         tensor = element = None
         place = "memory"
-        # Of the other side of a race, a divergent barrier or a shuffle.
+        # The other side of a race, a divergent barrier or a shuffle.
         other_line = None
         has_other = False
         if raw.region >= 0 and raw.address:
             address = raw.address
             end = self.regions[raw.region].hi
             if kind == "out of bounds" and address < end < address + raw.size:
-                # The first element outside.
+                # Report the first element outside, not the access's first one.
                 address = end
             tensor, element, place, size = self._element(raw.region, address, raw.size)
         if kind == "out of bounds" and raw.region >= 0:
@@ -801,7 +801,7 @@ class Session:
         return len(races) <= len(self.checks.pair) and all(map(self._may_be_benign, races))
 
     def replay(self, first: "Session"):
-        """Give reads that raced in the first launch what they get in another order of threads."""
+        """Give reads that raced in the first launch the values of another thread order."""
         pairs = {
             (raw.pc, raw.other_pc) if raw.access == READ else (raw.other_pc, raw.pc)
             for raw in first.races()
@@ -819,7 +819,7 @@ class Session:
     def _explained(self, raw) -> str:
         """Explain an index far outside of a tensor, as far as its value tells."""
         region = self.regions[raw.region]
-        # Of a float4* to floats the index counts four of them.
+        # A float4* to floats counts four of them per index.
         index = (raw.address - region.lo) // max(raw.size, 1)
         if 2**31 <= index < 2**32:
             return f"; as an unsigned int, {index - 2**32} is {index}"
@@ -843,7 +843,7 @@ class Session:
         return words
 
     def is_far(self) -> bool:
-        """Whether an access ended the launch: it was far from everything, or from its array."""
+        """True if an access ended the launch, as it was far from all arrays, or from its own."""
         return any(
             KINDS[raw.kind] == "far"
             or KINDS[raw.kind] == "out of bounds"
@@ -879,7 +879,7 @@ class Session:
         return found.get(True) or found.get(False) or ""
 
     def barrier_notes(self) -> list[Report]:
-        """What a trace says of barriers: those that some threads never reach, or nobody needs."""
+        """Notes of a trace on barriers that some threads do not reach, or that order nothing."""
         notes = []
         for use in self.checks.barrier[: self.checks.barriers]:
             file, line = self.table.locate(use.pc - 1)
@@ -945,7 +945,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
         return _launch_once(build, *arguments, False, **options)
 
     if fault is not None and session.is_far():
-        # Alone such an overflow is no mistake: hashes wrap around on purpose.
+        # An overflow is reported only as the cause of a wild index: hashes overflow on purpose.
         other, *_ = again(OVERFLOWS, printed=[])
         mistakes = [
             replace(report, message=report.message + other.overflow_words(report))
@@ -954,16 +954,20 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
             for report in mistakes
         ]
     if fault is None and any(report.needs_effect for report in mistakes):
-        # What comes from an absent lane, or was not set, matters only if it changes a result.
+        # Values of absent lanes and of unset variables matter only if they change a result. This
+        # launch inverts them: with the same results they are no mistake.
         other, _, other_mistakes, _ = again(printed=[], flip=True)
         if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
             mistakes = [report for report in mistakes if not report.needs_effect]
     if fault is None and mistakes and all(report.looks_unset for report in mistakes):
-        # A number may look like a variable that is not set. Such a variable is 0 in another build.
+        # A computed number may equal the pattern of unset variables. In this build they are 0: if
+        # nothing is reported and the results are the same, it was such a number.
         other, other_fault, other_mistakes, _ = again(ZEROED, printed=[], pattern=0)
         if not other_fault and not other_mistakes and session.results() == other.results():
             mistakes = []
     if fault is None and mistakes and all(report.kind == "race" for report in mistakes):
+        # This launch gives racing reads the values of another thread order. The races are benign if
+        # results, output and variables stay the same, and if each pair of accesses was tested.
         if session.may_all_be_benign():
             output: list[str] = []
             other, other_fault, _, _ = again(printed=output, first=session)
@@ -978,7 +982,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
                 for raw in session.races():
                     raw.kind = BENIGN_RACE
                 mistakes, notes = [], session.reports()[1]
-    # A launch that is refused, or traced, has not happened.
+    # A launch with mistakes, or one that was only traced, leaves the variables as they were.
     (state if mistakes or trace else left).restore()
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
@@ -999,7 +1003,7 @@ class _State:
     def restore(self):
         base = symbols(self.program).base
         for offset, content in self.values:
-            # A constant is in memory that cannot be written.
+            # Skip what is equal: constants are in read-only memory.
             if ctypes.string_at(base + offset, len(content)) != content:
                 ctypes.memmove(base + offset, content, len(content))
 
@@ -1062,7 +1066,7 @@ def _launch_once(
     )
     program.runtime.simt_checked(ctypes.byref(session.checks))
     mistakes, notes = session.reports()
-    # A check that stopped the launch has made a report already.
+    # A check that stopped the launch has reported its reason.
     if fault is not None and (FAULTS[fault.kind] != "check" or not mistakes):
         last = fault_report(program, fault, shape)
         # A mistake at the fault's own line is its cause.

@@ -58,7 +58,7 @@ class Report:
     looks_unset: bool = False
 
 
-# Files that are not the user's: a line in them says nothing to the user.
+# Files of the runtime, whose lines mean nothing to the user.
 RUNTIME_FILES = (
     "runtime.h",
     "simt.h",
@@ -83,7 +83,7 @@ class Symbols:
     """
 
     def __init__(self, program):
-        # Imported here, because it is needed only for checked launches and for errors.
+        # Imported here: only checked launches and errors need it.
         from elftools.elf.elffile import ELFFile
 
         elf = ELFFile(io.BytesIO(program.image))
@@ -178,7 +178,7 @@ class Symbols:
         """
         from elftools.dwarf.dwarf_expr import DWARFExprParser
 
-        # Elsewhere the frame's end is not where the debug information counts from.
+        # Otherwise the debug information does not count from the frame's end.
         if not pc or self._elf["e_machine"] != "EM_X86_64":
             return None
         dwarf = self._elf.get_dwarf_info()
@@ -227,7 +227,7 @@ def _variables(elf, symbols) -> list:
             continue
         if section not in ("simt_shared", ".data", ".bss"):
             continue
-        # Whether a variable is initialised is the compiler's own variable.
+        # Skip the compiler's own guard variables of initialisations.
         if symbol.name.startswith("_ZGV"):
             continue
         # g++ drops the section of a variable in a function template. A variable of a device

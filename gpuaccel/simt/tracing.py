@@ -207,7 +207,7 @@ class Trace:
         return self.events[(tensor >= 0) & (tensor < len(self.tensors))]
 
     def outside(self, events) -> np.ndarray:
-        """Which of these events are not, or not entirely, inside their tensor."""
+        """Mask of the events that are not entirely inside their tensor."""
         sizes = [t.elements * t.itemsize for t in self.tensors] or [0]
         end = np.array(sizes, np.int64)[events["tensor"]]
         return (events["offset"] < 0) | (events["offset"] + events["bytes"] > end)
