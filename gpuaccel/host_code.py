@@ -263,11 +263,11 @@ class _Text:
     def __init__(self, source: str, ours: int = 0):
         self.ours = ours
         self.macros = _Macros(without_comments(source))
-        # The text as a GPU compiles it, so that brackets match, and as both GPU and CPU do.
+        # The text as a GPU compiles it, so that brackets match, and with the branches of a CPU.
         self.view = active_text(source, GPU_MACROS, one_branch=True)
         self.both = active_text(source)
         self.declarations = list(self._declarations(self.view))
-        # The other branches, as behind the #else of an `#ifdef __CUDA_ARCH__`.
+        # Those branches alone, such as the #else of an `#ifdef __CUDA_ARCH__`.
         beside = merged = self.both
         for d in self.declarations:
             beside = beside[: d.start] + " " * (d.end - d.start) + beside[d.end :]

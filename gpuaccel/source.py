@@ -142,7 +142,7 @@ def _condition(text: str, macros: dict[str, str]) -> bool | None:
     def is_defined(match):
         name = match[1] or match[2]
         if name.startswith("__") and name not in macros:
-            # A macro of such a name depends on the compiler as well.
+            # A macro of the compiler's: whether it is defined is as unknown as its value.
             return name
         return "1" if name in macros else "0"
 

@@ -383,7 +383,7 @@ class Session:
                 addresses = _may_hold_addresses(None, tensor)
                 array = Array.of_tensor(f"tensors[{i}]", tensor, addresses=addresses)
                 self.arrays.append(array)
-        # Whether the kernel can get an address by other ways than a pointer parameter.
+        # Whether the kernel can get an address from a struct, a table or a 64-bit number.
         self.has_addresses = any(array.addresses for array in self.arrays) or any(
             not param.pointer and param.code in (None, "q", "Q") for param in params
         )

@@ -178,7 +178,7 @@ class Symbols:
         """
         from elftools.dwarf.dwarf_expr import DWARFExprParser
 
-        # Otherwise the debug information does not count from the frame's end.
+        # On other machines the debug information does not count from the frame's end.
         if not pc or self._elf["e_machine"] != "EM_X86_64":
             return None
         dwarf = self._elf.get_dwarf_info()
