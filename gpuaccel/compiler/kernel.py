@@ -261,7 +261,7 @@ def whole_program(
                     f'name itself, as in #include "x.h"'
                 )
         for match in _HAS_INCLUDE.finditer(without):
-            # The header will stand in this text; a compiler would look for its file.
+            # The header's text is inserted above: the compiler must not look for its file.
             if is_ours(match[1]) or own_header(match[1], folder):
                 found = "1".ljust(len(match[0]))
                 text = text[: match.start()] + found + text[match.end() :]
@@ -337,7 +337,7 @@ def _with_macros(options, defines):
 
 # Every Kernel of a file of kernels_cu.
 _of_files: "weakref.WeakSet[Kernel]" = weakref.WeakSet()
-# kernel's name -> CUDA C of it that stands in the place of the file's
+# kernel's name -> CUDA C that replaces the file's
 _replacements: dict[str, str] = {}
 
 
@@ -347,7 +347,7 @@ def replacements() -> tuple[tuple[str, str], ...]:
 
 
 def replaced_words() -> str | None:
-    """ "your settings_write": the kernels that are replaced now; None: none is."""
+    """ "your settings_write": the kernels that are replaced now, or None."""
     return f"your {', '.join(_replacements)}" if _replacements else None
 
 

@@ -26,10 +26,9 @@ MOST_FROZEN = 4
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What forward and backward of a module change, without its trained weights and gradients.
+    """The state that forward and backward of a module change, except trained weights and gradients.
 
-    Stands in `state` for the module, where trained weights stay as they are, and where somebody
-    else drops the gradients.
+    Replaces the module in `state` if the block does not train it, and its caller drops gradients.
 
     Attributes:
         module: any module.
@@ -40,9 +39,9 @@ class ForwardState:
 
 @contextlib.contextmanager
 def preserved(state, device):
-    """After the block, `state` and the random generators are as before it.
+    """Context manager: restore `state` and the random generators after the block.
 
-    Costs a copy of all of it while the block runs.
+    Keeps a copy of all of it while the block runs.
 
     Args:
         state: modules (parameters, buffers, gradients), optimizers, tensors.
@@ -147,9 +146,9 @@ def _snapshot_generators(device) -> Callable[[], None]:
 
 
 def host_generators(modules: list[nn.Module], device) -> dict[str, object]:
-    """The random generators of the host whose numbers a graph would keep for ever: name -> state.
+    """Name -> state of the host's random generators, whose numbers a graph would freeze.
 
-    Those of torch's CPU tensors count where the device is a GPU; a tape repeats their operations.
+    torch's CPU generators are included if the device is a GPU; a tape repeats their operations.
 
     Args:
         modules: whose attributes are looked at, for generators of their own.

@@ -1,5 +1,5 @@
-"""A tape: what a CUDA graph does, on the CPU. It records what a function does, and repeats it
-without the function's Python.
+"""A tape: a CUDA graph's counterpart on the CPU. It records a function's operations, and replays
+them without the function's Python code.
 
     tape = Tape()
     loss = tape.record(lambda: step(batch))      # runs it, and keeps each operation
@@ -91,11 +91,11 @@ class Tape(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.steps: list[TapeStep] = []
-        # Of record().
+        # The thread that called record().
         self._thread: int | None = None
 
     def record(self, fn):
-        """Run a function, and keep its operations: those of this thread, as backward's on CPUs are.
+        """Run a function and record its operations in this thread; a CPU's backward runs in it, too.
 
         Args:
             fn: a function without arguments.

@@ -119,7 +119,7 @@ def _piece_sums(grad, row, head, kind):
     """
     rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
     if grad.is_cpu and len(head) and int(row.min()) >= 0:
-        # Rows that are left out stand behind the last piece.
+        # Rows that are left out come after the last piece.
         order = row[: int(head[-1] + rows[-1])]
         return F.embedding_bag(order.contiguous(), grad, head, mode="sum")
     sorted_grad = torch.where((row < 0)[:, None], torch.nan, grad[row & MAX_TOKENS])
@@ -142,7 +142,7 @@ def _combined(sums, first, count):
 
 def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
     """rows[start] + rows[start + step] + ..., `count` (at least 1) terms, added in order."""
-    count, order = count.sort(descending=True)  # sums that go on longest stand in front
+    count, order = count.sort(descending=True)  # the longest sums first
     start, total = start[order], rows[start[order]]
     longest = int(count[0]) if len(count) else 1
     additions = torch.arange(1, longest, device=count.device)
@@ -411,9 +411,9 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> str | None:
 
 
 def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
-    """The lowest and the highest token; None: there is none, or the host cannot see them.
+    """The lowest and the highest token, or None without tokens that the host can read.
 
-    It cannot see those on a GPU, those without memory (meta, fake), and those of a recording.
+    It cannot read tokens on a GPU, without memory (meta, fake), or in a recording.
 
     Args:
         tokens: integers, any shape.

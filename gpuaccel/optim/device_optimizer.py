@@ -305,7 +305,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if self._takes_norm():
             norms = self._norms(part.device)
             if part.measurable:
-                # Those of the whole arena, which a reduction may have left.
+                # Sums of squares that a reduction of the whole arena may have computed.
                 squares = None if self.arena is None else self.arena.gradients.kept_squares()
                 held = sum(len(group["params"]) for group in self.param_groups)
                 squares = squares if held == len(norms.rows) else None
@@ -621,7 +621,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        # torch's load_state_dict comes here too, without the attributes.
+        # torch's load_state_dict calls this as well, without the attributes.
         if "arena" in state:
             self._begin()
 

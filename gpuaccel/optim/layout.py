@@ -192,7 +192,7 @@ def lay_out(
     decay = decay or (lambda name, p: p.dim() >= 2)
     lr_scale = lr_scale or (lambda name, p: 1.0)
     block_names = _block_names(module)
-    # A tied weight stands in this list once per name.
+    # A tied weight is in this list once per name.
     ids = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
     embeddings = {
         id(p)

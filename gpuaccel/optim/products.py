@@ -3,17 +3,17 @@
     with_products = Products(arena)      # the arena's layers add by their products
     with_products.close()                # ordinary layers again
 
-They are used by a TrainStep that is asked for replay="graph", where a product's call costs the
-host nothing, or for deterministic=True, so that its launched steps are those of a graph.
+A TrainStep uses them with replay="graph", where the calls of products cost the host nothing, and
+with deterministic=True, so that launched steps are bit-identical to replayed ones.
 
-A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, a
-FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of every nn.Embedding
-(nn/). Subclasses, and layers with a forward of their own, stay as they are. The product writes
-`.grad` by the arena's rule: None is overwritten, a sum is added to. Nothing is rounded between the
-product and the fp32 sum. The other tensors are autograd's.
+FusedLinear replaces the `forward` of every nn.Linear whose weight has no hooks, FusedConv1D that of
+every Conv1D of transformers, and FusedEmbedding that of every nn.Embedding (nn/). Subclasses, and
+layers with a forward of their own, are left alone. The product writes `.grad` by the arena's rule:
+None is overwritten, a sum is added to. Nothing is rounded between the product and the fp32 sum.
+Autograd computes all other gradients.
 
-Layers of one input (FUSED_LINEARS of their module) become one product where the arena has their
-weights side by side.
+Layers with one input (FUSED_LINEARS of their module) become one product if their weights are
+adjacent in the arena.
 """
 
 import itertools
@@ -40,7 +40,7 @@ from .arena import Arena
 from .layout import own_storage
 
 ADDED, RETURNED = GradientUse.ADDED, GradientUse.RETURNED
-# What takes the place of a layer's forward.
+# Replacements of a layer's forward.
 KINDS: tuple[type[FusedForward], ...] = FusedLinear, FusedConv1D, FusedEmbedding
 
 
@@ -202,13 +202,13 @@ class Products:
         self.added_before, self.added = self.added, [0] * len(self.added)
 
     def end_backward(self):
-        """Note which tensors autograd has added to behind the products."""
+        """Find tensors whose gradient autograd changed after the last product."""
         for i in self.tensors:
             if self.added[i] and self.arena.gradients.views[i]._version != self._versions[i]:
                 self.also_from_autograd.add(i)
 
     def report(self, tensors: list[int]):
-        """A product has been added to these tensors (indices)."""
+        """Report that a product was added to these tensors (indices)."""
         complete = {}
         for i in tensors:
             self._versions[i] = self.arena.gradients.views[i]._version
@@ -219,7 +219,7 @@ class Products:
         self.arena.gradients.product_added(complete)
 
     def close(self):
-        """Run the layers' own forwards again."""
+        """Restore the layers' own forwards."""
         for fused in self._fused.values():
             fused.remove()
         self._slices.clear()

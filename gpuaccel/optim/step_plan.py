@@ -1,9 +1,9 @@
-"""What a step does with which tensors.
+"""The plan of an optimizer's step: which tensors are updated by which launches.
 
-Each step looks at the tensors that the user may have exchanged since the last one: which parameters
-have a gradient, where weights and state lie, of what kind the gradients are. While `facts_of` says
-the same, the plan of the last step holds; otherwise everything is checked and a new plan is made.
-The addresses of gradients are no facts: they are read in each step.
+Users may replace tensors between steps. So each step compares its `facts_of` with those of the last
+one: which parameters have a gradient, the addresses of weights and state, the gradients' dtypes. If
+they are equal, the last plan is used again. Otherwise everything is checked and a new plan is made.
+The addresses of gradients are not among the facts: each step reads them.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from .state_layout import ParameterLayout, same_order
 
 
 def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *options):
-    """What the plan of a step follows from, but for the addresses of gradients.
+    """All that the plan of a step depends on, except for the addresses of gradients.
 
     Args:
         param_groups: of the optimizer.
         rule: of the optimizer.
         state: of the optimizer.
-        buffers: what else a step reads or writes, if it stays where it is.
+        buffers: other tensors that a step reads or writes, by address.
         grads: the gradients; None: a tensor without one.
         *options: whatever else the plan depends on.
 

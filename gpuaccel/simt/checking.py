@@ -28,7 +28,7 @@ from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, SECTOR, Trace, Traced, groups
 
-# Bytes around each tensor in which an access does no damage, so the launch goes on.
+# Bytes around each tensor in which an access does no damage, so that the launch continues.
 ZONE = 1 << 16
 # Addresses before and after a tensor that are reserved for it: all that a 32-bit index, signed or
 # not, can reach in elements of 16 bytes. So each such access is reported for this tensor, and hits
@@ -64,7 +64,7 @@ KINDS = (
 RACE, UNSET_LOCAL, NO_LOCAL, OVERFLOW, BENIGN_RACE = 3, 13, 16, 18, 19
 # Kinds that are shown, but let the launch succeed.
 NOTES = ("const", "same value", "cast", "benign race")
-# VALUE_KNOWN in checks.cpp: that of a racing write was the same each time.
+# VALUE_KNOWN in checks.cpp: a racing write wrote the same value each time.
 VALUE_KNOWN = 1
 READ, WRITE, ATOMIC = 0, 1, 2
 DYNAMIC = "dynamic shared memory"
@@ -234,7 +234,7 @@ class Array:
         lead: see Traced
         addresses: its elements may be addresses of tensors
     Attributes:
-        shift: what is added to an address of the original to get that of its copy
+        shift: address of the copy minus address of the original
     """
 
     def __init__(

@@ -248,8 +248,8 @@ def symbols(program) -> Symbols:
     return program.symbols
 
 
-# The address of these faults is the instruction itself. That of the others is a return address,
-# one instruction further.
+# These faults have the address of the instruction itself. Others have a return address, one
+# instruction further.
 EXACT_FAULTS = ("memory", "misaligned", "division by zero", "time limit", "stack overflow")
 # An address below this one is a null pointer with an offset.
 NULL_PAGE = 65536
