@@ -95,7 +95,7 @@ class Tape(TorchDispatchMode):
         self._thread: int | None = None
 
     def record(self, fn):
-        """Run a function and record its operations in this thread; a CPU's backward runs in it, too.
+        """Run a function and record its operations in this thread, backward on CPUs included.
 
         Args:
             fn: a function without arguments.
