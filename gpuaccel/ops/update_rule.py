@@ -9,7 +9,6 @@ kernels_cu/optimizer.cuh says what such a file holds. The optimizers: optim/devi
 
 import functools
 import itertools
-import operator
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,17 +115,13 @@ class UpdateRule:
         """fp32 numbers that a tensor has in one step."""
         return len(struct_fields(self._source, "Coefficients"))
 
-    @functools.cached_property
-    def _readers(self) -> list:
-        return [_reader(name) for name in self.settings]
-
     def values_of(self, group: dict) -> list:
         """A group's settings, numbers or one-element tensors, in the order of `settings`.
 
         Args:
             group: a parameter group of the optimizer.
         """
-        return [read(group) for read in self._readers]
+        return [_setting(group, name) for name in self.settings]
 
     # ---- kernels ----
 
@@ -183,14 +178,13 @@ class UpdateRule:
         return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
-def _reader(name: str):
-    """A function: parameter group -> its value of this field of `struct Settings`."""
+def _setting(group: dict, name: str):
+    """A parameter group's value of this field of `struct Settings`."""
     if name == "direction":
-        return lambda group: -1.0 if group["maximize"] else 1.0
+        return -1.0 if group["maximize"] else 1.0
     if name in ("beta1", "beta2"):
-        index = int(name[-1]) - 1
-        return lambda group: group["betas"][index]
-    return operator.itemgetter(name)
+        return group["betas"][int(name[-1]) - 1]
+    return group[name]
 
 
 # ---- the tensors of a step -----------------------------------------------------------------------

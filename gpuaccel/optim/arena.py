@@ -540,7 +540,8 @@ class Arena:
             if everything or pair[0]._version != version
         ]
         for p, master in edited:
-            _adopt(p, master)
+            # Where the master already rounds to the parameter it keeps its extra bits.
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
         if edited:
             self.weights_current()
 
@@ -701,11 +702,6 @@ def _follow_optimizers(arena):
         register_optimizer_step_pre_hook(before_all),
         register_optimizer_step_post_hook(behind_all),
     ]
-
-
-def _adopt(p: nn.Parameter, master: nn.Parameter):
-    """Copy a parameter to its master, except elements whose master already rounds to them."""
-    master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
 
 def check_parameters_or_arena(name: str, value):
