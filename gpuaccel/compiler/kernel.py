@@ -381,7 +381,7 @@ def replace(name: str, source: str | None):
 
 
 def is_loaded(name: str) -> bool:
-    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run.
+    """True if a Kernel `name` of kernels_cu was loaded with its current text.
 
     Args:
         name: of a kernel.

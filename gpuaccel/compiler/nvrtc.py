@@ -121,7 +121,7 @@ def include_folders() -> tuple[str, ...]:
 
 
 def lacks_header(log: str) -> bool:
-    """Whether the compiler's messages say that a header of CUDA is not on this machine."""
+    """True if the compiler's messages report that a header of CUDA is missing."""
     names = re.findall(r'(?:could not|cannot) open source file "([^"]*)"', log)
     headers = r"cuda|cooperative_groups|nv/|cub/|curand|(?:crt/)?mma\.h"
     return bool(names) and all(re.match(headers, name) for name in names)

@@ -197,7 +197,7 @@ class CudaRecording:
         self._recorder = recorder
 
     def replay(self):
-        """Launch it on the current stream. No wait."""
+        """Launch it on the current stream, without a wait for the device."""
         for graph in self._graphs:
             graph.replay()
 

@@ -37,7 +37,7 @@ class CapturedGraph:
         self.gradients = gradients
 
     def replay(self, leaves: list):
-        """Copy the arguments into the static inputs, replay, return the results. No wait."""
+        """Copy the arguments into the static inputs, replay, return the results; never waits."""
         self._copy_in(leaves)
         self.recording.replay()
         for gradient in self.gradients:

@@ -49,7 +49,7 @@ class Refreshable(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Copy changed host values to the device memory that the graph reads. No wait."""
+        """Copy changed host values to the device memory that the graph reads; never waits."""
         ...
 
 

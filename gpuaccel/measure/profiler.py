@@ -48,7 +48,7 @@ SCALAR_READ = "aten::_local_scalar_dense"
 
 
 def profiler_sees_gpu() -> bool:
-    """Whether there is a GPU whose records the profiler will have."""
+    """True if the profiler can record a GPU."""
     return torch.cuda.is_available() and backend().policy != "off"
 
 

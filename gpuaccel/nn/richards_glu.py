@@ -488,12 +488,12 @@ torch.library.register_autograd(
 
 
 def is_size(value) -> bool:
-    """Is it a whole number of 1 or more?"""
+    """True for an integer of 1 or more."""
     return isinstance(value, numbers.Integral) and int(value) >= 1
 
 
 def is_finite(value) -> bool:
-    """Is it a real number that fp32 can hold?"""
+    """True for a real number in the range of fp32."""
     return isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST
 
 

@@ -160,7 +160,7 @@ def span(t: Tensor) -> tuple[int, int]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Do the memory spans of two tensors overlap? Interleaved views count as overlapping."""
+    """True if the memory spans of two tensors overlap. Interleaved views count as overlapping."""
     # Tensors on the meta device have no memory.
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.is_meta:
         return False

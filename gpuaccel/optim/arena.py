@@ -275,7 +275,7 @@ class Arena:
         return self.segments[i].of(buffer)
 
     def number_of(self, parameter: Tensor) -> int | None:
-        """The index of a parameter of the module in the arena; None: it is not in the arena.
+        """The index of the module's parameter in the arena, or None if the arena lacks it.
 
         Args:
             parameter: a parameter of the module; a master is none.
@@ -365,7 +365,7 @@ class Arena:
         self._step = _nobody if step is None else weakref.ref(step)
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer holds some of parameters().
+        """True if this optimizer holds some of parameters().
 
         Args:
             optimizer: any torch optimizer.
@@ -559,7 +559,7 @@ class Arena:
 
     @property
     def released(self) -> bool:
-        """Whether release() was called, so that the parameters are ordinary ones."""
+        """True after release(): the parameters are ordinary ones."""
         return self not in _arenas
 
     def release(self):

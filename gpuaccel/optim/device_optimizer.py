@@ -157,7 +157,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def publishes(self) -> bool:
-        """Whether step() writes the arena's bf16 weights, so that no hook has to."""
+        """True if step() writes the arena's bf16 weights, so that no hook has to."""
         return self.arena is not None
 
     # ---- what the host may ask ----
@@ -244,7 +244,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def refresh(self):
         """Write hyperparameters that the host has changed (lr, max_norm, ...) to the device.
 
-        step() does so by itself. A captured step cannot: call this before its replay. No wait."""
+        step() does so by itself. A captured step cannot: call this before its replay. Never
+        waits."""
         values = [value for group in self.param_groups for value in self.rule.values_of(group)]
         for device, state in self._devices.items():
             if takes(device):

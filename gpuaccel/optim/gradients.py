@@ -136,7 +136,7 @@ class Gradients:
         remove_all(self._handles)
 
     def has_hooks(self, i: int) -> bool:
-        """Whether somebody else has registered a post-accumulate hook on tensor i.
+        """True if tensor i has a post-accumulate hook that is not the arena's.
 
         Args:
             i: index of the tensor in `segments`.
@@ -177,10 +177,10 @@ class Gradients:
 
     @contextlib.contextmanager
     def listening(self, listener: GradientListener | None):
-        """Context manager around a backward of which `listener` is told; None: nobody.
+        """Context manager: `listener` is notified of gradients while backward runs; None: no one.
 
         Args:
-            listener: its methods are called while backward runs.
+            listener: its methods are called by autograd's threads.
         """
         if listener is None:
             yield
@@ -197,7 +197,7 @@ class Gradients:
                 self._remove_hooks()
 
     def product_added(self, tensors: dict[int, bool]):
-        """Tell the listeners that a product has added: see GradientListener.
+        """Notify the listeners that a product was added: see GradientListener.
 
         Args:
             tensors: as there.
@@ -271,7 +271,7 @@ class Gradients:
             self.params[i].grad = self.views[i]
 
     def __getitem__(self, i: int) -> Tensor | None:
-        """Tensor i's sum so far, in its slice; None: it has no gradient.
+        """Tensor i's sum so far, in its slice, or None without a gradient.
 
         Args:
             i: index of the tensor in `segments`.
@@ -285,7 +285,7 @@ class Gradients:
         return self.params[i].grad
 
     def received(self) -> list[bool]:
-        """Whether each tensor has a gradient."""
+        """For each tensor, whether it has a gradient."""
         return [p.grad is not None for p in self.params]
 
     def clear(self):
@@ -330,7 +330,7 @@ class Gradients:
                     total.add_(made.detach())
 
     def is_stale(self, i: int) -> bool:
-        """Whether tensor i's slice has no sum, so that what is added overwrites it.
+        """True if tensor i's slice has no sum, so that the next addition overwrites it.
 
         Args:
             i: index of the tensor in `segments`.

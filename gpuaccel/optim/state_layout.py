@@ -46,11 +46,11 @@ class ParameterLayout:
     # ---- memory. `key`: name of the state; `p`: its parameter; `i`: the parameter's number ----
 
     def fits(self, t: Tensor, p: Tensor, i: int) -> bool:
-        """Is `t` a state of this parameter, wherever it lies?"""
+        """True if `t` can be a state of this parameter, in whatever memory."""
         return t.shape == p.shape
 
     def existing(self, key: str, p: Tensor, i: int) -> Tensor | None:
-        """The memory of one state tensor; None: it has none yet, or p has moved since."""
+        """The memory of one state tensor; None if it has none yet, or p has moved since."""
         t = self._memory.get(p, {}).get(key)
         if t is None or t.device != p.device or key != "step" and not self._is_place(t, key, p, i):
             return None
@@ -94,11 +94,11 @@ class ParameterLayout:
         count_it: bool,
         seed: int | None,
     ):
-        """The same in torch; arguments: ops/update_rule.py."""
+        """The update in torch; arguments: ops/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, count_it, seed)
 
     def after_update(self):
-        """Runs after the update of a device, in either way."""
+        """Called after a device's update, by kernels or by torch."""
 
 
 class ArenaLayout(ParameterLayout):
