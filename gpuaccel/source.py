@@ -175,7 +175,6 @@ def _number(text: str, macros: dict[str, str]) -> int | None:
 
 
 def _value(node: ast.expr) -> int | None:
-    """The value of an expression; None if it is unknown."""
     match node:
         case ast.Constant(value=int(constant)):
             return constant

@@ -158,7 +158,7 @@ def _only_used(source: str, ours: int) -> str:
     used = set(re.findall(r"\w+", _DEFINE.sub("", source[:ours]) + source[ours:]))
     pieces = []
     end = ours
-    # A macro names only those above it.
+    # From the last one up: a macro uses only macros above it.
     for macro in reversed(list(_DEFINE.finditer(source, 0, ours))):
         if macro[1] in used:
             used.update(re.findall(r"\w+", macro[0]))
@@ -175,24 +175,24 @@ def whole_program(
     defines: dict[str, str] | None = None,
     folders: tuple[str, ...] = (),
 ) -> tuple[str, LeftOut]:
-    """(the text that is compiled, what is left out): common.cuh, headers of `text`, then `text`.
+    """(the compiled text, what is left out): common.cuh, headers of `text`, then `text`.
 
-    A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
-    above all other code. Another header is looked for in the folder of the file that includes it,
-    then in the working folder, and stands where its #include was. Every part begins with its own
-    #line: line numbers in messages are those of the files. The cache key is made from this text, so
-    an edited header recompiles.
+    A header of kernels_cu is inserted once, before the text that includes it, so its #include
+    belongs above all other code. Other headers are searched in the folder of the including file,
+    then in the working folder, and replace their #include. Every part begins with a #line, so that
+    messages have the line numbers of the files. The cache key is made from this text, so an edited
+    header recompiles.
 
-    Macros stand behind common.cuh, so that one named T does not change it, except those that it
-    tests for (NORM).
+    Macros are defined after common.cuh, so that one named T does not change it, except those that
+    it tests for (NORM).
 
-    Of a text that is not of kernels_cu only what its kernels need is left (host_code.py), with
-    standard.cuh in front of it.
+    A text that is not of kernels_cu keeps only what its kernels need (host_code.py), preceded by
+    standard.cuh.
 
     Args:
-        filename: what messages call the text; where it is a path, headers are looked for beside it
+        filename: the text's name in messages; if it is a path, headers are searched beside it
         defines: macros
-        folders: where headers are looked for last
+        folders: searched last for headers
 
     Raises:
         CompileError: for an #include of a macro.
@@ -496,7 +496,7 @@ class Kernel:
         self.usual_values = usual_values(tuple(self.plan), "cuda")
         self._ready = self._texts.setdefault(text, {})
         self.variables = Variables(self)
-        # Constants that it reads and that have no value, until its first launch.
+        # Constants without a value that the kernel reads; warned of at its first launch.
         self.constants = needed_constants(self.source, base_name(self.name))
 
     def candidate(self, text: str) -> "Kernel":

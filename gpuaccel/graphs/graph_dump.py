@@ -9,8 +9,8 @@ import re
 def parse_dot(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     """(names, edges) of a graph as cudaGraphDebugDotPrint writes it.
 
-    Nodes stand in an order in which they could run one after another; of several that could be
-    next, the one captured first. An edge (i, j): node j waits for i."""
+    Nodes are in topological order; of several that could be next, the one captured first comes
+    first. An edge (i, j): node j waits for i."""
     labels = re.findall(
         r'"(graph_\d+_node_\d+)"\s*\[[^\]]*?label="\{?(.*?)"\s*\]', text, flags=re.S
     )

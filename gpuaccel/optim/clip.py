@@ -79,12 +79,11 @@ def clip_grad_norm_(
     A drop-in for `torch.nn.utils.clip_grad_norm_` that does not synchronise with the host (except
     with error_if_nonfinite or "raise").
 
-    Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose
-    squares overflow or underflow fp32 have their right norm; nothing is written when the scale
-    is 1.
+    Deviations from torch: the norm is fp32 (fp64 for fp64 gradients), finite gradients whose
+    squares overflow or underflow fp32 have a correct norm, and a scale of 1 writes nothing.
 
-    torch's own code computes, with its precision, for fp64 gradients, other norms, tensor
-    subclasses, several devices, and on the CPU.
+    torch's own code runs, with its precision, for fp64 gradients, other norms, tensor subclasses,
+    several devices, and on the CPU.
 
     Args:
         parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or
