@@ -335,13 +335,8 @@ def _check_extra(i, tensor):
         )
 
 
-# A constant in a source with the value of an uninitialised variable.
+# A constant with the content of uninitialised variables: in such a source it proves nothing.
 _LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
-
-
-def _pattern(text: str) -> int:
-    """Four bytes that an uninitialised variable holds according to a finding; 0 if unknown."""
-    return 0 if _LOOKS_UNSET.search(text) else fill_pattern(compiler())
 
 
 class Session:
@@ -472,7 +467,7 @@ class Session:
             shared_lo=base + shared_lo,
             shared_hi=base + shared_hi,
             published=self.published.address,
-            pattern=_pattern(self.text),
+            pattern=0 if _LOOKS_UNSET.search(self.text) else fill_pattern(compiler()),
         )
 
     def moved(self, address: int) -> int:
