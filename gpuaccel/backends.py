@@ -179,7 +179,11 @@ def find_compiler() -> tuple[Compiler | None, str]:
 # An error is not cached: a compiler can be installed while a notebook runs.
 @functools.cache
 def _ask_compiler(command: tuple[str, ...]) -> Compiler:
-    """The compiler behind a command. Raises LookupError where none answers."""
+    """The compiler behind a command.
+
+    Raises:
+        LookupError: if the command does not answer.
+    """
     try:
         answer = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, timeout=300
@@ -550,8 +554,8 @@ def cublas_workspace():
 
     torch reads the variable once per process, at its first matrix product on a GPU, and keeps the
     answer. Where CUDA is initialised, the block therefore begins with one product of two numbers.
-    A UserWarning says so where an earlier product came without the variable: torch then raises
-    RuntimeError at each product in deterministic mode.
+    A UserWarning tells if torch already ran a product without the variable: then each product in
+    deterministic mode raises RuntimeError.
     """
     before = os.environ.get(CUBLAS_VARIABLE)
     if before in CUBLAS_DETERMINISTIC:
@@ -579,7 +583,7 @@ _cublas_settled = False
 
 
 def _torch_reads_cublas_variable() -> bool:
-    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False when it is too late.
+    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False if it is too late.
 
     The second call in a process, and one that cannot multiply now, return True.
     """
@@ -594,7 +598,7 @@ def _torch_reads_cublas_variable() -> bool:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     x = torch.zeros(1, 1, device="cuda")
     try:
-        # First without the deterministic mode: an error here has another reason, and is passed on.
+        # First without the deterministic mode: an error here has another cause, and is passed on.
         torch.use_deterministic_algorithms(False)
         torch.mm(x, x)
         _cublas_settled = True

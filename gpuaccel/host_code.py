@@ -38,7 +38,7 @@ _ATTRIBUTES = re.compile(
 _TYPE = re.compile(r"^[\w\s:]*\b(?:struct|class|union|enum)\b")
 _INITIALISER = re.compile(r"(?<![=!<>+\-*/%&|^])=(?!=)")
 _FUNCTION = re.compile(r"(~?\w+|\boperator\b[^()]*(?:\(\))?)\s*\(\)")
-# What only a host has, in a function of a class that does not say where it runs.
+# Names that only a host has: they mark a member function without an annotation as host code.
 _HOST_ONLY = re.compile(
     r"<<<|\bstd\s*::|\bcuda[A-Z]\w*|\b(?:c(?:out|err)|endl|f?printf|FILE|fopen|exit|abort|"
     r"[mc]alloc|free|new|delete|s?rand)\b"
@@ -71,12 +71,13 @@ class LeftOut:
 
 @dataclass
 class _Declaration:
-    """What a declaration says.
+    """A declaration in a text.
 
     Attributes:
-        start, end: where it stands. names: what it declares. kind: "function", "variable", "type",
-        "names" (aliases), "namespace" (using namespace), "assertion" or "macro" (a call of one).
-        words: those in front of its body. body: where that begins and ends; None without one.
+        start, end: its position. names: the names it declares. kind: "function", "variable",
+        "type", "names" (aliases), "namespace" (using namespace), "assertion" or "macro" (a
+        call of one).
+        words: those in front of its body. body: start and end of the body; None without one.
     """
 
     start: int
@@ -88,7 +89,7 @@ class _Declaration:
 
 
 def _without_template(head: str) -> str:
-    """A declaration behind its `template <...>`."""
+    """A declaration without its `template <...>`."""
     while match := re.match(r"\s*template\s*<", head):
         depth = 1
         position = match.end()
@@ -104,7 +105,8 @@ def _declarations(
 ) -> Iterator[_Declaration]:
     """The declarations in a part of a text without comments and directives.
 
-    ValueError where brackets do not match.
+    Raises:
+        ValueError: where brackets do not match.
     """
     position = begin = start
     # The declaration so far: "()" and "[]" stand for what is in brackets.
@@ -157,7 +159,7 @@ def _declarations(
 
 
 def _declared(text, start, end, head, body, macros) -> _Declaration:
-    """What is declared by text[start:end]. head: its part in front of a function's body."""
+    """The declaration text[start:end]. head: its part in front of a function's body."""
     start += len(text[start:end]) - len(text[start:end].lstrip())
     words = frozenset(re.findall(r"\w+", head))
 
@@ -220,7 +222,7 @@ def declared_names(source: str) -> frozenset[str]:
 
 
 class _Macros:
-    """The macros of a text: which are called like functions, and what each stands for."""
+    """The macros of a text: function-like ones, and the replacement of each."""
 
     def __init__(self, text: str):
         self.bodies: dict[str, str] = {}
@@ -235,7 +237,7 @@ class _Macros:
         self.functions = frozenset(functions)
 
     def words(self, words) -> set[str]:
-        """These words, and those that the macros among them stand for."""
+        """These words, and the words in replacements of macros among them."""
         result: set[str] = set()
         waiting = list(words)
         while waiting:
@@ -248,7 +250,7 @@ class _Macros:
 
 
 class _Text:
-    """CUDA C with its declarations, and which of them name which.
+    """CUDA C with its declarations and the references between them.
 
     Args:
         source: CUDA C.
@@ -261,11 +263,11 @@ class _Text:
     def __init__(self, source: str, ours: int = 0):
         self.ours = ours
         self.macros = _Macros(without_comments(source))
-        # As a GPU sees it, so that brackets match; and with what a CPU compiles.
+        # The text as a GPU compiles it, so that brackets match, and with the branches of a CPU.
         self.view = active_text(source, GPU_MACROS, one_branch=True)
         self.both = active_text(source)
         self.declarations = list(self._declarations(self.view))
-        # What stands beside these, as behind the #else of an `#ifdef __CUDA_ARCH__`.
+        # Those branches alone, such as the #else of an `#ifdef __CUDA_ARCH__`.
         beside = merged = self.both
         for d in self.declarations:
             beside = beside[: d.start] + " " * (d.end - d.start) + beside[d.end :]
@@ -295,7 +297,7 @@ class _Text:
         return not words.isdisjoint((*_SPACES, "constexpr"))
 
     def may_stay(self, declaration: _Declaration) -> bool:
-        """Whether a declaration that is needed is one of the device."""
+        """True if a declaration that is needed can be compiled for the device."""
         if declaration.start < self.ours and any(
             (name, _parameters(self.view, declaration)) in self.theirs for name in declaration.names
         ):
@@ -309,7 +311,7 @@ class _Text:
         return not is_code or self.is_on_device(declaration)
 
     def is_root(self, declaration: _Declaration) -> bool:
-        """Whether a declaration stays though none names it."""
+        """True if a declaration stays even if nothing refers to it."""
         if declaration.start < self.ours or not self.may_stay(declaration):
             return False
         words = self.macros.words(declaration.words)
@@ -330,7 +332,7 @@ class _Text:
         return self.macros.words(_WORD.findall(self.both[start:end]))
 
     def members(self, declaration: _Declaration) -> list[_Declaration]:
-        """The functions in a class that only a host can run."""
+        """The member functions of a class that only a host can run."""
         if declaration.kind != "type" or not declaration.body or "enum" in declaration.words:
             return []
         macros = self.macros.functions
@@ -347,7 +349,7 @@ class _Text:
         ]
 
     def needed_by(self, roots: list[_Declaration]) -> dict[int, _Declaration]:
-        """Start -> declaration, of the roots and of what they name, directly or through others."""
+        """Start -> declaration, of the roots and of all they refer to, directly or indirectly."""
         needed = {root.start: root for root in roots}
         waiting = list(roots)
         seen: set[str] = set()
@@ -393,9 +395,9 @@ def device_code(source: str, ours: int = 0) -> tuple[str, LeftOut]:
             needed[d.start] = d
     ranges = [(d.start, d.end) for d in text.declarations if d.start not in needed]
     ranges += [(m.start, m.end) for d in needed.values() for m in text.members(d)]
-    # nvcc takes these words only with an option, and they say nothing in device code.
+    # nvcc accepts these words only with an option, and they mean nothing in device code.
     ranges += [(m.start(1), m.end(1)) for m in _LAMBDA_SPACE.finditer(text.view)]
-    # A floating-point constant is one for NVRTC only if it says so.
+    # NVRTC accepts a floating-point constant in device code only as constexpr.
     constants = {
         constant.start(): constant.end()
         for d in needed.values()
@@ -490,7 +492,7 @@ def needed_constants(source: str, kernel: str) -> tuple[str, ...]:
 
 
 def _parameters(text: str, declaration: _Declaration) -> tuple[str, ...] | None:
-    """The types of a function's parameters, as they are written; None for no function."""
+    """The types of a function's parameters, as they are written; None if it is no function."""
     if declaration.kind != "function":
         return None
     name = re.compile(rf"\b{declaration.names[0]}\s*\(").search(text, declaration.start)
@@ -501,9 +503,9 @@ def _parameters(text: str, declaration: _Declaration) -> tuple[str, ...] | None:
 
 
 def _blanked(source: str, ranges: list[tuple[int, int]], constants: dict[int, int]) -> str:
-    """The source with blanks in these ranges, except for their directives.
+    """The source with these ranges blanked, except for their directives.
 
-    constants: start and end of words that become `constexpr`.
+    constants: start -> end of words that become `constexpr`.
     """
     plain = without_comments(source, strings=True)
     pieces = []

@@ -137,12 +137,12 @@ _OPERATORS: dict[type, Callable[[int, int], int | None]] = {
 
 
 def _condition(text: str, macros: dict[str, str]) -> bool | None:
-    """Whether an #if's condition holds; None where it depends on the compiler (__CUDA_ARCH__)."""
+    """Value of an #if's condition; None if it depends on the compiler (__CUDA_ARCH__)."""
 
     def is_defined(match):
         name = match[1] or match[2]
         if name.startswith("__") and name not in macros:
-            # It depends on the compiler as the name itself does.
+            # A macro of the compiler's: whether it is defined is as unknown as its value.
             return name
         return "1" if name in macros else "0"
 
@@ -151,9 +151,9 @@ def _condition(text: str, macros: dict[str, str]) -> bool | None:
 
 
 def _number(text: str, macros: dict[str, str]) -> int | None:
-    """The value of C's expression of whole numbers and macros, as Python's grammar reads it.
+    """Value of a C expression of integers and macros, evaluated by Python's grammar.
 
-    None where the two languages may differ, and where a name is the compiler's.
+    None where the two languages may differ, and for a name of the compiler's.
     """
     for _ in range(MACRO_DEPTH):
         text = _NAME.sub(lambda match: f" {macros.get(match[0], match[0])} ", text)
@@ -175,7 +175,6 @@ def _number(text: str, macros: dict[str, str]) -> int | None:
 
 
 def _value(node: ast.expr) -> int | None:
-    """The value of an expression; None where it is not known."""
     match node:
         case ast.Constant(value=int(constant)):
             return constant
@@ -234,11 +233,11 @@ def _active_of(
     one_branch: bool = False,
 ) -> tuple[str, dict[str, str]]:
     blank = without_comments(source)[:end]
-    # Both compilers are asked for C++17.
+    # Both compilers compile as C++17.
     macros = {"__cplusplus": "201703L", **dict(defines)}
     pieces = []
     position = 0
-    # Per open #if: whether its present part is compiled, and whether one of its parts surely was.
+    # Per open #if: whether its current branch is compiled, and whether one branch surely was.
     open_parts: list[tuple[bool, bool]] = []
 
     def is_active():
@@ -405,7 +404,7 @@ def kernel_positions(source: str) -> list[tuple[str, int]]:
     return [(d.name, d.start) for d in _declarations(active_text(source))]
 
 
-# What nvcc defines where it compiles for a GPU.
+# Macros that nvcc defines when it compiles for a GPU.
 GPU_MACROS = {"__CUDA_ARCH__": "900", "__CUDACC__": "1", "__NVCC__": "1"}
 
 
@@ -451,9 +450,9 @@ _SCOPE = re.compile(r'(?:\bnamespace(?:\s+([\w:]+))?|\bextern\s+"C")\s*$')
 
 
 def scopes(text: str, position: int) -> list[str]:
-    """What stands before each open brace around a position, in a text without comments.
+    """The text before each open brace around a position, in a text without comments.
 
-    That is `namespace x`, `extern "C"`, or "" for braces of code.
+    It is `namespace x`, `extern "C"`, or "" for braces of code.
     """
     result: list[str] = []
     for brace in re.finditer(r"[{}]", text[:position]):
@@ -528,9 +527,9 @@ _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 
 
 def _declaration(source, name, defines):
-    """(a kernel's declaration, what each macro and typedef stands for there)."""
+    """(a kernel's declaration, macro or typedef -> its replacement there)."""
     text, _ = _active(source, defines)
-    # The definition names its parameters.
+    # Prefer the definition: a forward declaration may leave its parameters unnamed.
     found = [d for d in _declarations(text) if d.name == base_name(name)]
     declaration = next((d for d in found if d.has_body), found[0] if found else None)
     arguments = _template_arguments(name)
@@ -553,14 +552,14 @@ def _declaration(source, name, defines):
 
 
 def _types(text: str) -> dict[str, str]:
-    """What each typedef, alias and enumeration of a text stands for."""
+    """Name -> type, of a text's typedefs, aliases and enumerations."""
     types = {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
     types |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
     return types | {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
 
 
 def _short(macros: dict[str, str]) -> dict[str, str]:
-    """The macros that stand for a type or a number."""
+    """The macros that are replaced by a type or a number."""
     return {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
 
 
@@ -571,7 +570,7 @@ def _template_arguments(name: str) -> list[str] | None:
 
 
 def _template_values(declaration, name, arguments) -> dict[str, str]:
-    """What each template parameter of a kernel stands for."""
+    """Template parameter of a kernel -> its argument."""
     values = {}
     parameters = [part for part in split_list(declaration.template) if part]
     if len(arguments) > len(parameters):
@@ -593,10 +592,10 @@ def _template_values(declaration, name, arguments) -> dict[str, str]:
 
 
 def _outside_code(text: str) -> str:
-    """The text with blanks for what stands in braces, and so means nothing at its end.
+    """The text with blanks for scopes that are closed, whose names mean nothing at its end.
 
-    What stands in the braces of `extern "C"` and of namespaces stays, unless a namespace with a
-    name is closed again and no `using namespace` names it.
+    Braces of `extern "C"` and of namespaces keep their content, except for a closed, named
+    namespace that no `using namespace` names.
     """
     used = set(re.findall(r"\busing\s+namespace\s+([\w:]+)", text))
     open_braces = []
@@ -612,7 +611,7 @@ def _outside_code(text: str) -> str:
                 hidden.append((start, brace.start()))
     pieces = []
     position = 0
-    # A pair of braces comes before those in it.
+    # Outer braces first.
     for start, end in sorted(hidden):
         if start >= position:
             pieces += [text[position:start], " " * (end - start)]
@@ -674,7 +673,7 @@ _LITERAL = re.compile(r"[+-]?\s*(?:\d+[uUlL]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+
 
 
 def _default(text: str) -> int | float | None:
-    """The value of a plain number as C writes it; None for anything else."""
+    """The value of a C literal that is a number; None for anything else."""
     if text in ("true", "false"):
         return int(text == "true")
     if not _LITERAL.fullmatch(text):
@@ -684,7 +683,7 @@ def _default(text: str) -> int | float | None:
 
 
 def _problem(declared: str) -> str | None:
-    """Why a parameter cannot be read, in words; None: it can."""
+    """Why a parameter cannot be read, or None if it can."""
     text = _ARRAY.sub(r"\1 * \2", _QUALIFIER.sub(" ", declared.partition("=")[0]))
     if "&" in text:
         return "is a reference; a kernel takes pointers and values"

@@ -99,7 +99,7 @@ _HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
-# Headers that have no file of the user's, in quotes as well.
+# Headers that are never a file of the user's, even in quotes.
 _STANDARD_HEADERS = (
     r"[a-z_]+|c?(?:assert|ctype|errno|float|inttypes|limits|math|signal|stdarg|stdbool|stddef|"
     r"stdint|stdio|stdlib|string|time|unistd|sys/\w+|windows)\.h|cuda\w*\.h|device_\w+\.h|"
@@ -108,7 +108,7 @@ _STANDARD_HEADERS = (
 
 
 def is_device_header(name: str) -> bool:
-    """Whether a header of CUDA has what kernels use, and standard.cuh has not."""
+    """True if a CUDA header declares names that kernels use and standard.cuh lacks."""
     return (
         re.match(
             r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline", name
@@ -129,10 +129,10 @@ _IF_USED = {
 
 
 def _standard(words: set[str], own: set[str]) -> str:
-    """standard.cuh, without macros of the same name as the caller's; "" if no word is of it.
+    """standard.cuh without macros that the caller defines; "" if the caller uses none of them.
 
     Args:
-        words: those of the caller's text.
+        words: of the caller's text.
         own: names of the caller's macros.
     """
     text = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
@@ -145,10 +145,10 @@ def _standard(words: set[str], own: set[str]) -> str:
 
 
 def _only_used(source: str, ours: int) -> str:
-    """A text without headers and macros that its code does not name.
+    """The text without headers and macros that its code does not name.
 
     Args:
-        ours: where the caller's own text begins; in front of it are the macros of standard.cuh.
+        ours: start of the caller's own text, behind the macros of standard.cuh.
     """
     plain = without_comments(INCLUDE.sub("", source))
     for header, word in _IF_USED.items():
@@ -158,7 +158,7 @@ def _only_used(source: str, ours: int) -> str:
     used = set(re.findall(r"\w+", _DEFINE.sub("", source[:ours]) + source[ours:]))
     pieces = []
     end = ours
-    # A macro names only those above it.
+    # From the last one up: a macro uses only macros above it.
     for macro in reversed(list(_DEFINE.finditer(source, 0, ours))):
         if macro[1] in used:
             used.update(re.findall(r"\w+", macro[0]))
@@ -175,24 +175,24 @@ def whole_program(
     defines: dict[str, str] | None = None,
     folders: tuple[str, ...] = (),
 ) -> tuple[str, LeftOut]:
-    """(the text that is compiled, what is left out): common.cuh, headers of `text`, then `text`.
+    """(the compiled text, what is left out): common.cuh, headers of `text`, then `text`.
 
-    A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
-    above all other code. Another header is looked for in the folder of the file that includes it,
-    then in the working folder, and stands where its #include was. Every part begins with its own
-    #line: line numbers in messages are those of the files. The cache key is made from this text, so
-    an edited header recompiles.
+    A header of kernels_cu is inserted once, before the text that includes it, so its #include
+    belongs above all other code. Other headers are searched in the folder of the including file,
+    then in the working folder, and replace their #include. Every part begins with a #line, so that
+    messages have the line numbers of the files. The cache key is made from this text, so an edited
+    header recompiles.
 
-    Macros stand behind common.cuh, so that one named T does not change it, except those that it
-    tests for (NORM).
+    Macros are defined after common.cuh, so that one named T does not change it, except those that
+    it tests for (NORM).
 
-    Of a text that is not of kernels_cu only what its kernels need is left (host_code.py), with
-    standard.cuh in front of it.
+    A text that is not of kernels_cu keeps only what its kernels need (host_code.py), preceded by
+    standard.cuh.
 
     Args:
-        filename: what messages call the text; where it is a path, headers are looked for beside it
+        filename: the text's name in messages; if it is a path, headers are searched beside it
         defines: macros
-        folders: where headers are looked for last
+        folders: searched last for headers
 
     Raises:
         CompileError: for an #include of a macro.
@@ -220,9 +220,9 @@ def whole_program(
         parts.append(f"{line_directive(1, name)}{text}")
 
     def without_host_headers(text):
-        """The text without #includes of headers that neither compiler has or needs."""
+        """Remove #includes of headers that neither compiler has or needs."""
         plain = without_comments(text, strings=True)
-        # From the end, so that positions stay.
+        # From the end, so that earlier positions stay valid.
         for match in reversed(list(INCLUDE.finditer(plain))):
             header = match[1]
             if is_device_header(header) or any(
@@ -235,7 +235,7 @@ def whole_program(
                     missing.append(header)
             instead = " " * len(match[0])
             if re.match(r"cublas|cudnn", header):
-                # These bring the half types along.
+                # These headers include the half types.
                 line = line_number(text, match.start()) + 1
                 instead = f"#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n#line {line}"
             text = text[: match.start()] + instead + text[match.end() :]
@@ -245,7 +245,7 @@ def whole_program(
         return header == os.path.basename(header) and (root / header).is_file()
 
     def without_own(text, name, folder=None, above=()):
-        """The text with headers in the place of #includes that name files outside kernels_cu."""
+        """Replace #includes that name files outside kernels_cu by those files."""
         if name.startswith("kernels_cu/"):
             return text
         if folder is None and os.path.isdir(os.path.dirname(name)):
@@ -261,7 +261,7 @@ def whole_program(
                     f'name itself, as in #include "x.h"'
                 )
         for match in _HAS_INCLUDE.finditer(without):
-            # The header will stand in this text; a compiler would look for its file.
+            # The header's text is inserted above: the compiler must not look for its file.
             if is_ours(match[1]) or own_header(match[1], folder):
                 found = "1".ljust(len(match[0]))
                 text = text[: match.start()] + found + text[match.end() :]
@@ -337,7 +337,7 @@ def _with_macros(options, defines):
 
 # Every Kernel of a file of kernels_cu.
 _of_files: "weakref.WeakSet[Kernel]" = weakref.WeakSet()
-# kernel's name -> CUDA C of it that stands in the place of the file's
+# kernel's name -> CUDA C that replaces the file's
 _replacements: dict[str, str] = {}
 
 
@@ -347,14 +347,14 @@ def replacements() -> tuple[tuple[str, str], ...]:
 
 
 def replaced_words() -> str | None:
-    """ "your settings_write": the kernels that are replaced now; None: none is."""
+    """ "your settings_write": the kernels that are replaced now, or None."""
     return f"your {', '.join(_replacements)}" if _replacements else None
 
 
 def replace(name: str, source: str | None):
     """Let every Kernel `name` of kernels_cu run another definition, from its next launch on.
 
-    A captured graph goes on launching what it was captured with.
+    A captured graph keeps launching the kernel that it was captured with.
 
     Args:
         name: of the kernel.
@@ -369,7 +369,7 @@ def replace(name: str, source: str | None):
     texts = [kernel.text_with(source) for kernel in kernels]
     for kernel, text in zip(kernels, texts):
         if kernel._texts.get(text):
-            # It has been compiled and loaded before.
+            # This text was compiled and loaded before.
             continue
         kernel.candidate(text).compile()
     for kernel, text in zip(kernels, texts):
@@ -381,7 +381,7 @@ def replace(name: str, source: str | None):
 
 
 def is_loaded(name: str) -> bool:
-    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run.
+    """True if a Kernel `name` of kernels_cu was loaded with its current text.
 
     Args:
         name: of a kernel.
@@ -390,7 +390,6 @@ def is_loaded(name: str) -> bool:
 
 
 def _exact_kind(param) -> tuple:
-    """What a parameter accepts."""
     return param.pointer, param.dtypes, param.code, param.align
 
 
@@ -471,11 +470,10 @@ class Kernel:
         # text -> what was loaded of it: a captured graph may still launch it.
         self._texts = {text: self._ready}
         self._use(text)
-        # A text in its place is launched with as many threads, whatever its own bounds are.
+        # A replacement is launched with as many threads, whatever its own bounds are.
         self.bound = launch_bound(self.source, name, self.defines) or 1024
 
     def _use(self, text):
-        """Compile `text` from now on."""
         self.text = text
         folders = nvrtc.chosen_folders(self.options)
         self.source, self.left_out = whole_program(text, self.filename, self.defines, folders)
@@ -498,7 +496,7 @@ class Kernel:
         self.usual_values = usual_values(tuple(self.plan), "cuda")
         self._ready = self._texts.setdefault(text, {})
         self.variables = Variables(self)
-        # Constants that it reads and that have no value, until its first launch.
+        # Constants without a value that the kernel reads; warned of at its first launch.
         self.constants = needed_constants(self.source, base_name(self.name))
 
     def candidate(self, text: str) -> "Kernel":
@@ -562,7 +560,7 @@ class Kernel:
         return f"{self.name}({', '.join(map(str, self.params))})  [{self.filename}]"
 
     def __reduce__(self):
-        # The copy compiles by itself.
+        # A copy of a kernel compiles again.
         source = self.text, self.name, self.filename, self.defines, self.options, self.learner
         return Kernel.from_source, source
 
@@ -609,7 +607,7 @@ class Kernel:
         return nvrtc.compile_ptx(self.source, self.filename, self._target(arch), self.options)
 
     def _compile(self, target: str) -> tuple[bytes, str, str, dict[str, str]]:
-        """(cubin, ptxas's report, the kernel's symbol in the cubin, those of all expressions)."""
+        """(cubin, ptxas's report, the kernel's symbol in the cubin, symbols of all expressions)."""
         try:
             cubin, log, symbols = nvrtc.compile_cubin(
                 self.source,
@@ -624,7 +622,7 @@ class Kernel:
         return cubin, log, symbols.get(self.expressions.get(self.name, ""), self.name), symbols
 
     def _explained(self, error: CompileError) -> CompileError:
-        """The error, with a first line on names that the host code or a missing header has."""
+        """The error, with a first line about names from host code or from a missing header."""
         unknown = list(dict.fromkeys(_UNKNOWN_NAME.findall(error.log)))
         lines = [
             f"{self.filename}: {name} is a function of the host: write __device__ in front of it"
@@ -735,7 +733,7 @@ class Kernel:
 
 
 def _number_types(param) -> tuple:
-    """The Python types of the usual numbers for a parameter; () for a pointer or struct."""
+    """Python's number types that a parameter takes; () for a pointer or struct."""
     if param.code is None:
         return ()
     return (int, float) if param.code in "efd" else (int,)
@@ -907,7 +905,7 @@ def compile(
 
 
 def _compile_now(kernel: Kernel):
-    """Compile a kernel for this GPU, or for sm_90 where there is none.
+    """Compile a kernel for this GPU, or for sm_90 without a GPU.
 
     Raises:
         CompileError: with the compiler's messages.
@@ -915,14 +913,14 @@ def _compile_now(kernel: Kernel):
     try:
         kernel.resources()
     except CompileError as error:
-        # Without the headers of CUDA the compiler of the CPU decides, which needs none.
+        # Without CUDA's headers the CPU's compiler decides: it does not need them.
         if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
             raise
         kernel.loaded_on_cpu()
 
 
 def _dims(kernel, what, value, limits):
-    """Three numbers for the grid or block that was given; ArgumentError for a wrong one."""
+    """Three numbers for a grid or block; ArgumentError for an invalid one."""
     dims = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
     is_valid = 1 <= len(dims) <= 3 and all(
         isinstance(d, numbers.Integral) and 1 <= d <= limit for d, limit in zip(dims, limits)
@@ -979,9 +977,9 @@ STRUCT_ALIGNMENT = 128
 
 
 class _Packed:
-    """A kernel's arguments as the driver (and the CPU's executor) takes them.
+    """A kernel's arguments as the driver and the CPU executor take them.
 
-    They are one buffer, and a table of pointers into it.
+    They are one buffer and a table of pointers into it.
 
     Args:
         sizes: bytes of each parameter that is a struct, by its index
@@ -1060,9 +1058,9 @@ class _Loaded(_Packed):
 
 
 def _allow_shared(kernel, handle, index):
-    """Allow a kernel as much shared memory as a block can have on this GPU.
+    """Allow a kernel the largest dynamic shared memory of this GPU.
 
-    Without this attribute a launch gets 48 KiB at most.
+    The default limit of a launch is 48 KiB.
     """
     from cuda.bindings import driver
 
@@ -1147,7 +1145,7 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # Any error: of ours, of the driver, of cuda.core.
+            # Any error, of this package, the driver or cuda.core.
             if backend().policy == "require":
                 raise
             reason = str(error).partition("\n")[0]
@@ -1203,7 +1201,7 @@ class Launch:
             return self.on_cpu(args, tensors)
         try:
             index, values = kernel.usual_values(*args)
-        # None, or an argument that has no address.
+        # None, or an argument without an address.
         except (TypeError, AttributeError, RuntimeError):
             index, values = check_arguments(kernel, args)
         if index is None:
@@ -1287,7 +1285,7 @@ def _enter(index):
 
 
 def _range_error(kernel, values) -> ArgumentError:
-    """The error for the first number that its parameter's C type cannot hold."""
+    """The error for the first number that is out of its C type's range."""
     for value, param in zip(values, kernel.params):
         if not param.code:
             continue
@@ -1304,9 +1302,9 @@ def _range_error(kernel, values) -> ArgumentError:
 def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
     """A function that is check_arguments() for arguments of the usual kinds only.
 
-    It is written for one parameter list, without a loop: half of the host's time of a launch was
-    that loop's. It returns what check_arguments() returns, or None, or raises, for arguments that
-    check_arguments() has to judge.
+    Its code is generated for one parameter list, without a loop, which would take half of the
+    host's time of a launch. It returns what check_arguments() returns. For other arguments it
+    returns None or raises, and check_arguments() decides.
 
     Args:
         plan: Kernel.plan.
@@ -1319,7 +1317,7 @@ def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
     for name, (pointer, dtypes, align, number_types) in zip(names, plan):
         if not pointer:
             values.append(name)
-            # No number's type: a struct, whose size is compared later.
+            # A struct, not a number: its size is compared later.
             known[f"{name}_types"] = number_types or (bytes,)
             tests.append(f"type({name}) in {name}_types")
             continue
@@ -1366,7 +1364,7 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | N
                 f"got {len(args)}"
             )
         args = (*args, *(param.default for param in missing))
-    # On the CPU every launch runs this loop: arguments of the usual kind take the short path.
+    # Every launch on the CPU runs this loop, so usual arguments take a fast path.
     for arg, (pointer, dtypes, align, number_types) in zip(args, kernel.plan):
         if pointer:
             if (
@@ -1398,7 +1396,7 @@ _STRIDED = torch.strided
 
 
 def _unusual_value(kernel, param, arg, index, gpu):
-    """The value to pack for an argument that is not of the usual kind.
+    """The value to pack for an argument that the fast path does not take.
 
     Raises:
         ArgumentError: it says what is wrong with it.
@@ -1430,7 +1428,6 @@ def _unusual_value(kernel, param, arg, index, gpu):
 
 
 def _pointer_problem(param, arg, index, gpu) -> str:
-    """What is wrong with the argument of a pointer."""
     if not isinstance(arg, torch.Tensor):
         return f"expects a torch tensor, got {type(arg).__name__}"
     if arg.layout != torch.strided:

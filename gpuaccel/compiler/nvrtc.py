@@ -30,8 +30,8 @@ from ..files import from_cache
 from ..headers import CURAND_STUBS, curand_folder, wheel_roots
 from ..source import without_comments
 
-# The second makes ptxas report registers and spills. With the third a constexpr function runs on
-# the device; of other functions without an annotation none is left (host_code.py).
+# The second makes ptxas report registers and spills. The third lets constexpr functions run on the
+# device; host_code.py removes all other functions without an annotation.
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
 
 
@@ -121,7 +121,7 @@ def include_folders() -> tuple[str, ...]:
 
 
 def lacks_header(log: str) -> bool:
-    """Whether the compiler's messages say that a header of CUDA is not on this machine."""
+    """True if the compiler's messages report that a header of CUDA is missing."""
     names = re.findall(r'(?:could not|cannot) open source file "([^"]*)"', log)
     headers = r"cuda|cooperative_groups|nv/|cub/|curand|(?:crt/)?mma\.h"
     return bool(names) and all(re.match(headers, name) for name in names)
@@ -231,7 +231,7 @@ def compile_cubin(
 
 
 def _flags(source, arch, defines, options) -> list[str]:
-    # From 12.9 on NVRTC has a cache of its own where there is a driver, without ptxas's report.
+    # NVRTC 12.9 and newer have their own cache on machines with a driver; it lacks ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
@@ -260,7 +260,7 @@ def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] 
 
 
 def _load(entry: bytes) -> tuple[bytes, str, dict[str, str]]:
-    """What a cache entry holds: the report and the symbols as JSON, a newline, and the cubin."""
+    """Read a cache entry: the report and the symbols as JSON, a newline, and the cubin."""
     line, cubin = entry.split(b"\n", 1)
     log, symbols = json.loads(line)
     if not isinstance(log, str) or not isinstance(symbols, dict) or cubin[:4] != b"\x7fELF":
@@ -285,9 +285,9 @@ def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _headers(source: str, options: tuple[str, ...]) -> dict[str, str] | None:
-    """Path -> text of the headers of the folders of -I that a source, or one of them, names.
+    """Path -> text of headers in folders of -I that a source includes, directly or not.
 
-    None: the options or a macro bring in headers whose names are not known here.
+    None if the options or a macro include headers whose names are not known here.
     """
     if any(re.match(r"--?(?:pre-)?include(?:$|[= ])", word) for word in options):
         return None
@@ -314,11 +314,11 @@ _UNUSED = re.compile(r'\w+ "[^"]*" was declared but never referenced')
 
 
 def _show_warnings(log: str, filename: str):
-    """Show NVRTC's warnings, once for each compilation: a kernel from the cache shows none."""
+    """Show NVRTC's warnings, once per compilation: a kernel from the cache shows none."""
     for file, line, text in dict.fromkeys(_WARNING.findall(log)):
         if file.startswith("kernels_cu/") and file != filename or _UNUSED.match(text):
             continue
-        # As a warning of the user's own line, not of this one.
+        # The warning names the user's line, not this one.
         warnings.warn_explicit(text, CompileWarning, file, int(line))
 
 
@@ -394,7 +394,7 @@ _NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\
 
 
 def _lines_without_semicolon(log: str, source: str) -> list[str]:
-    """The compiler notices a missing ; at the next word, which may be in a later line."""
+    """The compiler reports a missing ; at the next token, which may be in a later line."""
     from ..simt.build import text_line
 
     code = without_comments(source, strings=True)

@@ -101,7 +101,7 @@ class Variables(Mapping):
             )
 
     def _on_cpu(self, program=None) -> dict[str, torch.Tensor]:
-        """Name -> tensor. program: a build of the text; None: as the backend is set."""
+        """Name -> tensor. program: a build of the text; None: that of the backend in use."""
         if None not in self._tensors:
             if program is None:
                 program = self._kernel.loaded_on_cpu().program
@@ -150,7 +150,7 @@ class Variables(Mapping):
             return self._shaped(variable, torch.as_tensor(memory, device=f"cuda:{index}"))
 
     def _shaped(self, variable: Variable, content: torch.Tensor) -> torch.Tensor:
-        """Bytes as a tensor of the variable's type and shape."""
+        """View bytes as a tensor of the variable's type and shape."""
         dtype, lanes = element_type(self._kernel.source, variable.ctype)
         lengths = [array_length(self._kernel.source, text) for text in variable.lengths]
         if not lanes:
@@ -169,7 +169,7 @@ class Variables(Mapping):
 
 
 class _Memory:
-    """Bytes of a GPU's memory, as torch takes them. module: lives as long as they are used."""
+    """Bytes of a GPU's memory for torch. module: kept alive as long as they are used."""
 
     def __init__(self, address: int, size: int, module):
         self.module = module

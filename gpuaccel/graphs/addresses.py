@@ -1,4 +1,4 @@
-"""A CUDA graph knows tensors by their address: has one moved since the capture?"""
+"""Check that no tensor of a captured graph has moved: a graph knows tensors by their address."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ class Addresses:
     """The addresses and dtypes of all tensors in `state`, and which modules it is made of.
 
     Args:
-        state: modules, optimizers; other members are left out. check() compares with now.
+        state: modules and optimizers; other members are ignored.
     """
 
     def __init__(self, state):
@@ -40,8 +40,10 @@ class Addresses:
         raise CaptureError(f"{self._difference(tensors, children)}: {consequence}")
 
     def _entries(self):
-        """(holder, key, tensor) of each tensor. holder: a module's name; the number of an
-        optimizer's group; or (group, number) of a parameter in it. key "": the parameter."""
+        """(holder, key, tensor) of each tensor.
+
+        holder: a module's name, the index of an optimizer's group, or (group, index) of a parameter
+        in it. key: "" for the parameter itself."""
         for name, module in self._modules:
             for registered in (module._parameters, module._buffers):
                 yield from ((name, key, t) for key, t in registered.items() if t is not None)
@@ -101,7 +103,7 @@ def _tensor_name(holder, key: str) -> str:
 
 
 def _name_difference(before: list[str], now: list[str]) -> str:
-    """The first name that was added or removed, or stands in another place."""
+    """The first name that was added, removed or moved."""
     added = [name for name in now if name not in before]
     removed = [name for name in before if name not in now]
     if added:

@@ -5,8 +5,7 @@
     recording, out = recorder.record(fn)       # a capture: nothing is executed
     recording.replay()
 
-After a capture that failed, torch's random generator is still in capture mode and allocations still
-go to the graph's pool. record() repairs both, and raises a CaptureError that names the line of
+record() repairs torch after a capture that failed, and raises a CaptureError that names the line of
 Python at fault (graphs/failure.py).
 """
 
@@ -31,7 +30,7 @@ from .tape import Tape
 
 @functools.cache
 def _capture_stream(index: int) -> torch.cuda.Stream:
-    """One for the whole process: cuBLAS keeps a workspace for each stream that it has seen."""
+    """One per process: cuBLAS keeps a workspace for each stream that it has run on."""
     return torch.cuda.Stream(index)
 
 
@@ -41,7 +40,7 @@ class CudaRecorder:
     All of them use one memory pool, so that they share memory: they must not be replayed
     concurrently."""
 
-    # Does record() execute what it records?
+    # Whether record() executes what it records.
     executes = False
 
     def __init__(self, device):
@@ -50,7 +49,7 @@ class CudaRecorder:
         self.device = torch.device("cuda", index)
         self.stream = _capture_stream(index)
         self.pool = None
-        # Of the recording that is being made; the last one captures.
+        # Graphs of the recording in progress; the last one captures.
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # Recordings that are not closed.
         self.open_recordings = 0
@@ -64,15 +63,16 @@ class CudaRecorder:
         return result
 
     def record(self, fn):
-        """(recording, fn()'s result), of a capture. Nothing is executed.
+        """Capture fn and return (recording, fn()'s result). Nothing is executed.
 
-        CaptureError when fn cannot be captured; an error of fn's own is raised as it is."""
+        Raises CaptureError if fn cannot be captured. fn's own errors are raised unchanged."""
         try:
             return self._record(fn)
         except CaptureError:
             raise
         except RuntimeError as error:
-            # torch's, CUDA's, and our BackendError.
+            # An error of torch, CUDA or this package. CUDA may report an invalid capture only at
+            # its end: then a second capture finds the line at fault.
             location = None
             if not only_noticed_later(error):
                 location = line_of_error(error)
@@ -90,7 +90,7 @@ class CudaRecorder:
             self._begin()
             ended = False
             collects = gc.isenabled()
-            # The collector may free memory in a way that no capture allows.
+            # Python's garbage collector may free CUDA objects, which can invalidate a capture.
             gc.disable()
             try:
                 result = fn()
@@ -109,32 +109,33 @@ class CudaRecorder:
         return CudaRecording(graphs, self), result
 
     def _begin(self):
-        """Capture into a new graph."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         # thread_local: other threads (a loader that pins memory, a live view) may use CUDA.
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
 
     def split(self):
-        """Called by the function that is recorded: the rest of it becomes a graph of its own, which
-        replay() launches behind this one.
+        """Capture the rest of the recorded function in a second graph. The function calls this.
 
-        In a graph with parallel branches every kernel starts about 0.3 us later, also those before
-        the branches. So what has no branches is kept apart from what has some."""
+        replay() launches the second graph after the first. In a graph with parallel branches every
+        kernel starts about 0.3 us later, including those before the branches. So work with
+        branches gets a graph of its own."""
         if self._graphs:
             self._graphs[-1].capture_end()
             self._begin()
 
     def _repair(self, graph):
-        """Bring torch out of a capture that did not end."""
+        """End a capture that failed, so that torch can allocate and synchronize again."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-            # The capture itself was valid: Python has raised.
+            # The capture was valid, and Python code raised: capture_end() has cleaned up.
             return
+        # capture_end() raised before it cleaned up. Without these calls allocations would still go
+        # to the graph's pool, and the random generator would stay in capture mode.
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             with contextlib.suppress(RuntimeError):
                 end(self.device.index, self.pool)
-        # A capture that ends takes the random generator out of capture mode.
+        # Only the end of a capture resets the generator, so an empty one is made.
         empty = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             # torch warns that the graph is empty.
@@ -143,13 +144,14 @@ class CudaRecorder:
             empty.capture_end()
 
     def _find_line(self, fn) -> tuple[str, int] | None:
-        """(file, line) after which the capture was invalid: a second capture looks after each."""
+        """(file, line) that invalidated the capture, found by tracing the lines of a second one."""
         from cuda.bindings import driver
 
         invalidated = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
         last = None
         lines: list[tuple[str, int] | None] = []
 
+        # Called for each line: the first time that the capture is invalid, `last` is at fault.
         def trace(frame, event, arg):
             nonlocal last
             if lines:
@@ -168,7 +170,7 @@ class CudaRecorder:
         ):
             warnings.simplefilter("always")
             sys.settrace(trace)
-            # Backward runs Python (hooks, autograd.Function) in threads of its own.
+            # Backward runs hooks and autograd.Functions in other threads.
             threading.settrace(trace)
             try:
                 self._record(fn)[0].close()
@@ -177,7 +179,7 @@ class CudaRecorder:
                 threading.settrace(threads_before)
         if lines and lines[0]:
             return lines[0]
-        # In backward: detect_anomaly() warns of the forward line.
+        # A backward operation has no line of the user's. detect_anomaly() warns with forward's.
         messages = [str(warning.message) for warning in caught]
         forward = [message for message in messages if "Traceback of forward call" in message]
         places = re.findall(r'File "([^"]+)", line (\d+)', forward[0]) if forward else []
@@ -188,14 +190,14 @@ class CudaRecorder:
 
 
 class CudaRecording:
-    """A captured function: one graph, or several where the function has called split()."""
+    """A captured function: one graph, or several if the function called split()."""
 
     def __init__(self, graphs: list[torch.cuda.CUDAGraph], recorder: CudaRecorder):
         self._graphs = graphs
         self._recorder = recorder
 
     def replay(self):
-        """Launch it on the current stream. No wait."""
+        """Launch it on the current stream, without a wait for the device."""
         for graph in self._graphs:
             graph.replay()
 
@@ -207,7 +209,7 @@ class CudaRecording:
             its_names, its_edges = self._nodes_of(graph)
             first = len(names)
             if first:
-                # What waits for nothing in its graph waits for the graph before.
+                # Nodes without a dependency wait for the end of the previous graph.
                 waiting = {j for _, j in its_edges}
                 edges += [(first - 1, first + j) for j in range(len(its_names)) if j not in waiting]
             names += its_names
@@ -235,7 +237,7 @@ class CudaRecording:
 
 
 class TapeRecorder:
-    """The same on the CPU, for backend simt: torch's CPU code, and our kernels on the CPU."""
+    """A CudaRecorder's interface on the CPU, for backend simt: records a Tape."""
 
     executes = True
 

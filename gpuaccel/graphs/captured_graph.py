@@ -13,9 +13,9 @@ class GraphGradient:
     """`.grad` of one parameter, as a graph knows it."""
 
     parameter: nn.Parameter
-    # The graph's own copy of the gradient that stood before the step; None: there was none.
+    # The graph's own copy of `.grad` before the step; None if it was None.
     before: Tensor | None
-    # What the step leaves, in the graph's memory.
+    # `.grad` after the step, in the graph's memory.
     after: Tensor | None
 
 
@@ -37,7 +37,7 @@ class CapturedGraph:
         self.gradients = gradients
 
     def replay(self, leaves: list):
-        """Copy the arguments into the static inputs, replay, return the results. No wait."""
+        """Copy the arguments into the static inputs, replay, return the results; never waits."""
         self._copy_in(leaves)
         self.recording.replay()
         for gradient in self.gradients:
@@ -56,7 +56,7 @@ class CapturedGraph:
             torch._foreach_copy_(static, new, non_blocking=True)
 
     def close(self, keep_gradients: bool = False):
-        """Give the memory back. A `.grad` that lies in it goes, too, or is copied out of it."""
+        """Free the graph's memory. A `.grad` in it is dropped, or copied out of it."""
         for gradient in self.gradients:
             p, after = gradient.parameter, gradient.after
             if after is not None and after is not gradient.before and p.grad is after:

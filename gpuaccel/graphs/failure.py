@@ -10,7 +10,7 @@ import torch
 from ..errors import CaptureError
 from ..notebook import cell_of
 
-# What the line or the message looks like, what it does, what to do instead. The first one counts.
+# (pattern of a line or message, what it does, what to do instead). The first match counts.
 _CAUSES = [
     (
         r"\.item\(\)|\bfloat\(|\bint\(|\bbool\(|\.tolist\(\)|\.numpy\(\)|\bprint\("
@@ -68,7 +68,7 @@ def explained(error: BaseException, location: tuple[str, int] | None) -> Capture
     messages = [_first_line(e) for e in _chain(error)]
     texts = [code, " ".join(messages)]
     if isinstance(error, CaptureError):
-        # A tape's: its message says what happened. A driver's does not, and the line tells more.
+        # A tape's message says what happened. A driver's message does not, so the line comes first.
         texts.reverse()
     cause = next(filter(None, map(_cause_in, texts)), None)
     if cause is None:
@@ -84,7 +84,7 @@ def explained(error: BaseException, location: tuple[str, int] | None) -> Capture
 
 
 def _place(file: str, line: int) -> str:
-    """A line of Python in words: "train.py:12", and in a notebook "In[12], line 3"."""
+    """Name a line of Python: "train.py:12", or in a notebook "In[12], line 3"."""
     cell = cell_of(file)
     return f"{cell}, line {line}" if cell else f"{os.path.basename(file)}:{line}"
 
@@ -99,7 +99,6 @@ def _cause_in(text: str) -> tuple[str, str] | None:
 
 
 def _chain(error) -> list[BaseException]:
-    """The error, and those that it was raised from."""
     chain = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -112,8 +111,7 @@ def _first_line(error) -> str:
 
 
 def only_noticed_later(error: BaseException) -> bool:
-    """Did CUDA only find at the end that the capture is invalid? Then the error's line is not the
-    one at fault."""
+    """True if CUDA reports an invalid capture only at its end, so that the line is not at fault."""
     return all(
         re.search("previous error during capture|CAPTURE_INVALIDATED", str(e))
         for e in _chain(error)
@@ -122,7 +120,7 @@ def only_noticed_later(error: BaseException) -> bool:
 
 
 def is_users_file(file: str) -> bool:
-    """Neither this package nor torch."""
+    """True if the file belongs to neither this package nor torch."""
     if file.startswith((_OURS, _TORCH, "<frozen")):
         return False
     return os.path.basename(file) not in ("threading.py", "contextlib.py")

@@ -9,8 +9,8 @@ import re
 def parse_dot(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     """(names, edges) of a graph as cudaGraphDebugDotPrint writes it.
 
-    Nodes stand in an order in which they could run one after another; of several that could be
-    next, the one captured first. An edge (i, j): node j waits for i."""
+    Nodes are in topological order; of several that could be next, the one captured first comes
+    first. An edge (i, j): node j waits for i."""
     labels = re.findall(
         r'"(graph_\d+_node_\d+)"\s*\[[^\]]*?label="\{?(.*?)"\s*\]', text, flags=re.S
     )
@@ -28,10 +28,9 @@ def parse_dot(text: str) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def _in_order(count: int, edges: list[tuple[int, int]]) -> list[int]:
-    """The nodes 0 to count - 1, each behind the nodes that it waits for.
+    """The nodes 0 to count - 1 in topological order, the smallest of several candidates first.
 
-    Where several could be next it is the smallest. A node that has replaced another one
-    (memsets.py) has the highest number."""
+    A node that replaced another one (memsets.py) has the highest number."""
     sorter = graphlib.TopologicalSorter({i: () for i in range(count)})
     for i, j in edges:
         sorter.add(j, i)
@@ -47,7 +46,7 @@ def _in_order(count: int, edges: list[tuple[int, int]]) -> list[int]:
 
 
 def _node_name(label: str) -> str:
-    """What a node does: the kernel's whole name, or memset, memcpy, ..."""
+    """The kernel's full name, or memset, memcpy, ..."""
     kind = re.findall(r"\w+", label)[0]
     symbol = re.search(r"topoId: \d+\)\s*\|\s*(.*?)\\<\\<\\<", label, flags=re.S)
     return demangled(symbol[1]) if kind == "KERNEL" and symbol else kind.lower()

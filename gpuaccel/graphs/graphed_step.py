@@ -43,9 +43,9 @@ from .torch_optimizers import frozen_number, no_other_steps, optimizer_key
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Of the captured function.
 # What a step changes.
 StateMember = nn.Module | torch.optim.Optimizer | Tensor
+# Of the captured function: parameters and result.
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -216,7 +216,7 @@ class GraphedStep(Generic[P, R]):
             self._refresh()
             return graph.replay(tree_leaves((args, kwargs)))
         if self._recorder is not None:
-            # The capture failed: fn finds its inputs where a graph would have had them.
+            # The capture failed: run fn eagerly, with its inputs on the graph's device.
             args, kwargs = tree_map_only(
                 Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
             )
@@ -232,7 +232,7 @@ class GraphedStep(Generic[P, R]):
         self._graph_for(args, kwargs)
 
     def _graph_for(self, args, kwargs) -> CapturedGraph | None:
-        """The graph for these inputs, captured if need be; None where fn runs eagerly."""
+        """The graph for these inputs, captured if needed; None if fn runs eagerly."""
         if self.closed:
             _closed()
         if self.replay == "eager":
@@ -355,7 +355,7 @@ class GraphedStep(Generic[P, R]):
         return graph
 
     def _warm_up(self, args, kwargs):
-        """Run the step as often as it takes until nothing is allocated or compiled any more."""
+        """Run the step until it allocates and compiles nothing more."""
         addresses = Addresses([member for member in self.state if isinstance(member, nn.Module)])
         saved = self.state if self._saved is None else list(self._saved())
         others = OtherSums(self._participants)
@@ -378,8 +378,8 @@ class GraphedStep(Generic[P, R]):
 
     def _record(self, inputs, args, kwargs) -> CapturedGraph:
         params, current = self._params, [p.grad for p in self._params]
-        # A gradient that stands now is an input, too: the graph reads a copy of its own. Sums in
-        # the memory of a participant (an arena) stay where they are.
+        # A `.grad` that exists before the step is an input as well: the graph reads its own copy of
+        # it. Sums in the memory of a participant (an arena) have a fixed address and need none.
         fixed = MemorySpans(t for p in self._participants for t in p.tensors_changed_by_step())
         before = [None if g is None or g in fixed else g.clone() for g in current]
         after: list[Tensor | None] = []
@@ -400,7 +400,7 @@ class GraphedStep(Generic[P, R]):
                 recording, _ = self._recorder.record(step)
                 drawn = host_generators(self._modules, self.device)
         finally:
-            # What the capture has put there has no value before a replay.
+            # Gradients made by the capture have no values before the first replay.
             for p, grad in zip(params, current):
                 p.grad = grad
         for name, drawn_from in drawn.items():
@@ -424,7 +424,7 @@ class GraphedStep(Generic[P, R]):
                 participant.refresh()
 
     def _list_members(self):
-        """List what `state` consists of. Between captures Addresses notices a change of it."""
+        """List the members of `state`. Addresses notices changes between captures."""
         tops = [member for member in self.state if isinstance(member, nn.Module)]
         self._modules = [module for top in tops for module in top.modules()]
         self._optimizers = [
@@ -451,7 +451,7 @@ class GraphedStep(Generic[P, R]):
         )
 
     def reset(self):
-        """Close every graph: the next call captures anew. For a model changed on purpose."""
+        """Close every graph: the next call captures again. Call it after changing the model."""
         if self.closed:
             _closed()
         self._close_graphs()
@@ -464,11 +464,11 @@ class GraphedStep(Generic[P, R]):
             graph.close()
 
     def split(self):
-        """To be called by fn: the rest of it is captured as a CUDA graph of its own.
+        """Capture the rest of fn in a second CUDA graph. fn calls this.
 
-        A replay launches it behind the first. Where nothing is captured nothing happens. For an fn
-        that uses several streams at its end: in a graph with parallel branches every kernel
-        starts about 0.3 us later, also those before the branches.
+        A replay launches the second graph after the first. Has no effect outside of a capture. For
+        an fn that uses several streams at its end: in a graph with parallel branches every kernel
+        starts about 0.3 us later, including those before the branches.
 
         Example:
             >>> weight = torch.zeros(3)
@@ -502,8 +502,8 @@ class GraphedStep(Generic[P, R]):
         """Wait for what was launched, and give graphs and memory back. May be called twice."""
         self.closed = True
         self._close_graphs()
-        # What these functions refer to may hold this object: without them, models and optimizers
-        # are freed with their last user.
+        # These functions may refer to this object. Dropping them breaks the reference cycle, so
+        # that models and optimizers are freed with their last user.
         self.fn = self._warm_up_fn = self._modes = _closed
         self.state, self._saved = [], None
         self._list_members()
@@ -517,16 +517,17 @@ class GraphedStep(Generic[P, R]):
 
 
 def fp32_precisions() -> tuple:
-    """How products of fp32 are computed. Older names of these settings raise where newer ones have
-    been used."""
-    # torch's annotations have no conv and rnn.
+    """The precision settings of fp32 products.
+
+    Reads the newer names: the older ones raise after the newer ones were set."""
+    # torch's type annotations lack conv and rnn.
     cudnn: Any = torch.backends.cudnn
     kinds = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
     return tuple(kind.fp32_precision for kind in kinds)
 
 
 def _closed(*_, **__) -> Any:
-    """In the place of the functions of a closed step."""
+    """Replaces the functions of a closed step."""
     raise CaptureError("the step was closed: make a new one")
 
 
@@ -545,7 +546,7 @@ def _device_of(state) -> torch.device:
 
 @contextlib.contextmanager
 def _no_autocast_cache():
-    """A copy of a weight that autocast cached before would not be made in the graph."""
+    """Disable autocast's cache: a replay would not refresh a cast made before the capture."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -557,7 +558,7 @@ def _no_autocast_cache():
 
 
 def _callers_depth() -> int:
-    """How many frames up the first caller outside of this package is."""
+    """Number of frames up to the first caller outside of this package."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gpuaccel"):
         depth, frame = depth + 1, frame.f_back

@@ -65,13 +65,13 @@ def words_of(memset) -> tuple[int, int] | None:
     size = memset.elementSize * memset.width
     if memset.height != 1 or not 0 < size <= LIMIT or size % 4 or int(memset.dst) % 4:
         return None
-    # Only the element's bytes of the value count.
+    # The value's bytes beyond the element size are ignored.
     value = memset.value % 256**memset.elementSize
     return value * REPEATED[memset.elementSize], size // 4
 
 
 def _replaced(graph, node, loaded) -> bool:
-    """Put a launch of `fill` where a memset node is. False: it stays a memset."""
+    """Replace a memset node by a launch of `fill`; False if it has to stay a memset."""
     from cuda.bindings import driver
 
     memset = _single(driver.cuGraphMemsetNodeGetParams, node)
@@ -89,7 +89,7 @@ def _replaced(graph, node, loaded) -> bool:
     params.gridDimX, params.blockDimX = -(-words[1] // THREADS), THREADS
     params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
     with loaded.lock:
-        # The new node gets a copy of them.
+        # The driver copies the arguments into the node.
         loaded.pack(loaded.buffer, 0, int(memset.dst), *words)
         params.kernelParams = loaded.address
         kernel = _single(driver.cuGraphAddKernelNode, graph, before, len(before), params)
@@ -103,7 +103,7 @@ def _replaced(graph, node, loaded) -> bool:
 
 
 def _all_of(query, handle) -> list:
-    """What a query of the driver lists: it is asked for the number first."""
+    """All items of a driver query, which is first asked for their number."""
     count = _answer(query(handle))[-1]
     return list(_answer(query(handle, count))[0]) if count else []
 

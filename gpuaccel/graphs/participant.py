@@ -29,7 +29,7 @@ from ..optim import Arena, capture_participants
 
 @runtime_checkable
 class CaptureParticipant(Protocol):
-    """Any object that tells GraphedStep something."""
+    """An object in `state` whose step involves the host."""
 
     def graph_key(self) -> Hashable:
         """The host values that a captured graph keeps. A call with another key captures anew."""
@@ -49,7 +49,7 @@ class Refreshable(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Copy changed host values to the device memory that the graph reads. No wait."""
+        """Copy changed host values to the device memory that the graph reads; never waits."""
         ...
 
 
@@ -76,7 +76,7 @@ def participants_of(state) -> list[CaptureParticipant]:
 
 
 class OtherSums:
-    """Which weights have gradients in arenas that are no part of a step. check(): as before?
+    """Which weights have gradients in arenas that are not part of a step; check() compares.
 
     Args:
         participants: of the step.
@@ -113,7 +113,7 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
 
 def _layers_of(module: nn.Module) -> list[CaptureParticipant]:
-    """Modules that take part, and what stands in the place of a module's forward."""
+    """Modules that take part in captures, and objects that replace a module's forward."""
     layers: list[CaptureParticipant] = []
     for part in module.modules():
         for layer in (part, fused_forward(part)):

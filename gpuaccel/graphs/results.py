@@ -28,7 +28,7 @@ class ResultBuffer:
                     f"the step returns a {type(leaf).__name__}; expected tensors, in tuples, "
                     "lists or dicts"
                 )
-        # What is no tensor is the same after each replay.
+        # Leaves that are no tensors do not change from replay to replay.
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # (first byte, bytes, dtype, shape) of each tensor.
         self.layout = []

@@ -26,10 +26,9 @@ MOST_FROZEN = 4
 
 @dataclass(frozen=True)
 class ForwardState:
-    """What forward and backward of a module change, without its trained weights and gradients.
+    """The state that forward and backward of a module change, except trained weights and gradients.
 
-    Stands in `state` for the module, where trained weights stay as they are, and where somebody
-    else drops the gradients.
+    Replaces the module in `state` if the block does not train it, and its caller drops gradients.
 
     Attributes:
         module: any module.
@@ -40,9 +39,9 @@ class ForwardState:
 
 @contextlib.contextmanager
 def preserved(state, device):
-    """After the block, `state` and the random generators are as before it.
+    """Context manager: restore `state` and the random generators after the block.
 
-    Costs a copy of all of it while the block runs.
+    Keeps a copy of all of it while the block runs.
 
     Args:
         state: modules (parameters, buffers, gradients), optimizers, tensors.
@@ -54,7 +53,7 @@ def preserved(state, device):
             forward that wrote into trained weights. Not where the block raised.
     """
     participants = participants_of(state)
-    # First: a snapshot may bring tensors up to date, and these values are what is copied.
+    # Before the copies: a participant's snapshot() may update tensors.
     restore_host = [p.snapshot() for p in participants if isinstance(p, HasHostState)]
     restore_host.append(_snapshot_generators(device))
     copies = TensorCopies()
@@ -83,7 +82,7 @@ def preserved(state, device):
 
 @torch.no_grad()
 def _restored(restores: list[Callable[[], None]]) -> list[CaptureError]:
-    """Call all of them, and return what cannot be as before."""
+    """Call all of them; return what cannot be restored."""
     errors = []
     for restore in restores:
         try:
@@ -112,7 +111,7 @@ class TensorCopies:
 
 
 class MemorySpans:
-    """The memory of some tensors. `t in spans`: does all of t's memory lie in one of them?"""
+    """The memory of some tensors. `t in spans` is true if all of t's memory is in one of them."""
 
     def __init__(self, tensors=()):
         self._spans = set()
@@ -147,9 +146,9 @@ def _snapshot_generators(device) -> Callable[[], None]:
 
 
 def host_generators(modules: list[nn.Module], device) -> dict[str, object]:
-    """The random generators of the host whose numbers a graph would keep for ever: name -> state.
+    """Name -> state of the host's random generators, whose numbers a graph would freeze.
 
-    Those of torch's CPU tensors count where the device is a GPU; a tape repeats their operations.
+    torch's CPU generators are included if the device is a GPU; a tape repeats their operations.
 
     Args:
         modules: whose attributes are looked at, for generators of their own.
@@ -176,7 +175,7 @@ def host_generators(modules: list[nn.Module], device) -> dict[str, object]:
 
 
 def _snapshot_module(module: nn.Module, copies: TensorCopies) -> Callable[[], None]:
-    """Save parameters, buffers and gradients: values in `copies`, which tensors they are here."""
+    """Save parameters, buffers and gradients: their values go to `copies`."""
     restore_registered = _snapshot_registered(module)
     gradients = [(p, p.grad) for p in module.parameters()]
     copies.add([*module.parameters(), *module.buffers()])
@@ -191,7 +190,7 @@ def _snapshot_module(module: nn.Module, copies: TensorCopies) -> Callable[[], No
 
 
 def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
-    """Save which tensors are its parameters and buffers."""
+    """Save which tensors are registered as parameters and buffers."""
     registered = [
         (entries, dict(entries.items()))
         for part in module.modules()
@@ -201,7 +200,7 @@ def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
 
     def restore():
         for entries, before in registered:
-            # Those of a ScriptModule are no dict.
+            # A ScriptModule's entries are not a dict.
             for key, tensor in before.items():
                 if key not in entries or entries[key] is not tensor:
                     entries[key] = tensor
@@ -213,10 +212,10 @@ def _snapshot_registered(module: nn.Module) -> Callable[[], None]:
 
 
 def _snapshot_forward(module: nn.Module, copies: TensorCopies) -> Callable[[], None]:
-    """Save what a forward may change: which tensors there are, and values of buffers.
+    """Save what a forward may change: registered tensors and the values of buffers.
 
-    Values of frozen weights, too, where these are as few as those of a momentum encoder. Those of
-    a base model under adapters would take too much memory."""
+    Frozen weights are saved as well if they are as small as a momentum encoder's. Those of a base
+    model under adapters would take too much memory."""
     restore_registered = _snapshot_registered(module)
     trained: list[tuple[str, Tensor, int]] = []
     frozen: list[tuple[str, Tensor, int]] = []
@@ -244,7 +243,6 @@ def _bytes(named: list[tuple[str, Tensor, int]]) -> int:
 
 
 def _snapshot_optimizer(opt: torch.optim.Optimizer, copies: TensorCopies) -> Callable[[], None]:
-    """Save an optimizer's parameters, their gradients, and its state tensors."""
     params = [p for group in opt.param_groups for p in group["params"]]
     gradients = [(p, p.grad) for p in params]
     existing = {p: dict(opt.state.get(p, {})) for p in params}

@@ -1,5 +1,5 @@
-"""A tape: what a CUDA graph does, on the CPU. It records what a function does, and repeats it
-without the function's Python.
+"""A tape: a CUDA graph's counterpart on the CPU. It records a function's operations, and replays
+them without the function's Python code.
 
     tape = Tape()
     loss = tape.record(lambda: step(batch))      # runs it, and keeps each operation
@@ -35,9 +35,9 @@ _shared = threading.Lock()
 
 
 class _RefuseReads(TorchFunctionMode):
-    """Refuses what gives values to the host without torch's dispatcher.
+    """Refuse reads that pass values to the host without torch's dispatcher.
 
-    Not active inside of backward, whose hooks run without it."""
+    Inactive during backward: autograd runs hooks without this mode."""
 
     READS = (Tensor.__repr__, Tensor.__format__, Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
@@ -48,11 +48,11 @@ class _RefuseReads(TorchFunctionMode):
 
 
 class _RecordedGenerator:
-    """torch.random's generator while a tape records. Its calls do not pass the dispatcher.
+    """torch.random's generator while a tape records. Its calls bypass the dispatcher.
 
     get_rng_state(), set_rng_state() and manual_seed() become steps of this thread's tape, so that
-    a checkpoint's second forward draws what its first has drawn. In an operation there is no
-    tape."""
+    recomputation in a checkpoint draws the same numbers as its first forward. Inside an operation
+    there is no tape."""
 
     # Tapes of all threads that record.
     tapes: "list[Tape]" = []
@@ -91,11 +91,11 @@ class Tape(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.steps: list[TapeStep] = []
-        # Of record().
+        # The thread that called record().
         self._thread: int | None = None
 
     def record(self, fn):
-        """Run a function, and keep its operations: those of this thread, as backward's on CPUs are.
+        """Run a function and record its operations in this thread, backward on CPUs included.
 
         Args:
             fn: a function without arguments.
@@ -130,10 +130,10 @@ class Tape(TorchDispatchMode):
             )
         result = self._call_unrecorded(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
-            # unsqueeze_() and the like change no memory, and a step's aliases have their shapes.
+            # unsqueeze_() and the like write no memory. Later steps have aliases of the new shape.
             return result
         if name == "aten::lift_fresh":
-            # A value from Python: each replay begins with it.
+            # A tensor made from Python values: its memory is restored at each replay.
             value = result.clone()
             self.add_step("constant", lambda: value, (), {}, [result])
             return result
@@ -142,13 +142,14 @@ class Tape(TorchDispatchMode):
             t if isinstance(t, Tensor) and _storage(t) not in given else None
             for t in tree_leaves(result)
         ]
+        # Views write nothing and make no memory: their aliases are in the steps that use them.
         does_something = func._schema.is_mutable or any(t is not None for t in results)
         if does_something and not name.startswith(ALLOCATIONS):
             self.add_step(short_name, func, args, kwargs, results)
         return result
 
     def _call_unrecorded(self, func, args, kwargs):
-        """An operation that is made of launches is one step: its launches are not recorded."""
+        """Call an operation as one step: launches inside it are not recorded."""
         hears = self._launched in kernel.recorders
         if hears:
             self._hear_launches(False)
@@ -159,15 +160,15 @@ class Tape(TorchDispatchMode):
                 self._hear_launches(True)
 
     def _hear_launches(self, hear: bool):
-        """Begin or end to be called before each launch, those of other threads included.
+        """Add or remove the launch listener, which hears the launches of all threads.
 
-        The list is replaced, as another thread may be going through it."""
+        The list is replaced, not changed: another thread may be iterating over it."""
         with _shared:
             others = [recorder for recorder in kernel.recorders if recorder != self._launched]
             kernel.recorders = [*others, self._launched] if hear else others
 
     def _hear_generator(self, hear: bool):
-        """Begin or end to record what sets and reads the state of torch.random's generator."""
+        """Start or stop recording accesses to the state of torch.random's generator."""
         tapes = _RecordedGenerator.tapes
         with _shared:
             if hear:
@@ -188,7 +189,7 @@ class Tape(TorchDispatchMode):
 
     def replay(self):
         """Run the recorded operations again, on the same memory."""
-        # As the operations were recorded: below autograd, which records nothing there.
+        # The operations were recorded below autograd, and are replayed there.
         with torch._C._AutoDispatchBelowAutograd():
             for step in self.steps:
                 with torch.set_grad_enabled(step.grad_enabled):
@@ -214,7 +215,7 @@ class Tape(TorchDispatchMode):
                 if t is not None:
                     last_writer[region_of[_storage(t)]] = i
             schema = getattr(step.call, "_schema", None)
-            # A launch of a kernel has no schema: any of its tensors may be written.
+            # A kernel launch has no schema: it may write any of its tensors.
             if schema is None or schema.is_mutable:
                 last_writer.update(dict.fromkeys(regions, i))
         return [step.name for step in self.steps], edges
@@ -225,7 +226,7 @@ class Tape(TorchDispatchMode):
 
 
 def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
-    """Does the host have to know values, to know the shape of the result?"""
+    """True if the host needs values to know the result's shape."""
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         indices = args[1]
         if all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices):
@@ -240,7 +241,7 @@ def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
 
 def _alias(t: Tensor) -> Tensor:
     alias = t.detach()
-    # Some operations look at it.
+    # Some operations behave differently with requires_grad.
     return alias.requires_grad_() if t.requires_grad else alias
 
 
@@ -254,9 +255,9 @@ def _storage(t: Tensor) -> int:
 
 
 def _regions(leaves) -> dict[int, int]:
-    """The address of each tensor's storage -> the number of its region of memory.
+    """Address of each tensor's storage -> index of its region of memory.
 
-    Storages that overlap are one region, as those of an arena's tensors and its buffers are."""
+    Overlapping storages are one region, such as those of an arena's tensors and its buffers."""
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
     regions: dict[int, int] = {}
     region_end, previous = -1, -1

@@ -1,4 +1,4 @@
-"""What a captured step has to know about torch's own optimizers."""
+"""Host values of torch's own optimizers that a captured graph would keep."""
 
 import contextlib
 import threading
@@ -13,9 +13,10 @@ from .participant import Refreshable
 
 
 def optimizer_key(opt: torch.optim.Optimizer) -> tuple:
-    """The settings that an optimizer hands to its kernels by value: all that are no tensors.
+    """The settings that an optimizer passes to its kernels by value: all that are no tensors.
 
-    Of one that writes its settings to the device before each replay, how many parameters it has."""
+    A Refreshable optimizer writes them to the device before each replay: then only the numbers of
+    parameters count."""
     groups = opt.param_groups
     if isinstance(opt, Refreshable):
         return tuple(len(group["params"]) for group in groups)
@@ -64,8 +65,9 @@ def frozen_number(opt: torch.optim.Optimizer) -> str | None:
 
 @contextlib.contextmanager
 def no_other_steps(is_known: Callable[[Tensor], bool]):
-    """In the block an optimizer of other tensors takes no step: CaptureError, before it changes
-    weights. Their gradients are dropped.
+    """Context manager: CaptureError if an optimizer of other tensors takes a step in the block.
+
+    It is raised before weights change. Gradients of these tensors are dropped.
 
     Args:
         is_known: whether the step's state has a tensor.
@@ -77,7 +79,7 @@ def no_other_steps(is_known: Callable[[Tensor], bool]):
             return
         others = [p for group in opt.param_groups for p in group["params"] if not is_known(p)]
         if others:
-            # Those of this warm-up: a step that ends with step() begins without gradients.
+            # Drop gradients of the warm-up: the next step expects none.
             for p in others:
                 p.grad = None
             raise CaptureError(

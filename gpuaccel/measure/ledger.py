@@ -147,9 +147,9 @@ def _fill(row, events, gpu):
     row.copies = {}
     row.memsets = (0, 0)
     for e in events:
-        # The GPU may do the work after the region has ended: it belongs to the region that asked
-        # for it. Copies of driver calls have no call record; they belong to the region if they
-        # began in it or, the device being idle before, right after.
+        # The GPU may do the work after the region has ended: it belongs to the region of its call.
+        # Copies by driver calls have no call record. They belong to the region if they began in it
+        # or right after it, as the device was idle before.
         if (
             e.get("cat") not in ("gpu_memcpy", "gpu_memset")
             or correlation(e) in outside
@@ -168,10 +168,10 @@ def _fill(row, events, gpu):
 
 
 def _scalars_read(operators, inside):
-    """Scalars that the host read, without those that an optimizer of torch's read in its step.
+    """Scalars that the host read, without those that torch's optimizers read in their step.
 
-    On a CPU such an optimizer reads its step counters. On a GPU it leaves them on the CPU, or they
-    are on the GPU and not read: no wait either way."""
+    On a CPU these optimizers read their step counters. With parameters on a GPU the counters are on
+    the CPU or are not read, so the host does not wait for them."""
     steps = [
         (e["ts"], e["ts"] + e.get("dur", 0))
         for e in inside
@@ -227,7 +227,7 @@ class Ledger:
 
 
 def _cells(row, extra) -> dict:
-    """The cell of each column, in their order; None where it cannot be known."""
+    """The cells in the order of the columns; None if unknown."""
     on_cpu = row.launches is None
     rate = extra.get("tokens_per_s")
     difference = extra.get("max_diff")
@@ -248,7 +248,7 @@ def _cells(row, extra) -> dict:
 
 
 class _Table:
-    """Rows as text or HTML. A column in which no row has a cell is left out."""
+    """Rows as text or HTML. Columns without any cell are left out."""
 
     def __init__(self, rows):
         cells = [_cells(row, extra) for row, extra in rows]
@@ -313,7 +313,7 @@ def _short_number(value):
 
 
 def _copied(row, direction):
-    """How much was copied in one direction, in words; None where copies are not counted."""
+    """Amount that was copied in one direction, as text; None if copies are not counted."""
     if row.copies is None:
         return None
     count, size = row.copies.get(direction, (0, 0))

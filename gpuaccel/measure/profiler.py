@@ -48,7 +48,7 @@ SCALAR_READ = "aten::_local_scalar_dense"
 
 
 def profiler_sees_gpu() -> bool:
-    """Whether there is a GPU whose records the profiler will have."""
+    """True if the profiler can record a GPU."""
     return torch.cuda.is_available() and backend().policy != "off"
 
 
@@ -109,7 +109,7 @@ def quiet_profiler():
 def _with_sync_records():
     """Ask CUPTI for records of synchronisations: calls of the driver API leave no other trace.
 
-    None where this torch has no such option."""
+    None if this version of torch has no such option."""
     try:
         from torch._C._profiler import _ExperimentalConfig
 

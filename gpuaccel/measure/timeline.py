@@ -137,12 +137,6 @@ def lines(spans: list[Span]) -> list[str]:
     return [f"{s.lane} {s.name.replace(' ', '_')} {s.start:.1f} {s.stop:.1f}" for s in spans]
 
 
-def spans_of(lines: list[str]) -> list[Span]:
-    """The spans of such lines."""
-    parts = [line.split() for line in lines]
-    return [Span(lane, name, float(start), float(stop)) for lane, name, start, stop in parts]
-
-
 def facts(spans: list[Span]) -> dict:
     """Counts and times of some spans.
 

@@ -74,14 +74,13 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
     try:
         return launch_forward(tokens, wte, wpe, invalid), token_segments.buffer
     finally:
-        # Before anybody uses what it writes, or gets the memory of `scratch`.
+        # Before the segments are read, or the memory of `scratch` is reused.
         if side is not None:
             torch.cuda.current_stream(wte.device).wait_stream(side)
         del scratch
 
 
 def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
-    """The same in torch, on the host by torch's own look-up."""
     low, high = range_on_host(tokens) or (-1, -1)
     on_host = low >= 0 and high < len(wte)
     buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
@@ -96,7 +95,7 @@ def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
 
 
 def _count_invalid(tokens, vocab, invalid):
-    """What encoder_forward leaves there, in torch."""
+    """The counter that encoder_forward writes, computed by torch."""
     flat = tokens.reshape(-1).long()
     if len(flat):
         out_of_range = (flat < 0) | (flat >= vocab)
@@ -109,7 +108,7 @@ def _count_invalid(tokens, vocab, invalid):
 
 
 def _backward(sums, dout, segments, by_count, into_arena):
-    """sums += the gradient: that of wte, or without segments that of wpe."""
+    """Add the gradient of wte to sums, or of wpe if there are no segments."""
     if into_arena:
         target = slice_of(sums)
         _add_to_slice(target, target.uses(), dout, segments, by_count)
@@ -123,7 +122,7 @@ def _add_to_slice(target: GradientSlice, uses: list[GradientUse], dout, segments
             # Most rows get no gradient.
             zero_(acc)
         _add_rows(acc, dout.contiguous(), segments, by_count)
-    # No end(): it is for those who wait while backward runs, and nothing runs behind an embedding.
+    # No end(): it reports gradients while backward still runs, and an embedding comes last.
 
 
 def _add_rows(sums, dout, segments, by_count):
@@ -155,7 +154,7 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
-        # The dispatch of an operation costs more than a small batch's look-up on a CPU.
+        # On a CPU, dispatching an operation costs more than the look-up of a small batch.
         forward = torch.ops.gpuaccel.encoder_forward
         if wte.is_cpu and range_on_host(tokens) is not None:
             forward = _forward
@@ -191,7 +190,7 @@ class _Encode(torch.autograd.Function):
 
 
 def _is_batch(gradient: Tensor) -> bool:
-    """Whether it is a batch of vmap's (is_grads_batched=True), which no kernel takes."""
+    """True for a batch of vmap (is_grads_batched=True), which kernels do not take."""
     functorch = torch._C._functorch
     return not torch.compiler.is_compiling() and (
         functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
@@ -199,12 +198,12 @@ def _is_batch(gradient: Tensor) -> bool:
 
 
 def _rows_and_tokens(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in the order in which they are added, negative where invalid, and their tokens."""
+    """The rows in the order of addition, negative if out of range, and their tokens."""
     return segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)  # type: ignore
 
 
 def _reference_row_sums(dout, segments, shape, dtype, by_count):
-    """What _RowSums computes, of torch's operations, which can be batched."""
+    """_RowSums by torch's operations, which vmap can batch."""
     wide = torch.promote_types(dtype, torch.float32)
     if segments is None:
         sums = dout.to(wide).reshape(-1, *dout.shape[-2:]).sum(0)
@@ -212,7 +211,7 @@ def _reference_row_sums(dout, segments, shape, dtype, by_count):
     row, token = _rows_and_tokens(segments)
     rows = dout.to(wide).reshape(-1, dout.shape[-1])[row & MAX_TOKENS]
     rows = torch.where((row < 0)[:, None], torch.nan, rows)
-    # One more than there are tokens: of the rows that are left out.
+    # One more row than tokens: it sums the rows that are left out.
     sums = rows.new_zeros(shape[0] + 1, shape[1]).index_add(0, token, rows)
     if by_count:
         count = torch.zeros(shape[0] + 1, dtype=wide, device=token.device)
@@ -222,9 +221,9 @@ def _reference_row_sums(dout, segments, shape, dtype, by_count):
 
 
 class _RowSums(torch.autograd.Function):
-    """A fresh gradient of wte, or without segments of wpe.
+    """A fresh gradient of wte, or of wpe if there are no segments.
 
-    Its own derivative is a look-up, as in torch, also by count."""
+    Its derivative is a look-up, as in torch, even with scale_grad_by_freq."""
 
     @staticmethod
     def forward(ctx, dout, segments, shape, dtype, by_count):
@@ -247,9 +246,9 @@ class _RowSums(torch.autograd.Function):
 
 
 def _none_seen(device) -> Tensor:
-    """(3,) int64 for encoder_forward, all zero.
+    """A zeroed counter of invalid tokens for encoder_forward, (3,) int64.
 
-    The number of tokens out of range; of one of them row << 32 | T; that token."""
+    Its elements: number of tokens out of range, row << 32 | T of one of them, and that token."""
     with torch.inference_mode(False):
         return torch.zeros(3, dtype=torch.int64, device=device)
 
@@ -284,7 +283,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
     # None: made on the meta device.
     if invalid is None:
         invalid = _none_seen(tokens.device)
-        # A dry run counts nothing.
+        # A dry run on fake or meta tensors counts nothing.
         if not tokens.is_meta:
             counter.invalid = invalid
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
@@ -294,7 +293,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
 
 
 def _grad_of(layer: nn.Embedding) -> Tensor | None:
-    """The tensor of the slice for the weight's gradient; None: nothing is added there."""
+    """The slice to which the weight's gradient is added, or None if it is returned to autograd."""
     fused = adds_to_arena(layer)
     return None if fused is None else fused.grad
 
@@ -383,7 +382,7 @@ class Embedding(nn.Embedding):
 
     def _start_counting(self):
         check_options(self)
-        # No buffer: the ranks of a data-parallel module would all get the first one's.
+        # Not a buffer: DistributedDataParallel would broadcast rank 0's counter.
         self.invalid = None if self.weight.is_meta else _none_seen(self.weight.device)
 
     @classmethod
@@ -449,7 +448,7 @@ class Embedding(nn.Embedding):
 
 
 def _invalid_in_words(counter: Tensor | None) -> dict | None:
-    """What Embedding.invalid_tokens returns."""
+    """The value of Embedding.invalid_tokens for this counter."""
     count, where, token = (0, 0, 0) if counter is None else counter.tolist()
     row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
     if not count:
@@ -507,7 +506,7 @@ class Encoder(nn.Module):
 
 
 def _counters(model: nn.Module) -> dict[str, Tensor]:
-    """name -> what each embedding of `model` that counts invalid tokens has counted."""
+    """name -> counter of each embedding in `model` that counts invalid tokens."""
     counters = {}
     for name, layer in model.named_modules():
         counter = layer if isinstance(layer, Embedding) else fused_forward(layer)
@@ -570,7 +569,7 @@ def deterministic_embeddings(model: nn.Module) -> list[str]:
             f"left as they are, because they have a forward of their own: {', '.join(others)}",
             stacklevel=2,
         )
-    # A layer that stands in several places stays one layer.
+    # A layer that is registered several times stays one layer.
     made = {layer: Embedding.sharing(layer) for layer in plain.values() if has_class_forward(layer)}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if layer in made:

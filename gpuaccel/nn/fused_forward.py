@@ -1,15 +1,14 @@
-"""What stands in the place of a layer's forward, so that its backward adds into an arena.
+"""Replacements of a layer's forward whose backward adds the weight's gradient into an arena.
 
     fused = FusedLinear(layer, sums)   # layer(x) adds its weight's gradient to `sums`
     fused.remove()                     # an ordinary nn.Linear again
 
-A layer keeps its class, its parameters and its hooks. optim/products.py makes and removes what
-stands there.
+A layer keeps its class, its parameters and its hooks. optim/products.py replaces and restores
+forwards.
 
-Only a backward() that accumulates into `.grad` adds to the arena. The gradient is autograd's, as
-that of a plain layer, where torch.autograd.grad() returns it, with create_graph=True, and for a
-weight that has got hooks. Under torch.func, in forward mode, and with another weight in the
-parameter's place (torch.func.functional_call) the layer is a plain one.
+Only a backward() that accumulates into `.grad` adds to the arena. Autograd returns the gradient, as
+for a plain layer, for torch.autograd.grad(), with create_graph=True, and for a weight with hooks.
+Under torch.func (functional_call included) and in forward mode the layer is a plain one.
 """
 
 import types
@@ -35,16 +34,16 @@ class Joint(NamedTuple):
 
 
 class FusedForward:
-    """Takes the place of a layer's `forward`; remove() restores it.
+    """Replaces a layer's `forward`; remove() restores it.
 
-    Class, parameters, hooks and state of the layer stay.
+    The layer's class, parameters, hooks and state do not change.
 
-    Two entries stand in the layer's __dict__: `forward`, a function bound to the layer, and
-    `gpuaccel_fused`, this object. So torch.compile compiles layers of one class once. A copy of a
-    layer (deepcopy, pickle) runs the forward of its class.
+    The layer's __dict__ gets two entries: `forward`, a function bound to the layer, and
+    `gpuaccel_fused`, this object. With bound functions torch.compile compiles layers of one class
+    once. A copy of a layer (deepcopy, pickle) runs the forward of its class.
 
     Attributes:
-        joint: the product of this layer and others; None: there is none, or another one has it.
+        joint: the product of this layer and others; None if there is none, or another layer has it.
 
     Args:
         layer: a module whose `forward` is its class's.
@@ -85,12 +84,12 @@ class FusedForward:
         return None
 
     def __reduce__(self):
-        # None. (`forward` is pickled as getattr(layer, "forward"): that of the class.)
+        # Pickled as None. (`forward` is pickled as getattr(layer, "forward"), the class's.)
         return type(None), ()
 
 
 def fused_forward(layer: nn.Module) -> FusedForward | None:
-    """What has taken the place of the layer's forward; None: nothing of ours.
+    """The FusedForward that replaces the layer's forward, or None.
 
     Args:
         layer: any module.
@@ -99,10 +98,10 @@ def fused_forward(layer: nn.Module) -> FusedForward | None:
 
 
 def adds_to_arena(layer: nn.Module) -> FusedForward | None:
-    """The layer's FusedForward where its backward may add into the arena; None: a plain layer.
+    """The layer's FusedForward if its backward may add into the arena, or None for a plain layer.
 
-    It is plain without gradients, under torch.func and in forward mode, and while another tensor
-    stands in the weight's place (torch.func.functional_call)."""
+    The layer is plain without gradients, under torch.func, in forward mode, and while another
+    tensor replaces the weight (torch.func.functional_call)."""
     fused = fused_forward(layer)
     if fused is None or layer.weight is not fused.weight or not backward_may_add():
         return None
@@ -110,7 +109,7 @@ def adds_to_arena(layer: nn.Module) -> FusedForward | None:
 
 
 def has_class_forward(layer: nn.Module) -> bool:
-    """Whether the layer runs the forward of its class, which nobody has replaced.
+    """True if the layer runs the forward of its class, not a replacement.
 
     Args:
         layer: any module.
@@ -118,6 +117,6 @@ def has_class_forward(layer: nn.Module) -> bool:
     function = getattr(vars(layer).get("forward"), "__func__", None)
     if "forward" not in vars(layer) or function is type(layer).forward:
         return True
-    # A copy of a layer with a FusedForward, which is none itself, has the function still.
+    # A copy of a layer with a FusedForward has its function, but is a plain layer.
     ours = {cls.forward for cls in FusedForward.__subclasses__()}
     return fused_forward(layer) is None and function in ours

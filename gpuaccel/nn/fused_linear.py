@@ -15,12 +15,13 @@ from .weight_gradient import add_or_return
 
 
 class _LinearIntoArena(torch.autograd.Function):
-    """y = x @ weight^T + bias. Backward adds the weight's gradient into `acc`, and returns None for
-    it unless it is one to be returned.
+    """y = x @ weight^T + bias. Backward adds the weight's gradient to `acc`.
 
-    x, bias: as torch.autocast wants them. The casts are outside, where a second derivative leads
-        through. bias: None: there is none.
-    dtype: that torch.autocast wants the weight in; None: it is off.
+    The weight's gradient is returned as None, unless autograd must see it.
+
+    x, bias: cast for torch.autocast by the caller, so that second derivatives pass the cast.
+        bias may be None.
+    dtype: the weight's dtype under torch.autocast; None if that is off.
     transposed: the weight is (in, out), and y = x @ weight + bias."""
 
     @staticmethod
@@ -36,7 +37,7 @@ class _LinearIntoArena(torch.autograd.Function):
             ctx.save_for_backward(x, cast, weight)
         y = F.linear(x, cast.t() if transposed else cast, bias)
         if not torch.compiler.is_compiling() and y._is_view():
-            # torch lets nobody change a view in place that a custom function returns.
+            # torch forbids in-place changes of a view that a custom function returns.
             y = torch.ops.aten._unsafe_view(y, y.shape)
         return y
 
@@ -47,7 +48,7 @@ class _LinearIntoArena(torch.autograd.Function):
         rows, columns = (x, dy) if ctx.transposed else (dy, x)
         dw = add_or_return(ctx, 1, ctx.acc, rows, columns)
         if weight and has_second_derivative():
-            # `cast` does not lead back to the weight.
+            # The saved `cast` has no autograd graph to the weight.
             cast = weight[0].to(cast.dtype)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -57,7 +58,7 @@ class _LinearIntoArena(torch.autograd.Function):
 
 
 def _into_arena(fused: FusedForward, x: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The layer's output; torch.autocast as F.linear has it."""
+    """The layer's output; casts for torch.autocast as F.linear does."""
     kind, dtype = x.device.type, None
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -21,7 +21,7 @@ class SlicePart(NamedTuple):
     Attributes:
         acc: fp32, (rows, in).
         columns: of dy that the rows are for; None: all.
-        overwrite: what stands there is not of this accumulation window, and does not count.
+        overwrite: the content is of an earlier accumulation window, and is overwritten.
     """
 
     acc: Tensor
@@ -32,9 +32,9 @@ class SlicePart(NamedTuple):
 class GradientSlice:
     """The gradient sums of one weight, or of several side by side, into which products add.
 
-    What a product does: uses(), begin(), the addition to each part, end(). optim/products.py makes
-    those of an arena, of a class of its own. This class stands in for one that is gone (its
-    TrainStep was closed between forward and backward): gradients go to autograd.
+    A product calls uses(), begin(), adds to each part, and calls end(). An arena's slices are of a
+    subclass (optim/products.py). This class replaces one whose TrainStep was closed between forward
+    and backward: gradients go to autograd.
 
     Args:
         acc: (rows, in) fp32, with a storage that belongs to no other slice. It is what layers
@@ -65,11 +65,11 @@ class GradientSlice:
                 "Instead: close it after backward; compile with backend='inductor', which is the "
                 "default"
             )
-        # Somebody calls the operation by itself.
+        # The operation was called directly.
         return [ADDED]
 
     def begin(self, uses: list[GradientUse]) -> list[SlicePart]:
-        """Before a product is added: the first one of an accumulation window overwrites.
+        """Called before a product is added. The first of an accumulation window overwrites.
 
         Args:
             uses: of each weight. Those that are ADDED get a gradient.
@@ -80,7 +80,7 @@ class GradientSlice:
         return [SlicePart(self.acc, None, False)] if ADDED in uses else []
 
     def end(self, uses: list[GradientUse]):
-        """The product of begin() has been added.
+        """Called after the product of begin() has been added.
 
         Args:
             uses: as for begin().
@@ -88,8 +88,7 @@ class GradientSlice:
 
 
 def slice_of(acc: Tensor) -> GradientSlice:
-    """The slice that `acc` is the tensor of; where it is of none, or of one that is gone, memory
-    of no arena.
+    """The GradientSlice of `acc`; a new one, of no arena, if it has none or that is gone.
 
     Args:
         acc: a GradientSlice's, or another tensor of its storage.

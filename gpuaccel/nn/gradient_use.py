@@ -12,25 +12,25 @@ from torch.autograd import forward_ad
 
 
 def differentiates_otherwise() -> bool:
-    """Is a transform of torch.func, or forward-mode differentiation, active?"""
-    # What is most often false comes first: each call counts on a slow host.
+    """True if a transform of torch.func or forward-mode differentiation is active."""
+    # The conditions that are mostly false come first: each call costs time on a slow CPU.
     return (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ) and not torch.compiler.is_compiling()
 
 
 def backward_may_add() -> bool:
-    """Are there gradients, and does nothing but backward() ask for them?"""
+    """True if gradients are enabled, and only backward() can ask for them."""
     return torch.is_grad_enabled() and not differentiates_otherwise()
 
 
 def in_backward() -> bool:
-    """Does autograd run a backward in this thread?"""
+    """True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def has_second_derivative() -> bool:
-    """In a backward: does it run with create_graph=True?"""
+    """True if the running backward has create_graph=True."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 

@@ -15,7 +15,6 @@ from .weight_gradient import add_product, side_by_side, weight_gradient
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast; x itself where that is off."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x
@@ -25,8 +24,8 @@ def _as_autocast(x: Tensor) -> Tensor:
 class _LinearsIntoArena(torch.autograd.Function):
     """The outputs of several layers from one product.
 
-    joint: the layers' weights as the arena holds them, side by side. acc: their gradients,
-    likewise. widths: the number of outputs of each layer; of all in one, where y stays whole.
+    joint, acc: the layers' weights and their gradients, each adjacent in the arena.
+    widths: number of outputs of each layer, or their sum if y stays in one tensor.
     weights: the same weights one by one, so that autograd knows whose gradients backward computes.
     """
 
@@ -50,7 +49,7 @@ class _LinearsIntoArena(torch.autograd.Function):
                 cut = zip(uses, dy.split([len(w) for w in weights], -1))
                 grads = [weight_gradient(t, x) if use is RETURNED else None for use, t in cut]
             if torch.is_grad_enabled():
-                # For a second derivative: `joint` does not lead back to the weights.
+                # A second derivative needs the weights: `joint` has no autograd graph to them.
                 joint = torch.cat(weights).to(joint.dtype)
             dx = dy @ joint
         elif any(ctx.needs_input_grad[4:]):
@@ -80,8 +79,8 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _outputs(x: Tensor, joint: Joint, layers, whole: bool = False) -> tuple[Tensor, ...]:
-    """The output of each layer, of one product; whole: in one tensor, the last layer's first."""
-    # An arena lies in reverse order.
+    """The layers' outputs from one product; whole: in one tensor, the last layer's first."""
+    # An arena stores parameters last to first.
     weights = [layer.weight for layer in reversed(layers)]
     widths = [len(weight) for weight in weights]
     if whole:
@@ -128,10 +127,10 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
 
 def _joint_of(*layers: nn.Module) -> Joint | None:
-    """The layers' weights as one tensor; None where each layer has to be called by itself.
+    """The layers' weights as one tensor, or None if each layer must be called by itself.
 
-    That is so without a joint of these layers in this order, without gradients, under torch.func,
-    for a weight that was replaced, and for hooks."""
+    Layers are called one by one if they have no joint weight in this order, or without gradients,
+    under torch.func, after a weight was replaced, and with hooks."""
     first = fused_forward(layers[0])
     joint = None if first is None else first.joint
     if joint is None:

@@ -148,7 +148,7 @@ def reference_query(
 def _reference_layer(
     qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
 ):
-    """What PolyAttention computes between its linear layers: (out, e, q_tilde)."""
+    """PolyAttention between its linear layers, by torch: (out, e, q_tilde)."""
     q, k, v = qkv.unbind(2)
     curve = None
     if theta_query is not None:
@@ -229,16 +229,15 @@ def _plan(name, d, index):
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """`t`, or a copy that is contiguous and aligned to 16 bytes."""
     t = t.contiguous()
     return t.clone() if t.data_ptr() % 16 else t
 
 
 def _rows(t: Tensor) -> tuple[Tensor, int]:
-    """(memory, stride) of a tensor (B, T, H, d), as the kernels take it.
+    """(memory, stride) of a tensor (B, T, H, d) for the kernels.
 
-    memory begins with the first row; stride is the number of elements from one row, of all heads,
-    to the next. A tensor that does not fit this is copied."""
+    memory starts at the first row. stride counts elements between rows of all heads.
+    A tensor without such a stride is copied."""
     B, T, H, d = t.shape
     stride = t.stride(1) if T > 1 else t.stride(0) if B > 1 else H * d
     fits = (
@@ -254,7 +253,7 @@ def _rows(t: Tensor) -> tuple[Tensor, int]:
 
 
 def _prepared(q_tilde, q, k, v, window, grad_stride=0):
-    """What all launches take: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
+    """Arguments of every launch: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
     T, H = q.shape[1:3]
     memories, strides = zip(*map(_rows, (q_tilde, q, k, v)))
     return memories, T, H, min(window, T), _ROWS(*strides, grad_stride)
@@ -584,7 +583,6 @@ def attention_kernels(q, degree) -> list[Kernel]:
 
 
 def _kernels_run(q, coefficients, degree) -> bool:
-    """Do the kernels run on these tensors? Else torch computes."""
     return (
         takes(q.device)
         and q.dtype in FLOAT_DTYPES
@@ -990,9 +988,9 @@ class PolyAttention(nn.Module):
             self.adapted.copy_(self._adapted())
 
     def _adapted(self) -> Tensor:
-        """The adaptive degree's state for a state_dict, (3,) int64.
+        """State of the adaptive degree for a state_dict, (3,) int64.
 
-        The degree, calls since the best loss, and that loss's bits in fp64."""
+        The degree, calls since the best loss, and the bits of that loss in fp64."""
         (bits,) = struct.unpack("q", struct.pack("d", self.best))
         return torch.tensor([self.degree, self.waited, bits])
 

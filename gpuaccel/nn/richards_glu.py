@@ -204,7 +204,7 @@ def curve_kernel(name: str, dtype: torch.dtype = torch.float32, whole: int = 0) 
 
 
 def _groups(name, dtype) -> int:
-    """How many groups of 16 bytes a thread takes."""
+    """Number of 16-byte groups per thread."""
     return 4 * dtype.itemsize if name.endswith("backward") else 8
 
 
@@ -215,7 +215,7 @@ def pack_settings(*settings) -> bytes:
 
 
 def _whole(width, *tensors) -> int:
-    """1 if rows of `width` elements are made of aligned groups of 16 bytes, else 0."""
+    """1 if rows of `width` elements consist of aligned 16-byte groups, else 0."""
     aligned = all(t.data_ptr() % 16 == 0 for t in tensors)
     return int(width * tensors[0].element_size() % 16 == 0 and aligned)
 
@@ -237,7 +237,7 @@ def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
 
 
 def _blocks(name, rows, width, dtype) -> int:
-    """Thread blocks for a matrix whose rows are taken in groups of 16 bytes."""
+    """Thread blocks for a matrix whose rows are read in 16-byte groups."""
     return -(-rows * -(-width * dtype.itemsize // 16) // (THREADS * _groups(name, dtype)))
 
 
@@ -344,7 +344,6 @@ def richards_kernels(dtype) -> list[Kernel]:
 
 
 def _kernels_run(x, *thetas) -> bool:
-    """Do the kernels run on these tensors? Else torch computes."""
     return (
         takes(x.device)
         and x.dtype in FLOAT_DTYPES
@@ -489,12 +488,12 @@ torch.library.register_autograd(
 
 
 def is_size(value) -> bool:
-    """Is it a whole number of 1 or more?"""
+    """True for an integer of 1 or more."""
     return isinstance(value, numbers.Integral) and int(value) >= 1
 
 
 def is_finite(value) -> bool:
-    """Is it a real number that fp32 can hold?"""
+    """True for a real number in the range of fp32."""
     return isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST
 
 

@@ -27,8 +27,9 @@ def _add_weight_gradient(acc, dy, x):
     """acc += dy^T @ x, summed in fp32.
 
     Args:
-        acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16. For a weight that is
-            (in, out) x and dy change places.
+        acc: (out, in) fp32.
+        dy: (..., out), fp32 or bf16. For an (in, out) weight, x and dy change places.
+        x: (..., in), fp32 or bf16.
     """
     target = slice_of(acc)
     add_product(target, target.uses(), dy, x)
@@ -37,9 +38,10 @@ def _add_weight_gradient(acc, dy, x):
 def _fused_linears_backward(acc, dys, x, weight):
     """acc += dy^T @ x; returns the input's gradient dy @ weight.
 
+    One operation, because torch.compile would generate a slow kernel for the concatenation.
+
     Args:
-        dys: dy (..., out), whole or cut along its last dimension. An operation of its own, because
-            torch.compile would generate a slow kernel for the concatenation.
+        dys: dy (..., out), whole or split along its last dimension.
     """
     dy = side_by_side(dys)
     _add_weight_gradient(acc, dy, x)

@@ -17,7 +17,7 @@ from ..backends import takes
 from ..compiler import C_TYPES, Kernel
 from ..errors import ArgumentError
 
-# Elements of an arena that one row of its chunk table stands for. The kernels are compiled with it.
+# Elements per chunk of an arena. The kernels are compiled with it.
 CHUNK = 4096
 THREADS = 512
 MAX_TENSORS = 256
@@ -160,8 +160,8 @@ def span(t: Tensor) -> tuple[int, int]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Do the memory spans of two tensors overlap? Interleaved views count as overlapping."""
-    # What lies on the meta device has no memory.
+    """True if the memory spans of two tensors overlap. Interleaved views count as overlapping."""
+    # Tensors on the meta device have no memory.
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.is_meta:
         return False
     (a_start, a_end), (b_start, b_end) = span(a), span(b)

@@ -29,8 +29,8 @@ Scope = Literal["global", "block", "tensor"]
 OnNonfinite = Literal["propagate", "skip", "raise"]
 EPS = 1e-6  # torch's
 MAX_TENSORS = 256
-# Of a launch over more than MAX_TENSORS: its parameters are 30 KB then, which CUDA 12.1 allows. It
-# saves launches, each of which takes longer than what it does for small tensors.
+# Tensors of a launch over more than MAX_TENSORS. Its parameters then have 30 KB, which CUDA 12.1
+# allows. For small tensors a launch takes longer than its work, so fewer launches are faster.
 MANY_TENSORS = 2048
 MAX_BLOCKS = 2**20
 SCALE_BLOCKS = 16384  # fewer than chunks: most often the scale is 1 and nothing is to be done
@@ -186,7 +186,7 @@ def reference_norms(
 
 
 def readable(t: Tensor) -> bool:
-    """Can the host read these numbers without a wait? Not on a GPU and in a recording.
+    """True if the host can read these numbers without a wait: not on a GPU, nor in a recording.
 
     Args:
         t: any tensor.
@@ -240,7 +240,7 @@ def launches_for(tensors: Sequence[Tensor | None], most: int | None = None) -> t
     """
     most = most or tensors_of_launch(len(tensors))
     try:
-        # The fast path. With a None among the tensors it raises TypeError.
+        # The fast path; raises TypeError if one of the tensors is None.
         present = cast("Sequence[Tensor]", tensors)
         return _packed(
             tuple(map(Tensor.data_ptr, present)),
@@ -256,9 +256,9 @@ def launches_for(tensors: Sequence[Tensor | None], most: int | None = None) -> t
 
 
 def _parts(addresses, counts, most: int):
-    """(first tensor, tensor behind the last) of each launch.
+    """(first tensor, end) of each launch.
 
-    A launch has at most `most` tensors, and none of them twice: blocks that scale the same elements
+    A launch has at most `most` tensors and each only once: blocks that scale the same elements
     would race."""
     start = 0
     in_launch: set[int] = set()
@@ -274,7 +274,7 @@ def _parts(addresses, counts, most: int):
 
 @functools.lru_cache(64)
 def _packed(addresses, counts, kinds, most):
-    """Cached: gradients often lie where they lay in the last step, then nothing is packed again."""
+    """Cached: gradients usually keep their addresses, and then nothing is packed again."""
     launches = []
     for start, stop in _parts(addresses, counts, most):
         part = slice(start, stop)

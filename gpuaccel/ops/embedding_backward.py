@@ -108,18 +108,18 @@ def reference_encoder_backward(
 
 
 def _piece_sums(grad, row, head, kind):
-    """The sum of each piece's rows, one after the other.
+    """The sum of each piece's rows, added in order.
 
     Args:
         grad: (N, C).
-        row: (N,) of `grad`, in the order in which they are added; negative: the token was out of
-            range, and the row counts as NaN.
-        head: where in `row` each piece begins.
+        row: (N,) indices into `grad` in the order of addition. A negative index belongs to a token
+            out of range and counts as a row of NaN.
+        head: where each piece starts in `row`.
         kind: of each piece, as in Segments.pieces.
     """
     rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
     if grad.is_cpu and len(head) and int(row.min()) >= 0:
-        # Rows that are left out stand behind the last piece.
+        # Rows that are left out come after the last piece.
         order = row[: int(head[-1] + rows[-1])]
         return F.embedding_bag(order.contiguous(), grad, head, mode="sum")
     sorted_grad = torch.where((row < 0)[:, None], torch.nan, grad[row & MAX_TOKENS])
@@ -127,7 +127,7 @@ def _piece_sums(grad, row, head, kind):
 
 
 def _combined(sums, first, count):
-    """Sums of runs of several pieces, added as in encoder_combine_v3."""
+    """Sums of runs of several pieces, added in the order of encoder_combine_v3."""
     last = len(sums) - 1
     combined = None
     for warp in range(COMBINE):
@@ -141,8 +141,8 @@ def _combined(sums, first, count):
 
 
 def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
-    """rows[start] + rows[start + step] + ..., `count` (1 or more) of them, one after the other."""
-    count, order = count.sort(descending=True)  # sums that go on longest stand in front
+    """rows[start] + rows[start + step] + ..., `count` (at least 1) terms, added in order."""
+    count, order = count.sort(descending=True)  # the longest sums first
     start, total = start[order], rows[start[order]]
     longest = int(count[0]) if len(count) else 1
     additions = torch.arange(1, longest, device=count.device)
@@ -153,10 +153,10 @@ def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
 
 
 def _add(sums, index, total, rounding, tensor):
-    """sums[index] += total, rounded to the sums' dtype.
+    """sums[index] += total, rounded to the dtype of sums.
 
     Args:
-        tensor: 0 for wte, 1 for wpe; a part of the key of the random bits.
+        tensor: 0 for wte, 1 for wpe; part of the key of the random bits.
     """
     value = sums[index].to(total.dtype) + total
     if rounding is not None and sums.dtype == torch.bfloat16:
@@ -350,7 +350,7 @@ def encoder_backward(
 
 
 def _problem(dwte, dwpe, dout, tokens) -> str | None:
-    """What does not fit, in words; None when all does."""
+    """Which argument does not fit the others, or None."""
     tensors = {"dwte": dwte, "dwpe": dwpe, "dout": dout, "tokens": tokens}
     for name, t in tensors.items():
         if t is None and name in ("dwte", "dwpe"):
@@ -394,7 +394,7 @@ def _problem(dwte, dwpe, dout, tokens) -> str | None:
 
 
 def _rounding_problem(seed, step, micro_batch, tokens) -> str | None:
-    """What does not fit of stochastic rounding's arguments, in words; None when all does."""
+    """Which argument of stochastic rounding is invalid, or None."""
     if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
         return f"seed is {seed!r}; expected a whole number from 0 to 2^64 - 1"
     if isinstance(step, Tensor):
@@ -411,9 +411,9 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> str | None:
 
 
 def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
-    """The lowest and the highest token; None: there is none, or the host cannot see them.
+    """The lowest and the highest token, or None without tokens that the host can read.
 
-    It cannot see those on a GPU, those without memory (meta, fake), and those of a recording.
+    It cannot read tokens on a GPU, without memory (meta, fake), or in a recording.
 
     Args:
         tokens: integers, any shape.

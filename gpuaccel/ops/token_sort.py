@@ -79,7 +79,7 @@ def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segmen
     key = torch.where(valid & (token == left_out), vocab, torch.where(valid, token, 0))
     token, row = key.sort(stable=True)
     _, run, counts = torch.unique_consecutive(token, return_inverse=True, return_counts=True)
-    # Of the run that each place belongs to: its rows, and the place's number in it.
+    # Of each row: the length of its run, and its index in the run.
     rows = counts[run]
     index = torch.arange(len(token), device=token.device) - (counts.cumsum(0) - counts)[run]
     piece = (rows - index).clamp(max=PIECE)
@@ -109,7 +109,7 @@ def segments_on_host(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments
         head, rows = head[:-1], rows[:-1]
     kind = rows
     if len(rows) and int(rows.max()) > PIECE:
-        # Of each piece: its run, and its number in the run.
+        # Of each piece: its run, and its index in the run.
         count = -(-rows // PIECE)
         run = torch.arange(len(rows)).repeat_interleave(count)
         index = torch.arange(len(run)) - (count.cumsum(0) - count)[run]

@@ -9,7 +9,6 @@ kernels_cu/optimizer.cuh says what such a file holds. The optimizers: optim/devi
 
 import functools
 import itertools
-import operator
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ from .rounding import reference_random_bits, reference_round
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
-# Elements of one call of UpdateRule.fused. So many gradients are copied at once, where they are
-# scaled and kept.
+# Elements of one call of UpdateRule.fused. Scaled gradients are copies, of this size at most.
 BATCH = 2**24
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
@@ -117,17 +115,13 @@ class UpdateRule:
         """fp32 numbers that a tensor has in one step."""
         return len(struct_fields(self._source, "Coefficients"))
 
-    @functools.cached_property
-    def _readers(self) -> list:
-        return [_reader(name) for name in self.settings]
-
     def values_of(self, group: dict) -> list:
         """A group's settings, numbers or one-element tensors, in the order of `settings`.
 
         Args:
             group: a parameter group of the optimizer.
         """
-        return [read(group) for read in self._readers]
+        return [_setting(group, name) for name in self.settings]
 
     # ---- kernels ----
 
@@ -184,14 +178,13 @@ class UpdateRule:
         return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
-def _reader(name: str):
-    """A function: parameter group -> its value of this field of `struct Settings`."""
+def _setting(group: dict, name: str):
+    """A parameter group's value of this field of `struct Settings`."""
     if name == "direction":
-        return lambda group: -1.0 if group["maximize"] else 1.0
+        return -1.0 if group["maximize"] else 1.0
     if name in ("beta1", "beta2"):
-        index = int(name[-1]) - 1
-        return lambda group: group["betas"][index]
-    return operator.itemgetter(name)
+        return group["betas"][int(name[-1]) - 1]
+    return group[name]
 
 
 # ---- the tensors of a step -----------------------------------------------------------------------
@@ -276,7 +269,7 @@ def launch_settings(settings: Tensor, values: list[float]):
 
 
 def _pack_steps(jobs):
-    """(number of the launch's first job, struct Steps) per launch."""
+    """(index of the launch's first job, struct Steps) per launch."""
     for start in range(0, len(jobs), MAX_TENSORS):
         part = jobs[start : start + MAX_TENSORS]
         rest = [0] * (MAX_TENSORS - len(part))
@@ -373,9 +366,9 @@ def arena_launches(
 
 
 def _runs(jobs: Jobs, arena) -> list[tuple[int, int, int, Job]]:
-    """Neighbours in the arena with the same options: (first chunk, last chunk, offset, a job).
+    """Adjacent tensors with the same options: (first chunk, last chunk, offset, a job).
 
-    A tensor's number less `offset` is its place among the coefficients."""
+    The coefficients of tensor i are at i - offset."""
     runs: list[tuple[int, int, int, Job]] = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
@@ -506,7 +499,7 @@ def torch_step(
 
 
 def _settings_of(rule: UpdateRule, group: dict) -> dict:
-    """Name -> setting of a group; a tensor on the CPU becomes a number."""
+    """Name -> setting of a group; a CPU tensor becomes a number."""
     return {
         name: value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
         for name, value in zip(rule.settings, rule.values_of(group))
@@ -571,10 +564,10 @@ def _fused_step(
     factors: list[float],
     seed: int | None,
 ) -> list[Job]:
-    """Update the tensors that rule.fused takes; return the others.
+    """Update the tensors that rule.fused takes; return the jobs of the others.
 
     Args:
-        factors: of each row.
+        factors: clip factor of each row.
     """
     batches, others = jobs.batches
     others = [*others]
@@ -586,7 +579,7 @@ def _fused_step(
             others += batch.jobs
     if taken:
         steps = [step for batch in taken for step in batch.steps]
-        # A number, or one tensor for all, would be converted once for each of them.
+        # One value per tensor: torch would convert a shared one for each of them.
         torch._foreach_add_(steps, [torch.ones((), dtype=torch.float32)] * len(steps))
     settings = {}
     for group in {batch.group: None for batch in taken}:
@@ -598,7 +591,7 @@ def _fused_step(
 
 
 def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
-    """What rule.fused takes, in calls of about BATCH elements; the other jobs."""
+    """Calls of rule.fused, each of about BATCH elements, and the jobs that it does not take."""
     lists: dict[tuple, list[list[Job]]] = {}
     others = []
     for j in jobs:
@@ -613,7 +606,7 @@ def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
 
 
 def _fused_takes(j: Job) -> bool:
-    """Can rule.fused update this tensor? It takes dense tensors of one dtype."""
+    """rule.fused takes dense tensors of one dtype."""
     tensors = [j.weight, j.grad, *[t for t in j.state if t is not None]]
     plain = all([t.dtype == j.weight.dtype and type(t) in (Tensor, Parameter) for t in tensors])
     return plain and j.weight.numel() > 0 and dense(j.weight)

@@ -24,9 +24,7 @@ from .device_optimizer import DeviceOptimizer
 class AdamW(DeviceOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW by our kernels: its arguments, parameter groups, schedulers and state_dict.
 
-    These are flat arguments, not one object for clipping and one for rounding: people type
-    `max_norm=1.0`, and each of the five works by itself.
-    The rounding is that of torch's fused=True. The state_dict over an arena fits
+    Results are rounded as by torch's fused=True. The state_dict over an arena fits
     torch.optim.AdamW(arena.parameter_groups(weight_decay)).
 
     Args:
@@ -35,9 +33,8 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         lr: learning rate, 0 or more; a number or a one-element tensor.
         betas: decay of the moments, each from 0 to below 1, as torch's.
         eps: added to the denominator, 0 or more.
-        weight_decay: 0 or more, decoupled as torch's. Over an arena only tensors
-            of two or more dimensions decay (its
-            segments say so: Arena(decay=...)).
+        weight_decay: 0 or more, decoupled as torch's. Over an arena only tensors of two or more
+            dimensions decay, unless Arena(decay=...) says otherwise.
         amsgrad: divide by the largest second moment so far, as torch's.
         max_norm: clip the gradients to this norm inside the step; None: no clipping.
         scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".

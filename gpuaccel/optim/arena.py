@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 
 from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
-from .gradients import Gradients, Master
+from .gradients import Gradients, Master, remove_all
 from .layout import Block, Segment, Summary, lay_out, own_storage, trainable
 
 log = logging.getLogger("gpuaccel")
@@ -45,7 +45,7 @@ _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
 def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
-    """ArgumentError, naming the parameter, where an arena cannot hold these parameters."""
+    """Raise ArgumentError, naming the parameter, if an arena cannot hold these parameters."""
     if not named:
         raise ArgumentError(
             f"{type(module).__name__} has no trainable parameter (requires_grad=True): there is "
@@ -94,14 +94,13 @@ def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
-    A parameter that is unfrozen later is not in the arena: make a new one, which takes the place of
-    the first. The module
-    is saved, pickled and copied as without an arena.
+    A parameter that is unfrozen later is not in the arena: make a new arena, which replaces the
+    first. The module is saved, pickled and copied as without an arena.
 
-    bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict,
-    `copy_`, nn.init) is noticed by the tensor's version, and its master takes the new value before
-    the next step. So is other memory (`p.data = ...`). An edit in the memory of `.data` or by NumPy
-    is not: call adopt(everything=True) after it. Call publish() after an edit of a master.
+    bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
+    `copy_`, nn.init) and new memory (`p.data = ...`) are detected, and copied to its master before
+    the next step. Edits through `.data` or NumPy are not detected: call adopt(everything=True)
+    after them. Call publish() after an edit of a master.
 
     Args:
         module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.
@@ -172,7 +171,7 @@ class Arena:
     def _build(self, module, params, segments, blocks, masters=None):
         """Allocate the buffers, move the parameters into them, and follow optimizer steps.
 
-        params, and masters where a copy or a pickle has some: in the order of the arena."""
+        params and masters are in the arena's order; masters exist after a copy or an unpickling."""
         self.module: nn.Module = module
         self.device: torch.device = params[0].device
         self.params = params
@@ -188,8 +187,8 @@ class Arena:
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
         # An arena that is garbage-collected without release() leaves its hooks to the next arena:
         # they cannot be removed at that moment, for torch may be calling them.
-        self._hooks = weakref.finalize(self, _abandon, hooks)
-        _remove(_abandoned_hooks)
+        self._hooks = weakref.finalize(self, _abandoned_hooks.extend, hooks)
+        remove_all(_abandoned_hooks)
         _arenas.add(self)
 
     def _allocate(self, masters: list[nn.Parameter] | None):
@@ -217,7 +216,7 @@ class Arena:
         chunk_table = chunks.to(self.device)
         chunk_to_tensor = chunks[:, 0].contiguous().to(self.device)
         tensor_to_block = tensor_to_block.to(self.device)
-        # Everything that may fail has been allocated: from here on the module changes.
+        # All allocations have succeeded: only from here on does the module change.
         self.weights = weights
         self.grads = grads
         self.bf16_weights = bf16_weights
@@ -243,11 +242,10 @@ class Arena:
 
     @torch.no_grad()
     def _move_into_slices(self, i: int, masters: list[nn.Parameter] | None) -> nn.Parameter:
-        """Move parameter i and its master into their slices, with their values.
+        """Move parameter i and its master into their slices, keeping their values.
 
         Returns:
-            The master, which is masters[i] where there is one, the parameter itself where it is
-            fp32.
+            The master: masters[i] if given, the parameter itself if it is fp32.
         """
         p = self.params[i]
         weight = own_storage(self.slice(self.weights, i))
@@ -277,17 +275,12 @@ class Arena:
         return self.segments[i].of(buffer)
 
     def number_of(self, parameter: Tensor) -> int | None:
-        """The index of a parameter of the module in the arena; None: it is not in the arena.
+        """The index of the module's parameter in the arena, or None if the arena lacks it.
 
         Args:
             parameter: a parameter of the module; a master is none.
         """
         return self._index.get(id(parameter))
-
-    @staticmethod
-    def parameters_held() -> set[int]:
-        """ids of all parameters that lie in some arena."""
-        return {id(p) for arena in _arenas for p in arena.params}
 
     @staticmethod
     def all() -> "list[Arena]":
@@ -319,7 +312,7 @@ class Arena:
         return self.masters[::-1]
 
     def parameter_names(self) -> list[str]:
-        """Their names, in the same order."""
+        """The names of parameters(), in the same order."""
         return [s.name for s in reversed(self.segments)]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -372,7 +365,7 @@ class Arena:
         self._step = _nobody if step is None else weakref.ref(step)
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer holds some of parameters().
+        """True if this optimizer holds some of parameters().
 
         Args:
             optimizer: any torch optimizer.
@@ -455,7 +448,7 @@ class Arena:
         self._master_addresses = [p.data_ptr() for p in self.masters]
 
     def _moved(self, tensors: list[nn.Parameter], addresses: list[int]) -> list[int]:
-        """The indices of those that lie elsewhere."""
+        """Indices of the tensors whose address is no longer the given one."""
         return [
             i
             for i, (p, address) in enumerate(zip(tensors, addresses))
@@ -463,11 +456,11 @@ class Arena:
         ]
 
     def _fits(self, p: Tensor, i: int) -> bool:
-        """Whether the memory that a parameter or master got may be copied into its slice."""
+        """True if the new memory of a parameter or master can be copied into its slice."""
         dtype = torch.float32 if p is self.masters[i] else torch.bfloat16
         if (p.dtype, p.device, p.layout) != (dtype, self.device, torch.strided):
             return False
-        # Of another parameter: the two are tied, and as slices they would not be.
+        # Memory of another parameter: the two are tied, and separate slices would untie them.
         shared = any(
             0 <= p.data_ptr() - buffer.data_ptr() < buffer.nbytes
             for buffer in (self.weights, self.bf16_weights)
@@ -487,12 +480,12 @@ class Arena:
                 raise _not_trained(name)
 
     def frozen(self) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of those of the module that are in no arena."""
+        """(name, parameter) of the module's parameters that are in no arena."""
         return [(name, p) for name, p in self.module.named_parameters() if not _in_an_arena(p)]
 
     @staticmethod
     def check_frozen(parameters: list[tuple[str, Tensor]]):
-        """Find one that was unfrozen since.
+        """Find a frozen parameter that was unfrozen since.
 
         Args:
             parameters: what frozen() returned.
@@ -547,7 +540,8 @@ class Arena:
             if everything or pair[0]._version != version
         ]
         for p, master in edited:
-            _adopt(p, master)
+            # Where the master already rounds to the parameter it keeps its extra bits.
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
         if edited:
             self.weights_current()
 
@@ -565,7 +559,7 @@ class Arena:
 
     @property
     def released(self) -> bool:
-        """Whether release() was called, so that the parameters are ordinary ones."""
+        """True after release(): the parameters are ordinary ones."""
         return self not in _arenas
 
     def release(self):
@@ -575,7 +569,7 @@ class Arena:
         TrainStep is closed."""
         if self.step is not None:
             self.step.close()
-        # Closed, a TrainStep releases the arena that it has made.
+        # close() of a TrainStep releases the arena that the TrainStep made.
         if self.released:
             return
         for close in [*self.before_release]:
@@ -584,7 +578,7 @@ class Arena:
         for p in self.params:
             p.data = p.data.clone()
         self._hooks()
-        _remove(_abandoned_hooks)
+        remove_all(_abandoned_hooks)
         _arenas.discard(self)
 
     def __getstate__(self):
@@ -622,7 +616,7 @@ class Arena:
 
 @torch.no_grad()
 def _put_back(p: nn.Parameter, its_slice: Tensor):
-    """Make a parameter a view of its slice again, with the values that it has."""
+    """Make a parameter a view of its slice again, keeping its current values."""
     p.data = own_storage(its_slice).copy_(p)
 
 
@@ -644,8 +638,8 @@ def _not_trained(name: str) -> ArgumentError:
 def _follow_optimizers(arena):
     """Adopt before, and publish after, every step of an optimizer over arena.parameters().
 
-    Hooks of the optimizer's own may edit weights: the last one before a step is followed by
-    adopt(), and the first one behind it follows publish().
+    An optimizer's own hooks may edit weights: adopt() runs after its last pre-step hook, and
+    publish() before its first post-step hook.
 
     An optimizer with the attribute `publishes` does both itself, in its step.
 
@@ -708,27 +702,6 @@ def _follow_optimizers(arena):
         register_optimizer_step_pre_hook(before_all),
         register_optimizer_step_post_hook(behind_all),
     ]
-
-
-def _adopt(p: nn.Parameter, master: nn.Parameter):
-    """A master keeps its extra bits where it rounds to the value that its parameter has."""
-    master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
-
-
-def _abandon(handles: list):
-    """Remove hooks of what is gone when the next arena is made or released."""
-    _abandoned_hooks.extend(handles)
-
-
-def _remove(handles: list):
-    while handles:
-        handles.pop().remove()
-
-
-def check_arena(name: str, value, hint: str = ""):
-    """ArgumentError unless the argument `name` is an Arena. hint: ends the message."""
-    if not isinstance(value, Arena):
-        raise ArgumentError(f"{name} is {described(value)}; expected an arena{hint}")
 
 
 def check_parameters_or_arena(name: str, value):

@@ -79,12 +79,11 @@ def clip_grad_norm_(
     A drop-in for `torch.nn.utils.clip_grad_norm_` that does not synchronise with the host (except
     with error_if_nonfinite or "raise").
 
-    Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose
-    squares overflow or underflow fp32 have their right norm; nothing is written when the scale
-    is 1.
+    Deviations from torch: the norm is fp32 (fp64 for fp64 gradients), finite gradients whose
+    squares overflow or underflow fp32 have a correct norm, and a scale of 1 writes nothing.
 
-    torch's own code computes, with its precision, for fp64 gradients, other norms, tensor
-    subclasses, several devices, and on the CPU.
+    torch's own code runs, with its precision, for fp64 gradients, other norms, tensor subclasses,
+    several devices, and on the CPU.
 
     Args:
         parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or
@@ -222,7 +221,7 @@ def clip_grads_(
 
 
 def _empty_state(scope: Scope, names: Callable[[], list[str]]) -> ClipState:
-    """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
+    """The ClipState without gradients: norm 0 and scale 1 for a global scope, else no groups."""
     rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
     nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
     return ClipState(
@@ -233,7 +232,7 @@ def _empty_state(scope: Scope, names: Callable[[], list[str]]) -> ClipState:
 def _grads_of(
     parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
 ) -> tuple[list[Tensor], Callable[[], list[str]]]:
-    """The gradients of parameters that have one, and a function that returns their names."""
+    """The gradients that are not None, and a function that returns their names."""
     check_parameters_or_arena("parameters", parameters)
     members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if isinstance(parameters, types.GeneratorType) and not members:
@@ -267,7 +266,7 @@ def _by_kernels(
     policy: OnNonfinite,
     arena: Arena | None,
 ) -> tuple[ClipState, Callable[[], None]]:
-    """The clip state, and a function that scales the gradients: by kernels."""
+    """The clip state, and a function that scales the gradients."""
     device = grads[0].device
     count = 1 if groups is None else groups[-1] + 1
     state = new_state(count, device, scope, names)
@@ -312,7 +311,6 @@ def _by_torch(
     policy: OnNonfinite,
     foreach: bool | None,
 ) -> tuple[ClipState, Callable[[], None]]:
-    """The same by torch."""
     count = 1 if groups is None else groups[-1] + 1
     norms, nonfinite_tensor = reference_norms(grads, norm_type, groups, count, foreach)
     scales = reference_scale(norms, max_norm, eps)

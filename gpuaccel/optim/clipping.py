@@ -58,7 +58,7 @@ class Norms:
             divisor: (1,) fp32, what gradients are divided by, or None.
         """
         if squares is None:
-            # By number, so that the first tensor that is not finite can be named.
+            # Sorted by tensor number, so that the first nonfinite tensor can be named.
             grads: list[Tensor | None] = [None] * len(self.rows)
             for j in jobs:
                 grads[j.number] = j.grad
@@ -78,7 +78,7 @@ class Norms:
         )
 
     def take_by_torch(self, jobs, max_norm: float, divisor: Tensor | None):
-        """The same in torch.
+        """Norms and scales of the gradients into `clip`, by torch.
 
         Args:
             jobs: with gradients.
@@ -101,7 +101,7 @@ class Norms:
         self.clip.nonfinite_tensor.copy_(nonfinite_tensor)
 
     def check_finite(self):
-        """Waits for the device.
+        """Raise for a nonfinite norm. Waits for the device.
 
         Raises:
             NonFiniteError: where a norm is not finite; it names the tensor.

@@ -136,7 +136,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         super().__init__(params_or_arena, **arguments)
 
     def _begin(self):
-        """Nothing is on a device yet."""
         if DeviceOptimizer._untraced_step is None:
             DeviceOptimizer._untraced_step = staticmethod(
                 torch.compiler.disable(self._step.__func__)
@@ -153,12 +152,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the state is spread; 1: it is whole here."""
+        """Number of ranks that share the state; 1 if it is not sharded."""
         return self.layout.ranks
 
     @property
     def publishes(self) -> bool:
-        """Whether step() writes the arena's bf16 weights, so that no hook has to."""
+        """True if step() writes the arena's bf16 weights, so that no hook has to."""
         return self.arena is not None
 
     # ---- what the host may ask ----
@@ -245,7 +244,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def refresh(self):
         """Write hyperparameters that the host has changed (lr, max_norm, ...) to the device.
 
-        step() does so by itself. A captured step cannot: call this before its replay. No wait."""
+        step() does so by itself. A captured step cannot: call this before its replay. Never
+        waits."""
         values = [value for group in self.param_groups for value in self.rule.values_of(group)]
         for device, state in self._devices.items():
             if takes(device):
@@ -306,7 +306,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if self._takes_norm():
             norms = self._norms(part.device)
             if part.measurable:
-                # Those of the whole arena, which a reduction may have left.
+                # Sums of squares that a reduction of the whole arena may have computed.
                 squares = None if self.arena is None else self.arena.gradients.kept_squares()
                 held = sum(len(group["params"]) for group in self.param_groups)
                 squares = squares if held == len(norms.rows) else None
@@ -340,7 +340,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             torch.autograd.graph.increment_version(part.changed)
 
     def _parts(self) -> list[DevicePlan]:
-        """What this step does: as the last one with these gradients, or planned anew."""
+        """The plans of this step; those of the last step if its gradients are the same."""
         tensors = self._members.gradient_holders(self.param_groups)
         grads: list[Any] = [p.grad for p in tensors]
         facts, parts = self._plan
@@ -409,14 +409,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return jobs
 
     def _takes_norm(self) -> bool:
-        """Is a norm taken at all? For clipping, and to see whether everything is finite."""
+        """True if the step needs a norm, for clipping or to find nonfinite gradients."""
         return self.max_norm is not None or self.on_nonfinite != "propagate"
 
     def _limit(self) -> float:
         return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
 
     def _norms(self, device: torch.device) -> Norms:
-        """The memory for norms of today's scope."""
         norms_of = self.device_state(device).norms
         norms, count = norms_of.get(self.scope), self._members.count(self.param_groups)
         if norms is None or len(norms.rows) != count:
@@ -445,7 +444,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return self._devices[device]
 
     def _place_states(self, members=None):
-        """The state of these is in its place then; default: of those that have some."""
+        """Move the state of these members, by default of all that have state, to its layout."""
         if members is None:
             members = [
                 member
@@ -460,8 +459,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def shard(self, layout):
         """Keep this rank's share of the state from here on.
 
-        state_dict() is then an error, but inside gathered(), where the state is whole. A whole
-        state can be loaded at any time.
+        From then on state_dict() raises, except inside gathered(). A whole state can be loaded at
+        any time.
 
         Args:
             layout: a ShardedLayout: which share.
@@ -475,8 +474,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         The masters of bf16 weights are whole, too.
 
         Args:
-            discard: the other ranks do not call this. The state is lost, and starts anew; a master
-                that another rank has updated takes the value of its bf16 weight.
+            discard: not a collective. The state is lost and starts anew; a master that another
+                rank has updated takes the value of its bf16 weight.
         """
         if self.layout.ranks == 1:
             return
@@ -492,11 +491,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def gathered(self):
-        """Inside the block the state is whole, to be saved or loaded.
+        """Context manager: all-gather the state, so that it can be saved or loaded.
 
-        Afterwards this rank has its share again.
-        Collective: entered on every rank. Needs memory for the whole state. The masters of bf16
-        weights are whole, too. Where the state is not spread over ranks, nothing happens."""
+        Afterwards each rank has its share again. Collective: enter it on every rank. Needs memory
+        for the whole state. The masters of bf16 weights are gathered as well. Has no effect if the
+        state is not sharded."""
         sharded = self.layout
         if sharded.ranks == 1:
             yield self
@@ -509,7 +508,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._place_states()
 
     def _gather(self):
-        """An ArenaLayout with the whole state takes the place of the sharded one; masters too."""
+        """Replace the sharded layout by an ArenaLayout with the whole state, masters included."""
         self.layout.gather_masters()
         self.layout = ArenaLayout(self.arena, self.layout.gather_state())
         for _, p, i in self._members.rows(self.param_groups):
@@ -546,9 +545,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """As torch's; over an arena with `param_names`, and `master`, the fp32 values of bf16 ones.
 
-        So a run that loads the model's and the optimizer's state resumes bit for bit. Optimizers of
-        torch's load it and ignore the masters. As torch's it holds the state's own tensors, which
-        an optimizer of torch's that loads it shares: hand it a copy.deepcopy of the dict.
+        A run that loads the model's and the optimizer's state resumes bit-identically. torch's
+        optimizers load it and ignore the masters. They share its tensors, which are the state's
+        own: load a copy.deepcopy of the dict.
 
         Raises:
             ArgumentError: of a sharded optimizer outside gathered(): this rank has only its share.
@@ -623,16 +622,16 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        # torch's load_state_dict comes here too, without the attributes.
+        # torch's load_state_dict calls this as well, without the attributes.
         if "arena" in state:
             self._begin()
 
 
 def _one_number(optimizer: DeviceOptimizer, name: str, device: torch.device) -> Tensor | None:
-    """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
+    """The value of gradient_divisor, grad_scale or found_inf.
 
     Returns:
-        (1) fp32 on the device; None where it is not set.
+        (1) fp32 on the device; None if the attribute is not set.
     """
     value = getattr(optimizer, name, None)
     if value is None:

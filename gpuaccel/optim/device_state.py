@@ -9,7 +9,7 @@ from .clipping import Norms
 
 
 def is_capturing() -> bool:
-    """Is the current stream captured in a CUDA graph?"""
+    """True if the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

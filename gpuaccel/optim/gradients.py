@@ -103,7 +103,7 @@ class Gradients:
                 p.grad_dtype = None
         self._follow()
         # The parameters may outlive their arena.
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def close(self):
         """Make every `.grad` a tensor of its own, in its parameter's dtype."""
@@ -122,7 +122,7 @@ class Gradients:
         self._addresses[:] = [view.data_ptr() for view in self.views]
 
     def _follow(self):
-        """Call a hook after each gradient of a backward: see _gradient_hook."""
+        """Register _gradient_hook on every tensor."""
         if self._closed or self._handles:
             return
         for p, hook in zip(self.params, self._hooks):
@@ -133,10 +133,10 @@ class Gradients:
             p.requires_grad_(trained)
 
     def _remove_hooks(self):
-        _remove_all(self._handles)
+        remove_all(self._handles)
 
     def has_hooks(self, i: int) -> bool:
-        """Whether somebody else has registered a post-accumulate hook on tensor i.
+        """True if tensor i has a post-accumulate hook that is not the arena's.
 
         Args:
             i: index of the tensor in `segments`.
@@ -160,8 +160,9 @@ class Gradients:
             self._follow()
 
     def _collect_later(self, grad: Tensor):
-        """Collect a gradient that is not a slice: at the end of the backward, or when many bytes
-        wait."""
+        """Queue a gradient that is not a slice.
+
+        The queue is collected at the end of backward, or earlier when it holds many bytes."""
         if grad.requires_grad:
             # With create_graph=True `.grad` keeps its graph until a step uses it.
             return
@@ -176,10 +177,10 @@ class Gradients:
 
     @contextlib.contextmanager
     def listening(self, listener: GradientListener | None):
-        """Context manager around a backward of which `listener` is told; None: nobody.
+        """Context manager: `listener` is notified of gradients while backward runs; None: no one.
 
         Args:
-            listener: its methods are called while backward runs.
+            listener: its methods are called by autograd's threads.
         """
         if listener is None:
             yield
@@ -196,7 +197,7 @@ class Gradients:
                 self._remove_hooks()
 
     def product_added(self, tensors: dict[int, bool]):
-        """Tell the listeners that a product has added: see GradientListener.
+        """Notify the listeners that a product was added: see GradientListener.
 
         Args:
             tensors: as there.
@@ -205,13 +206,13 @@ class Gradients:
             listener.product_added(tensors)
 
     def _is_slice(self, i: int, grad: Tensor) -> bool:
-        """Whether a `.grad` is tensor i's slice. No empty tensor is, and no sparse one."""
+        """True if `grad` is tensor i's slice. Empty and sparse gradients never are."""
         view = self.views[i]
         try:
             in_place = grad.data_ptr() == self._addresses[i] != 0
         except RuntimeError:
             return False
-        # Not a transposed view of it.
+        # A transposed view of the slice is another gradient.
         return in_place and (grad is view or grad.stride() == view.stride())
 
     @torch.no_grad()
@@ -238,7 +239,7 @@ class Gradients:
             grad = self.params[i].grad
             if grad is None:
                 continue
-            # The usual case first: each call counts on a slow host.
+            # The usual case first: each call costs time on a slow CPU.
             if grad is self.views[i] and grad.data_ptr() == self._addresses[i]:
                 continue
             if self._is_slice(i, grad):
@@ -250,13 +251,13 @@ class Gradients:
                     self.segments[i].name, grad, self.segments[i].shape, self.buffer.device
                 )
             except ArgumentError:
-                # That of a parameter which has left the arena: then this is what to say.
+                # A parameter that left the arena is the cause: its error comes first.
                 check = self._check()
                 if check is not None:
                     check()
                 raise
             indices.append(i)
-            # Another tensor's slice will be overwritten: `p.grad, q.grad = q.grad, p.grad`.
+            # A slice of another tensor is overwritten below: `p.grad, q.grad = q.grad, p.grad`.
             given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
         for i in range(first, last):
             # `p.grad.data = ...` has given the view other memory.
@@ -270,7 +271,7 @@ class Gradients:
             self.params[i].grad = self.views[i]
 
     def __getitem__(self, i: int) -> Tensor | None:
-        """Tensor i's sum so far, in its slice; None: it has no gradient.
+        """Tensor i's sum so far, in its slice, or None without a gradient.
 
         Args:
             i: index of the tensor in `segments`.
@@ -278,13 +279,13 @@ class Gradients:
         grad = self.params[i].grad
         if grad is None or self._is_slice(i, grad):
             return grad
-        # First all others: this slice may be the gradient of one of them.
+        # Collect the others first: this slice may be the `.grad` of one of them.
         self.collect(graphs=False)
         self.collect(i, i + 1)
         return self.params[i].grad
 
     def received(self) -> list[bool]:
-        """Whether each tensor has a gradient."""
+        """For each tensor, whether it has a gradient."""
         return [p.grad is not None for p in self.params]
 
     def clear(self):
@@ -324,12 +325,12 @@ class Gradients:
                 if total is None:
                     continue
                 p.grad = total
-                # A product has added to the slice.
+                # Otherwise a product added to the slice itself.
                 if made is not None and not self._is_slice(i, made):
                     total.add_(made.detach())
 
     def is_stale(self, i: int) -> bool:
-        """Whether tensor i's slice has no sum, so that what is added overwrites it.
+        """True if tensor i's slice has no sum, so that the next addition overwrites it.
 
         Args:
             i: index of the tensor in `segments`.
@@ -339,13 +340,13 @@ class Gradients:
         return self[i] is None
 
     def place(self, views: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Let the sums of some tensors lie elsewhere; their values are the caller's business.
+        """Use other memory for the sums of some tensors. The caller copies the values.
 
         Args:
-            views: index of a tensor -> fp32, of its shape: in place of its slice.
+            views: index of a tensor -> fp32, of its shape: replaces its slice.
 
         Returns:
-            The views that had their places, for the way back.
+            The views that were replaced; place() restores them.
         """
         before = {i: self.views[i] for i in views}
         for i, view in views.items():
@@ -369,7 +370,8 @@ class Gradients:
         if self._squares is None:
             return None
         squares, versions, received = self._squares
-        # Gradients of other ranks may have come: the sums over all ranks have their squares.
+        # Tensors without a gradient here may have got one from other ranks: their squares are
+        # in the sums as well. Only a gradient that is gone invalidates them.
         gone = any(then and not now for then, now in zip(received, self.received()))
         return None if gone or versions != self._versions() else (squares, self.chunk_to_tensor)
 
@@ -392,14 +394,15 @@ class Gradients:
             torch._foreach_zero_(stale)
 
 
-def _remove_all(handles: list):
+def remove_all(handles: list):
     while handles:
         handles.pop().remove()
 
 
 def _gradient_hook(weak: weakref.ref[Gradients], i: int, addresses, listeners):
-    """Runs once per tensor and backward, after autograd's addition or a product: each line counts
-    on a slow host."""
+    """Make the hook that runs after each tensor's gradient is accumulated.
+
+    It runs once per tensor and backward, so each line costs time on a slow CPU."""
 
     def ready(p: Tensor):
         grad = p.grad
@@ -424,7 +427,7 @@ _TENSOR_GRAD: Any = Tensor.grad
 class Master(nn.Parameter):
     """The fp32 master of a bf16 parameter. Its `.grad` is the parameter's: both have one sum."""
 
-    # The Arena, weakly: it holds its masters. None in a copy, until its arena has it.
+    # Weak reference to the arena that holds this master. None in a copy, until its arena is built.
     arena: Callable[[], Any] | None = None
     number: int
 
@@ -458,7 +461,7 @@ class Master(nn.Parameter):
         return arena
 
     def __reduce_ex__(self, protocol):
-        # The arena that is pickled with it says whose master it is.
+        # Unpickling the arena sets `arena` and `number` again.
         return _restored_master, (self.data, self.requires_grad)
 
 

@@ -153,7 +153,7 @@ def own_storage(piece: Tensor) -> Tensor:
 
 
 def _block_names(module: nn.Module) -> dict[int, str]:
-    """id of a parameter inside the outermost ModuleLists and Sequentials -> name of its block."""
+    """id of each parameter in the outermost ModuleLists and Sequentials -> name of its layer."""
     names: dict[int, str] = {}
 
     def walk(part: nn.Module, prefix: str):
@@ -170,7 +170,7 @@ def _block_names(module: nn.Module) -> dict[int, str]:
 
 
 def _stride(p: Tensor) -> tuple[int, ...]:
-    """A channels_last weight keeps its memory format; all others become contiguous."""
+    """channels_last weights keep their memory format; all others become contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     keeps = p.dim() in formats and p.is_contiguous(memory_format=formats[p.dim()])
     return p.stride() if keeps else torch.empty(p.shape, device="meta").stride()
@@ -192,7 +192,7 @@ def lay_out(
     decay = decay or (lambda name, p: p.dim() >= 2)
     lr_scale = lr_scale or (lambda name, p: 1.0)
     block_names = _block_names(module)
-    # A tied weight stands in this list once per name.
+    # A tied weight is in this list once per name.
     ids = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
     embeddings = {
         id(p)

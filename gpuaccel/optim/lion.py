@@ -57,9 +57,8 @@ class Lion(DeviceOptimizer):
         params_or_arena: as for torch's optimizers, or an Arena.
         lr: learning rate, 0 or more, a number or a one-element tensor.
         betas: (of the update, of the momentum m), from 0 to below 1.
-        weight_decay: 0 or more. Over an arena only tensors of two
-            or more dimensions decay (its segments say so:
-            Arena(decay=...)).
+        weight_decay: 0 or more. Over an arena only tensors of two or more dimensions decay, unless
+            Arena(decay=...) says otherwise.
         maximize: as torch's.
         **options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
 

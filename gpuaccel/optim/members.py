@@ -10,7 +10,7 @@ class Members:
     """The numbers and names of an optimizer's tensors.
 
     Over an arena a tensor's number is its index there, else its place in the parameter groups.
-    Groups may be changed at any time: each method takes today's.
+    Groups may be changed at any time: each method takes the current ones.
 
     Args:
         arena: of the optimizer, or None.

@@ -3,17 +3,17 @@
     with_products = Products(arena)      # the arena's layers add by their products
     with_products.close()                # ordinary layers again
 
-They are used by a TrainStep that is asked for replay="graph", where a product's call costs the
-host nothing, or for deterministic=True, so that its launched steps are those of a graph.
+A TrainStep uses them with replay="graph", where the calls of products cost the host nothing, and
+with deterministic=True, so that launched steps are bit-identical to replayed ones.
 
-A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, a
-FusedConv1D that of every Conv1D of transformers, and a FusedEmbedding that of every nn.Embedding
-(nn/). Subclasses, and layers with a forward of their own, stay as they are. The product writes
-`.grad` by the arena's rule: None is overwritten, a sum is added to. Nothing is rounded between the
-product and the fp32 sum. The other tensors are autograd's.
+FusedLinear replaces the `forward` of every nn.Linear whose weight has no hooks, FusedConv1D that of
+every Conv1D of transformers, and FusedEmbedding that of every nn.Embedding (nn/). Subclasses, and
+layers with a forward of their own, are left alone. The product writes `.grad` by the arena's rule:
+None is overwritten, a sum is added to. Nothing is rounded between the product and the fp32 sum.
+Autograd computes all other gradients.
 
-Layers of one input (FUSED_LINEARS of their module) become one product where the arena has their
-weights side by side.
+Layers with one input (FUSED_LINEARS of their module) become one product if their weights are
+adjacent in the arena.
 """
 
 import itertools
@@ -40,18 +40,18 @@ from .arena import Arena
 from .layout import own_storage
 
 ADDED, RETURNED = GradientUse.ADDED, GradientUse.RETURNED
-# What takes the place of a layer's forward.
+# Replacements of a layer's forward.
 KINDS: tuple[type[FusedForward], ...] = FusedLinear, FusedConv1D, FusedEmbedding
 
 
 class _ProductSlice(GradientSlice):
-    """A slice of arena.grads, by whose products `.grad` follows the arena's rule.
+    """A slice of arena.grads to which matrix products add.
 
-    Layers know it by a tensor of its own, `acc`. It is not the arena's view, which somebody may see
-    as `.grad` and give other memory.
+    Layers hold it as `acc`, a separate tensor. The arena's own view may be exposed as `.grad`, and
+    whoever sees it may replace its memory.
 
     Args:
-        products: is told what is added.
+        products: is notified of each addition.
         tensors: indices of the slice's weights, in the arena's order.
     """
 
@@ -61,7 +61,7 @@ class _ProductSlice(GradientSlice):
         self.tensors = tensors
         segments = [self.arena.segments[i] for i in tensors]
         stops = list(itertools.accumulate(s.shape[0] for s in segments))
-        # Of dy, for each weight.
+        # The columns of dy that belong to each weight; None: all.
         self._columns: list[slice | None] = [None]
         if len(tensors) > 1:
             self._columns = [slice(*ends) for ends in zip([0, *stops], stops)]
@@ -97,14 +97,18 @@ class _ProductSlice(GradientSlice):
 
     def begin(self, uses):
         arena = self.arena
-        # Tensor -> whether its first product overwrites.
+        # Tensor -> whether this product overwrites its sum. The first of an accumulation window
+        # does, so that no kernel has to zero it.
         overwrite = {}
         for i, use in zip(self.tensors, uses):
             if use is ADDED:
                 overwrite[i] = arena.gradients.is_stale(i)
                 arena.params[i].grad = arena.gradients.views[i]
                 self.products.added[i] += 1
+        # One product writes adjacent slices, if all are written and in the same way. Otherwise each
+        # weight has a product with its own columns of dy.
         if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:
+            # The product writes `acc`, which shares memory but no version with the views.
             increment_version([arena.gradients.views[i] for i in self.tensors])
             return [SlicePart(self.acc, None, overwrite[self.tensors[0]])]
         return [
@@ -138,7 +142,7 @@ class Products:
         self.also_from_autograd: set[int] = set()
         self.tensors: set[int] = set()
         self._fused: dict[nn.Module, FusedForward] = {}
-        # Kept alive here, until close().
+        # Layers hold `acc`, which does not keep its slice alive.
         self._slices: dict[tuple[int, ...], _ProductSlice] = {}
         for layer in arena.module.modules():
             # Not the attribute, which a parametrization would compute.
@@ -156,15 +160,15 @@ class Products:
         arena.before_release.append(self.close)
 
     def _acc(self, tensors: tuple[int, ...]) -> Tensor:
-        """The tensor of the slice with these weights. Layers that share a weight share it."""
+        """`acc` of the slice with these weights. Layers that share a weight share it."""
         if tensors not in self._slices:
             self._slices[tensors] = _ProductSlice(self, tensors)
         return self._slices[tensors].acc
 
     def _add_joint(self, layers: list[nn.Module]):
-        """Make one product of several layers of one input (nn.fused_linears).
+        """Compute several layers with one input by one product (nn.fused_linears).
 
-        Nothing changes where their weights do not lie side by side in the arena.
+        Has no effect unless their weights are adjacent in the arena.
         """
         # The arena stores parameters last to first; `linears` has that order.
         linears: list[Any] = [
@@ -175,7 +179,7 @@ class Products:
         if len(linears) < len(layers) or len({linear.weight.dtype for linear in linears}) > 1:
             return
         numbers = [self.arena.number_of(linear.weight) for linear in linears]
-        # Each is in the arena: its layer is in `_fused`.
+        # None of them is None: a layer in `_fused` has its weight in the arena.
         tensors = tuple(i for i in numbers if i is not None)
         segments = [self.arena.segments[i] for i in tensors]
         if any(a.offset + a.numel != b.offset for a, b in zip(segments, segments[1:])):
@@ -198,22 +202,24 @@ class Products:
         self.added_before, self.added = self.added, [0] * len(self.added)
 
     def end_backward(self):
-        """Note which tensors autograd has added to behind the products."""
+        """Find tensors whose gradient autograd changed after the last product."""
         for i in self.tensors:
             if self.added[i] and self.arena.gradients.views[i]._version != self._versions[i]:
                 self.also_from_autograd.add(i)
 
     def report(self, tensors: list[int]):
-        """A product has been added to these tensors (indices)."""
+        """Report that a product was added to these tensors (indices)."""
         complete = {}
         for i in tensors:
             self._versions[i] = self.arena.gradients.views[i]._version
             same_number = 0 < self.added[i] == self.added_before[i]
+            # A slice is complete after as many products as in the last backward, unless autograd
+            # adds to it as well, at a time that is not known here.
             complete[i] = same_number and i not in self.also_from_autograd
         self.arena.gradients.product_added(complete)
 
     def close(self):
-        """Run the layers' own forwards again."""
+        """Restore the layers' own forwards."""
         for fused in self._fused.values():
             fused.remove()
         self._slices.clear()
@@ -222,5 +228,5 @@ class Products:
 
 
 def _has_hooks(arena: Arena, i: int) -> bool:
-    """Whether a hook shows somebody this weight's gradient, or calls somebody when it is added."""
+    """True if a hook reads this weight's gradient or runs when it is accumulated."""
     return bool(arena.params[i]._backward_hooks) or arena.gradients.has_hooks(i)

@@ -41,11 +41,10 @@ def fitted(state_dict: dict, param_groups: list[dict], members: Members, rule: U
 
 
 def _matched(state_dict: dict, param_groups: list[dict], names: list[list[str]]) -> dict:
-    """Each stored group goes to the group that has all of its tensors, with its options. A tensor
-    that is not stored has no state afterwards.
+    """Reorder a state_dict so that each stored group meets the group that has all of its tensors.
 
-    Where names decide nothing, order does, as in torch: one is not known here, or a stored group is
-    spread over several groups, or two are in one."""
+    Tensors that are not stored have no state afterwards. Groups are matched by order, as in torch,
+    if a stored name is unknown, a stored group is spread over several groups, or two are in one."""
     stored = state_dict["param_groups"]
     group_of = {name: g for g, members in enumerate(names) for name in members}
     if len(group_of) < sum(map(len, names)):

@@ -46,11 +46,11 @@ class ParameterLayout:
     # ---- memory. `key`: name of the state; `p`: its parameter; `i`: the parameter's number ----
 
     def fits(self, t: Tensor, p: Tensor, i: int) -> bool:
-        """Is `t` a state of this parameter, wherever it lies?"""
+        """True if `t` can be a state of this parameter, in whatever memory."""
         return t.shape == p.shape
 
     def existing(self, key: str, p: Tensor, i: int) -> Tensor | None:
-        """The memory of one state tensor; None: it has none yet, or p has moved since."""
+        """The memory of one state tensor; None if it has none yet, or p has moved since."""
         t = self._memory.get(p, {}).get(key)
         if t is None or t.device != p.device or key != "step" and not self._is_place(t, key, p, i):
             return None
@@ -94,11 +94,11 @@ class ParameterLayout:
         count_it: bool,
         seed: int | None,
     ):
-        """The same in torch; arguments: ops/update_rule.py."""
+        """The update in torch; arguments: ops/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, count_it, seed)
 
     def after_update(self):
-        """Runs after the update of a device, in either way."""
+        """Called after a device's update, by kernels or by torch."""
 
 
 class ArenaLayout(ParameterLayout):
@@ -134,7 +134,7 @@ class ArenaLayout(ParameterLayout):
 
 @torch.no_grad()
 def place_states(layout: ParameterLayout, state: dict, members, names):
-    """State lies in the layout's memory afterwards; where there was none it is zero.
+    """Copy state into the layout's memory; missing state becomes zero.
 
     Args:
         layout: of the optimizer.
@@ -150,7 +150,7 @@ def place_states(layout: ParameterLayout, state: dict, members, names):
         stored = state.get(p, {})
         keys = "step", *keys
         elsewhere = [key for key in keys if stored.get(key) is not layout.existing(key, p, i)]
-        # Or it is nowhere.
+        # A key may be missing on both sides.
         if not elsewhere and all(key in stored for key in keys):
             continue
         misplaced.append((p, i, keys))
@@ -166,7 +166,7 @@ def place_states(layout: ParameterLayout, state: dict, members, names):
             "captured: take one step before the capture, or call prepare()"
         )
     written = {layout.allocate(key, p, i).data_ptr() for p, i, keys in misplaced for key in keys}
-    # A value may lie where another one goes: the user has exchanged two states.
+    # Copy values that lie in memory written below: the user may have exchanged two states.
     values = {
         (i, key): torch.as_tensor(value).clone() if _address(value) in written else value
         for p, i, keys in misplaced
@@ -183,7 +183,7 @@ def place_states(layout: ParameterLayout, state: dict, members, names):
                 t.copy_(torch.as_tensor(value).view(()))
             else:
                 layout.fill(t, value, p, i)
-        # Another optimizer may have this very dict.
+        # Another optimizer may share this dict: update a copy.
         if state.get(p) is not layout.dicts.get(p, state):
             state[p] = layout.dicts[p] = {**state.get(p, {})}
         state[p].update(tensors)
@@ -194,5 +194,5 @@ def _address(value) -> int:
 
 
 def same_order(t: Tensor, like: Tensor) -> bool:
-    """Do the elements of two tensors of one shape lie in memory in the same order?"""
+    """True if two tensors of one shape have their elements in the same order in memory."""
     return t.is_contiguous() and like.is_contiguous() or t.stride() == like.stride()

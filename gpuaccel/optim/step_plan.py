@@ -1,9 +1,9 @@
-"""What a step does with which tensors.
+"""The plan of an optimizer's step: which tensors are updated by which launches.
 
-Each step looks at the tensors that the user may have exchanged since the last one: which parameters
-have a gradient, where weights and state lie, of what kind the gradients are. While `facts_of` says
-the same, the plan of the last step holds; otherwise everything is checked and a new plan is made.
-The addresses of gradients are no facts: they are read in each step.
+Users may replace tensors between steps. So each step compares its `facts_of` with those of the last
+one: which parameters have a gradient, the addresses of weights and state, the gradients' dtypes. If
+they are equal, the last plan is used again. Otherwise everything is checked and a new plan is made.
+The addresses of gradients are not among the facts: each step reads them.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from .state_layout import ParameterLayout, same_order
 
 
 def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *options):
-    """What the plan of a step follows from, but for the addresses of gradients.
+    """All that the plan of a step depends on, except for the addresses of gradients.
 
     Args:
         param_groups: of the optimizer.
         rule: of the optimizer.
         state: of the optimizer.
-        buffers: what else a step reads or writes, if it stays where it is.
+        buffers: other tensors that a step reads or writes, by address.
         grads: the gradients; None: a tensor without one.
         *options: whatever else the plan depends on.
 
@@ -84,7 +84,7 @@ class DevicePlan:
         self.changed = [t for j in self.by_kernels for t in (j.weight, j.copy) if t is not None]
 
     def set_gradients(self, grads: list[Tensor | None]):
-        """Those of the next step.
+        """Set the gradients of the next step.
 
         Args:
             grads: of the optimizer's tensors, by number.
@@ -94,18 +94,17 @@ class DevicePlan:
         self._reorder()
 
     def drop_gradients(self):
-        """What is kept for the next step must not keep gradients alive."""
+        """Drop the gradients, so that a plan that is kept for the next step holds none alive."""
         for j in self.jobs:
             j.grad = None
 
     def _reorder(self):
-        """Our kernels take gradients in the order of their weights."""
+        """Kernels take gradients in the order of their weights."""
         for j in self._reordered:
             j.grad = torch.empty_like(j.weight, dtype=j.grad.dtype).copy_(j.grad)
 
 
 def _kernels_take(job: Job) -> bool:
-    """Do our kernels take this tensor?"""
     tensors = job.weight, job.grad
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in tensors)
     same_dtype = all(t is None or t.dtype == job.weight.dtype for t in job.state)

@@ -95,9 +95,9 @@ ZEROED = ("-ftrivial-auto-var-init=zero",)
 OVERFLOWS = ("-fno-wrapv", "-fsanitize=signed-integer-overflow")
 # What four bytes hold then.
 PATTERNS = {"g++": 0xFEFEFEFE, "clang": 0xAAAAAAAA, "zig": 0xAAAAAAAA}
-# A function that uses these registers keeps its caller's on the stack, between its local variables
-# and its return address. Without them whoever runs over the end of a local array meets the return
-# address first, which the checks see.
+# A function that uses these registers saves its caller's on the stack, between its local variables
+# and its return address. Without them an access behind a local array hits the return address first,
+# which the checks detect.
 _NO_SAVED_REGISTERS = (
     tuple(f"-ffixed-{register}" for register in ("rbx", "r12", "r13", "r14", "r15"))
     if platform.machine() == "x86_64"
@@ -111,7 +111,7 @@ CHECKED_BY = {
         "-fno-tree-loop-im",
         "-fno-tree-pta",
         "-fno-tree-dce",
-        # It would store a struct such as float4 member by member.
+        # This pass would store a struct such as float4 member by member.
         "-fno-tree-sra",
         "--param=tsan-instrument-func-entry-exit=0",
         "--param=tsan-distinguish-volatile=1",
@@ -127,7 +127,7 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
-# A function that returns a value and reaches its end would go on in the function behind it.
+# Without this a function that ends without its return statement would run into the next function.
 RETURNS = ("-fsanitize=return",)
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
@@ -208,17 +208,17 @@ PREFIX = "gpuaccel-simt-"
 
 @functools.cache
 def _process_folder() -> pathlib.Path:
-    """The folder of this process for libraries and compilers; it goes when the process ends.
+    """The folder of this process for libraries and compilers, removed when the process ends.
 
-    Its file `lock` is locked as long as the process, or a fork of it, lives. So the next process
-    finds the folders of processes that were killed, and removes them.
+    Its file `lock` is locked as long as the process, or a fork of it, lives. The next process thus
+    recognizes folders of killed processes, and removes them.
     """
-    # Not at the top: Windows has none, and imports this module, too.
+    # Imported here: Windows has no fcntl, and imports this module as well.
     import fcntl
 
     root = pathlib.Path(tempfile.gettempdir())
     _remove_leftovers(root)
-    # It gets its name when it is locked: until then it is no leftover.
+    # Renamed once it is locked: before that another process would take it for a leftover.
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gpuaccel-new-", dir=root))
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -234,7 +234,7 @@ def _remove_own(folder: pathlib.Path, pid: int):
 
 
 def _remove_leftovers(root: pathlib.Path):
-    """Remove the folders of processes of this user that ended without doing so."""
+    """Remove folders of this user's processes that were killed."""
     import fcntl
 
     for folder in root.glob(f"{PREFIX}*"):
@@ -247,7 +247,7 @@ def _remove_leftovers(root: pathlib.Path):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # Its process lives.
+            # Locked: its process is alive.
             pass
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -276,19 +276,18 @@ def compiler() -> Compiler:
 
 
 def fill_pattern(host: Compiler) -> int:
-    """What four bytes of an uninitialised local variable hold in a checked build; 0: anything."""
+    """Four bytes of an uninitialised local variable in a checked build; 0 if undefined."""
     if host.kind == "g++" and int(host.version.split(".")[0]) < 12:
         return 0
     return PATTERNS[host.kind]
 
 
 def _first_options(host: Compiler) -> tuple[str, ...]:
-    """The options in front of all others: without them zig adds sanitizer callbacks of its own."""
+    """Options in front of all others: without them zig adds its own sanitizer callbacks."""
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
 def _flags(checked: bool, variant: tuple[str, ...]) -> tuple[str, ...]:
-    """The compiler's options for a checked build, or for one that is not."""
     if not checked:
         return FAST
     host = compiler()
@@ -339,7 +338,7 @@ OWN_HEADERS = ("half.h", "cooperative_groups.h")
 
 
 def _with_headers(source: str) -> tuple[str, list[str]]:
-    """The source without the #includes of CUDA's headers, and the headers of ours it needs."""
+    """The source without #includes of CUDA's headers, and the headers of this package it needs."""
     text = without_comments(source, strings=True)
     needed = {}
     for match in INCLUDE.finditer(text):
@@ -357,7 +356,7 @@ LIMIT = 900.0
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a compiler: English messages, and zig's cache in our cache folder."""
+    """English messages, and zig's cache in our cache folder."""
     cache = _zig_folder(cache_dir() or _process_folder())
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
 
@@ -368,7 +367,7 @@ def _zig_folder(root: pathlib.Path) -> pathlib.Path:
     folder = root / "zig"
     if _has_foreign_files(folder):
         shutil.rmtree(folder, ignore_errors=True)
-        # What cannot be removed is left alone.
+        # Files that cannot be removed are left.
         if _has_foreign_files(folder):
             folder = _process_folder() / "zig"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -389,8 +388,8 @@ def _run(command, subject: str, explain_log) -> None:
     """Run a compiler.
 
     Args:
-        subject: what is compiled, in words
-        explain_log: function of the compiler's messages; returns the text of the CompileError
+        subject: what is compiled, for messages
+        explain_log: maps the compiler's messages to the text of the CompileError
 
     Raises:
         CompileError: when the source does not compile, BackendError when the compiler does not run.
@@ -423,7 +422,7 @@ def _run(command, subject: str, explain_log) -> None:
 
 
 def _messages(process, subject, command) -> str:
-    """The messages of a compiler. A notice is shown while it takes longer than people expect."""
+    """The compiler's messages. A slow compilation shows a notice."""
     try:
         return process.communicate(timeout=QUIET)[1]
     except subprocess.TimeoutExpired:
@@ -463,7 +462,7 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
     host = compiler()
     files = [HERE / name for name in RUNTIME_SOURCES]
     sources = [HERE / "executor.cpp"]
-    # Without lines, which name folders: the same bytes wherever it is compiled.
+    # Without debug lines, which name folders: the bytes are the same wherever it is compiled.
     options = [*FAST, "-g0", *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
@@ -509,9 +508,9 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
 
 
 _lock = threading.Lock()
-# Those that a kernel uses. The others are unloaded.
+# Programs that some kernel uses. Others are unloaded.
 _programs: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
-# Programs after which kernels that nothing uses are collected: each is part of a reference cycle.
+# After this many programs, unused kernels are garbage-collected: each is in a reference cycle.
 COLLECT_AFTER = 32
 _loads = itertools.count(1)
 
@@ -576,7 +575,7 @@ def program(
 
 
 def _curand(source: str) -> pathlib.Path | None:
-    """NVIDIA's curand_kernel.h, where a source includes it and it is installed."""
+    """Path of NVIDIA's curand_kernel.h, if it is installed and the source includes it."""
     if "curand_kernel.h" not in source or (folder := curand_folder()) is None:
         return None
     return pathlib.Path(folder, "curand_kernel.h")
@@ -625,9 +624,9 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
 
 
 def _source_lines(message: str, text: str) -> list[str]:
-    """The source line of a compiler's error and a caret under the place, as NVRTC shows them.
+    """The source line of a compiler's error and a caret below the column, as in NVRTC's messages.
 
-    The compiler does not print them itself, because #line names files that do not exist.
+    The compiler cannot print them itself, because #line names files that do not exist.
     """
     place = re.match(r"([^:\n]+):(\d+):(\d+): (?:fatal )?error", message)
     if place is None:
@@ -641,8 +640,8 @@ def _source_lines(message: str, text: str) -> list[str]:
 def _with_one_index(source: str) -> str:
     """Write `(c ? a : b)[i]` as `simt_same(c ? a : b)[i]`.
 
-    g++ turns it into `c ? a[i] : b[i]`, of which its sanitizers compute a part of `i` only in the
-    first half.
+    g++ turns it into `c ? a[i] : b[i]`, where its sanitizers compute a part of `i` only in the
+    first branch.
     """
     blank = without_comments(source)
     for bracket in reversed(list(re.finditer(r"\)\s*\[", blank))):
@@ -654,7 +653,7 @@ def _with_one_index(source: str) -> str:
             depth += {")": 1, "(": -1}.get(blank[start], 0)
             is_choice |= depth == 1 and blank[start] == "?"
         before = re.search(r"(\w+|[\])])\s*$", blank[max(0, start - 200) : start])
-        # After another word the parentheses belong to a call, an `if` or the like.
+        # After any other word the parentheses belong to a call, an `if` or the like.
         stands_alone = before is None or before[1] in ("return", "else", "do", "case")
         if is_choice and stands_alone:
             source = source[:start] + "simt_same" + source[start:]
@@ -666,7 +665,7 @@ _BEFORE_EXTERN = re.compile(rf"(?:(?:\b(?:__shared__|volatile|const|static)\b|{_
 
 
 def _is_in_directive(blank: str, position: int) -> bool:
-    """Whether a position is in a line that begins with #, or in its continuation."""
+    """True if the position is in a line that begins with #, or in its continuation."""
     start = blank.rfind("\n", 0, position) + 1
     while start > 1 and blank[start - 2] == "\\":
         start = blank.rfind("\n", 0, start - 1) + 1
@@ -704,9 +703,9 @@ def _dynamic_arrays(blank: str) -> Iterator[tuple[int, int, list[tuple[str, str]
 
 
 def _with_dynamic_arrays(source: str) -> tuple[str, list[str]]:
-    """The source with pointers for `extern __shared__` arrays, and macros for those outside.
+    """The source with pointers for `extern __shared__` arrays, and macros for those at file scope.
 
-    Outside of functions a pointer would be set only once, before any launch.
+    A pointer at file scope would be set only once, before any launch.
     """
     blank = without_comments(source)
     macros = []
@@ -727,7 +726,7 @@ def _with_dynamic_arrays(source: str) -> tuple[str, list[str]]:
 def _with_marks(source: str, positions: list[tuple[str, int]]) -> str:
     """The source with a `#define <mark> <its namespace>` above each position.
 
-    What an #if leaves out thereby leaves out its mark, too.
+    An #if that excludes the position thus excludes its mark.
     """
     blank = without_comments(source)
     pieces = []
@@ -805,7 +804,7 @@ UNKNOWN_NAME = re.compile(
 
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
-    # A path may hold words of these patterns.
+    # A path may contain words that these patterns match.
     words = log.replace(filename, "")
     features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, words)]
     lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)

@@ -28,12 +28,12 @@ from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, SECTOR, Trace, Traced, groups
 
-# Bytes around each tensor in which an access does no damage, so the launch goes on.
+# Bytes around each tensor in which an access does no damage, so that the launch continues.
 ZONE = 1 << 16
-# Addresses in front of and behind a tensor that belong to it: all that an index of 32 bits, with or
-# without a sign, can reach in elements of 16 bytes. So each such access is reported as one to this
-# tensor, and leads to no other one. Where so many addresses are not to be had, all tensors together
-# get MOST_ADDRESSES, or what the system gives.
+# Addresses before and after a tensor that are reserved for it: all that a 32-bit index, signed or
+# not, can reach in elements of 16 bytes. So each such access is reported for this tensor, and hits
+# no other. If the system has fewer addresses, all tensors together get MOST_ADDRESSES, or what it
+# has.
 BELOW, ABOVE = 1 << 35, 1 << 36
 MOST_ADDRESSES = 1 << 45
 # Accesses that a trace keeps.
@@ -62,9 +62,9 @@ KINDS = (
     "benign race",
 )
 RACE, UNSET_LOCAL, NO_LOCAL, OVERFLOW, BENIGN_RACE = 3, 13, 16, 18, 19
-# Kinds that are no mistakes: they are shown, and the launch succeeds.
+# Kinds that are shown, but let the launch succeed.
 NOTES = ("const", "same value", "cast", "benign race")
-# VALUE_KNOWN in checks.cpp: that of a racing write was the same each time.
+# VALUE_KNOWN in checks.cpp: a racing write wrote the same value each time.
 VALUE_KNOWN = 1
 READ, WRITE, ATOMIC = 0, 1, 2
 DYNAMIC = "dynamic shared memory"
@@ -195,8 +195,8 @@ class Memory:
     def __init__(self, size: int, sparse: bool = False):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self.map = mmap.mmap(-1, max(size, 1), flags=flags)
-        # Without huge pages page faults take a third of a launch over large tensors. A tensor that
-        # is far from all others would get, and clear, a huge page of its own.
+        # Without huge pages, page faults take a third of a launch over large tensors. With them, a
+        # tensor that is far from all others would clear a huge page of its own.
         advice = "MADV_NOHUGEPAGE" if sparse else "MADV_HUGEPAGE"
         with contextlib.suppress(AttributeError, OSError):
             self.map.madvise(getattr(mmap, advice))
@@ -234,7 +234,7 @@ class Array:
         lead: see Traced
         addresses: its elements may be addresses of tensors
     Attributes:
-        shift: what is added to an address of the original to get that of its copy
+        shift: address of the copy minus address of the original
     """
 
     def __init__(
@@ -306,13 +306,8 @@ class Range:
         self.readonly = readonly
 
 
-def _tensor_arguments(params, args):
-    """(parameter, tensor) of each argument that is a tensor."""
-    return [(p, a) for p, a in zip(params, args) if isinstance(a, torch.Tensor)]
-
-
 def _may_hold_addresses(param, tensor) -> bool:
-    """Whether elements of a tensor may be addresses: of structs, pointers, and 64-bit integers.
+    """True if elements of a tensor may be addresses: structs, pointers and 64-bit integers.
 
     Args:
         param: the parameter that gets it; None for an entry of tensors=
@@ -340,13 +335,8 @@ def _check_extra(i, tensor):
         )
 
 
-# In a source: a constant that looks as an uninitialised variable does.
+# A constant with the content of uninitialised variables: in such a source it proves nothing.
 _LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
-
-
-def _pattern(text: str) -> int:
-    """What four bytes of a local variable hold before they are set; 0 where that cannot be told."""
-    return 0 if _LOOKS_UNSET.search(text) else fill_pattern(compiler())
 
 
 class Session:
@@ -373,7 +363,9 @@ class Session:
         self.arrays = []
         # id of an argument without an address -> its array
         self.empty = {}
-        for param, tensor in _tensor_arguments(params, args):
+        for param, tensor in zip(params, args):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             readonly = "const" in param.ctype.split("*")[0].split()
             addresses = _may_hold_addresses(param, tensor)
             array = Array.of_tensor(param.name, tensor, readonly, addresses)
@@ -386,7 +378,7 @@ class Session:
                 addresses = _may_hold_addresses(None, tensor)
                 array = Array.of_tensor(f"tensors[{i}]", tensor, addresses=addresses)
                 self.arrays.append(array)
-        # Whether the kernel can get an address that is not in a parameter of its own.
+        # Whether the kernel can get an address from a struct, a table or a 64-bit number.
         self.has_addresses = any(array.addresses for array in self.arrays) or any(
             not param.pointer and param.code in (None, "q", "Q") for param in params
         )
@@ -475,7 +467,7 @@ class Session:
             shared_lo=base + shared_lo,
             shared_hi=base + shared_hi,
             published=self.published.address,
-            pattern=_pattern(self.text),
+            pattern=0 if _LOOKS_UNSET.search(self.text) else fill_pattern(compiler()),
         )
 
     def moved(self, address: int) -> int:
@@ -493,11 +485,11 @@ class Session:
         arrays = [array for array in self.arrays if array.lo]
         first = min((array.lo for array in arrays), default=0)
         last = max((array.hi for array in arrays), default=0)
-        # Few of the words of a large tensor look like addresses at all.
+        # Compare only words in the range of addresses: few of a large tensor are.
         places = numpy.flatnonzero((values >= first) & (values <= last))
         found = values[places]
         moved = found.copy()
-        # Also the address just behind a tensor counts as its own, unless another begins there.
+        # The end address of a tensor is its own, unless another tensor begins there.
         for behind in (1, 0):
             for array in arrays if len(found) else ():
                 inside = (found >= array.lo) & (found < array.hi + behind)
@@ -508,7 +500,7 @@ class Session:
     def argument(self, param, arg, value):
         """What is packed for an argument: pointers and structs with new addresses, else `value`."""
         if id(arg) in self.empty:
-            # It has no address, but a place beside which accesses outside it are seen.
+            # An empty tensor has no address. Its copy has one, so that every access is outside.
             return self.empty[id(arg)].shift
         if param.pointer:
             return self.moved(value) if value else 0
@@ -520,7 +512,7 @@ class Session:
         """Replace the addresses of tensors in the copies of tensors."""
         for slot in self.slots:
             if slot.addresses:
-                # Only a multiple of 8 bytes can be the place of an address.
+                # Addresses are aligned to 8 bytes.
                 skipped = -slot.lo % 8
                 address = slot.lo + slot.arrays[0].shift + skipped
                 size = max(slot.hi - slot.lo - skipped, 0)
@@ -558,7 +550,7 @@ class Session:
     # ---- reports ----
 
     def _coordinates(self, number):
-        """(thread, block) coordinates of a thread's number in the grid."""
+        """(thread, block) coordinates of a linear thread index in the grid."""
         threads = math.prod(self.shape[3:6])
         thread = coordinates(number % threads, self.shape[3:6])
         return thread, coordinates(number // threads, self.shape[:3])
@@ -567,7 +559,7 @@ class Session:
         return thread_words(*self._coordinates(number), self.shape[3:6], self.shape[:3])
 
     def _element(self, index, address, size):
-        """Words for an address in or near a region.
+        """Describe an address in or near a region.
 
         Returns:
             (name, element, "x[3]", "x has 3 elements of float32").
@@ -583,7 +575,7 @@ class Session:
             place = f"element {element} of {array.name}"
             size_words = f"it has {_elements(count)} of {itemsize} bytes"
             if array.name == DYNAMIC:
-                # What is most often forgotten.
+                # Mostly the launch forgot its third argument.
                 size_words += "; a launch says how many bytes it has: kernel[grid, block, bytes]"
             return array.name, element, place, size_words
         place = f"{array.name}[{element}]" if count != 1 or element else array.name
@@ -615,24 +607,24 @@ class Session:
             if key in mistakes:
                 report = replace(mistakes[key], count=mistakes[key].count + report.count)
             mistakes[key] = report
-        # Of a line that is a race already, nothing more is said.
+        # A line with a race gets no note in addition.
         races = {(r.file, line) for r in mistakes.values() for line in (r.line, r.other_line)}
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
 
     def _stays_in_block(self, raw) -> bool:
-        """Whether an uninitialised variable was read, or written to shared memory."""
+        """True if an uninitialised variable was read, or written to shared memory."""
         in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
         return raw.kind == UNSET_LOCAL and not in_tensor
 
     def _is_chance(self, raw) -> bool:
-        """Whether a few of many numbers look like an uninitialised variable: those of hashes do."""
+        """True if values match the uninitialised pattern as rarely as a hash's do by chance."""
         is_float = raw.region >= 0 and "float" in self.members[raw.region][0].dtype
         is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
         return raw.kind == UNSET_LOCAL and is_rare and not is_float
 
     def _report(self, raw) -> Report | None:
-        """The report of a raw one; None for what is no mistake."""
+        """Turn a raw access record into a report, or None if the access is legal."""
         kind = KINDS[raw.kind]
         if kind == "harmless" or self._is_chance(raw):
             return None
@@ -643,14 +635,14 @@ class Session:
         verb = VERBS[raw.access]
         tensor = element = None
         place = "memory"
-        # Of the other side of a race, a divergent barrier or a shuffle.
+        # The other side of a race, a divergent barrier or a shuffle.
         other_line = None
         has_other = False
         if raw.region >= 0 and raw.address:
             address = raw.address
             end = self.regions[raw.region].hi
             if kind == "out of bounds" and address < end < address + raw.size:
-                # The first element outside.
+                # Report the first element outside, not the access's first one.
                 address = end
             tensor, element, place, size = self._element(raw.region, address, raw.size)
         if kind == "out of bounds" and raw.region >= 0:
@@ -787,9 +779,9 @@ class Session:
         )
 
     def _may_be_benign(self, raw) -> bool:
-        """Whether a race is one that harms nothing if each order of threads gives the same results.
+        """True if a race is harmless as long as every order of threads gives the same results.
 
-        A plain read of a tensor, beside atomic operations or writes of one and the same value.
+        Its plain read of a tensor races with an atomic operation, or with writes of one value.
         """
         if raw.region < 0 or self.members[raw.region][0].kind != GLOBAL:
             return False
@@ -804,7 +796,7 @@ class Session:
         return len(races) <= len(self.checks.pair) and all(map(self._may_be_benign, races))
 
     def replay(self, first: "Session"):
-        """Give reads that raced in the first launch what they get in another order of threads."""
+        """Give reads that raced in the first launch the values of another thread order."""
         pairs = {
             (raw.pc, raw.other_pc) if raw.access == READ else (raw.other_pc, raw.pc)
             for raw in first.races()
@@ -820,16 +812,16 @@ class Session:
                 region.earlier = earlier.cells
 
     def _explained(self, raw) -> str:
-        """How an index got so far outside of a tensor, as far as its number tells."""
+        """Explain an index far outside of a tensor, as far as its value tells."""
         region = self.regions[raw.region]
-        # Of a float4* to floats the index counts four of them.
+        # A float4* to floats counts four of them per index.
         index = (raw.address - region.lo) // max(raw.size, 1)
         if 2**31 <= index < 2**32:
             return f"; as an unsigned int, {index - 2**32} is {index}"
         return ""
 
     def _far_words(self, address) -> str:
-        """What there is to say of an address near no tensor of a launch."""
+        """Describe an address that is near no tensor of the launch."""
         for array in self.arrays:
             if array.lo <= address < array.hi:
                 return (
@@ -846,7 +838,7 @@ class Session:
         return words
 
     def is_far(self) -> bool:
-        """Whether an access ended the launch: it was far from everything, or from its array."""
+        """True if an access ended the launch, as it was far from all arrays, or from its own."""
         return any(
             KINDS[raw.kind] == "far"
             or KINDS[raw.kind] == "out of bounds"
@@ -882,7 +874,7 @@ class Session:
         return found.get(True) or found.get(False) or ""
 
     def barrier_notes(self) -> list[Report]:
-        """What a trace says of barriers: those that some threads never reach, or nobody needs."""
+        """Notes of a trace on barriers that some threads do not reach, or that order nothing."""
         notes = []
         for use in self.checks.barrier[: self.checks.barriers]:
             file, line = self.table.locate(use.pc - 1)
@@ -925,7 +917,7 @@ def _indexed_name(source: str, column: int) -> tuple[str | None, str]:
 
 
 def _only_name(source: str, known: set[str]) -> str | None:
-    """The array that is indexed in a source line, beside known ones; None if there are more."""
+    """The array that a source line indexes, other than known ones; None if there are several."""
     names = {m[1] for m in _INDEXED.finditer(source)} - known
     return names.pop() if len(names) == 1 else None
 
@@ -939,7 +931,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
     left = _State(program)
 
     def again(variant=(), **options):
-        """Launch once more as the first time, maybe with another build of the kernel."""
+        """Repeat the first launch, with other options or another build of the kernel."""
         if not variant:
             state.restore()
             return _launch_once(program, *arguments, False, **options)
@@ -948,7 +940,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
         return _launch_once(build, *arguments, False, **options)
 
     if fault is not None and session.is_far():
-        # Alone such an overflow is no mistake: hashes wrap around on purpose.
+        # An overflow is reported only as the cause of a wild index: hashes overflow on purpose.
         other, *_ = again(OVERFLOWS, printed=[])
         mistakes = [
             replace(report, message=report.message + other.overflow_words(report))
@@ -957,16 +949,20 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
             for report in mistakes
         ]
     if fault is None and any(report.needs_effect for report in mistakes):
-        # What comes from an absent lane, or was not set, matters only if it changes a result.
+        # Values of absent lanes and of unset variables matter only if they change a result. This
+        # launch inverts them: with the same results they are no mistake.
         other, _, other_mistakes, _ = again(printed=[], flip=True)
         if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
             mistakes = [report for report in mistakes if not report.needs_effect]
     if fault is None and mistakes and all(report.looks_unset for report in mistakes):
-        # A number may look like a variable that is not set. Such a variable is 0 in another build.
+        # A computed number may equal the pattern of unset variables. In this build they are 0: if
+        # nothing is reported and the results are the same, it was such a number.
         other, other_fault, other_mistakes, _ = again(ZEROED, printed=[], pattern=0)
         if not other_fault and not other_mistakes and session.results() == other.results():
             mistakes = []
     if fault is None and mistakes and all(report.kind == "race" for report in mistakes):
+        # This launch gives racing reads the values of another thread order. The races are benign if
+        # results, output and variables stay the same, and if each pair of accesses was tested.
         if session.may_all_be_benign():
             output: list[str] = []
             other, other_fault, _, _ = again(printed=output, first=session)
@@ -981,14 +977,14 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
                 for raw in session.races():
                     raw.kind = BENIGN_RACE
                 mistakes, notes = [], session.reports()[1]
-    # A launch that is refused, or traced, has not happened.
+    # A launch with mistakes, or one that was only traced, leaves the variables as they were.
     (state if mistakes or trace else left).restore()
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
 
 
 class _State:
-    """What the variables of a program hold that keep their value between launches."""
+    """Values of a program's variables that persist between launches."""
 
     def __init__(self, program):
         self.program = program
@@ -1002,12 +998,12 @@ class _State:
     def restore(self):
         base = symbols(self.program).base
         for offset, content in self.values:
-            # A constant is in memory that cannot be written.
+            # Skip what is equal: constants are in read-only memory.
             if ctypes.string_at(base + offset, len(content)) != content:
                 ctypes.memmove(base + offset, content, len(content))
 
     def copy_to(self, other):
-        """Set the variables of another build of the same source, by their names."""
+        """Set the variables of another build of the same source, by name."""
         mine, theirs = symbols(self.program), symbols(other)
         names = {offset: name for offset, _, name, _ in mine.variables}
         places = {name: (offset, size) for offset, size, name, _ in theirs.variables}
@@ -1037,14 +1033,14 @@ def _launch_once(
     pattern=None,
     first=None,
 ):
-    """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
+    """Launch once. Return the session, its fault or None, its mistakes and its notes.
 
     Args:
         printed: list to which the kernel's output is added
-        flip: what is read from an absent lane of a shuffle, or before it is set, has all bits
-            inverted
-        pattern: what a variable holds that is not set; None: as the program was built, 0: unknown
-        first: an earlier launch, of which racing reads get what another order gives them
+        flip: invert all bits of values that are read from an absent lane of a shuffle, or before
+            they are set
+        pattern: content of variables that are not set; None: as the program was built, 0: unknown
+        first: an earlier launch; racing reads get the values of another thread order
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
@@ -1065,7 +1061,7 @@ def _launch_once(
     )
     program.runtime.simt_checked(ctypes.byref(session.checks))
     mistakes, notes = session.reports()
-    # A check that stopped the launch has made a report already.
+    # A check that stopped the launch has reported its reason.
     if fault is not None and (FAULTS[fault.kind] != "check" or not mistakes):
         last = fault_report(program, fault, shape)
         # A mistake at the fault's own line is its cause.

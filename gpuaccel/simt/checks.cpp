@@ -10,8 +10,7 @@
 //   anywhere       __threadfence() and then an atomic operation or a volatile write by the first
 //                  thread, of which an atomic operation or a volatile read of the second one sees
 //                  the result; others of their blocks may do the same, with a barrier in between
-// So a report does not depend on the order in which the threads happened to run. Time counts these
-// ordering events, not accesses.
+// So a report does not depend on the order in which the threads happened to run.
 //
 // Not a race:
 //   different bytes of a cell, as two threads write them that share a word
@@ -123,6 +122,8 @@ struct simt_checks {
 };
 
 static simt_checks* now;
+// clock_ counts ordering events (barriers, fences, atomic operations), not accesses: all accesses
+// between two such events have the same time, and are unordered unless one thread made them.
 static uint32_t clock_, barrier_time, previous_barrier_time;
 static simt_barrier_use* last_barrier;        // of this block
 static uint32_t warp_time[SIMT_WARP], lane_time[SIMT_WARP][SIMT_WARP][SIMT_WARP];
@@ -133,7 +134,7 @@ static uint32_t seen[SIMT_MAX_THREADS], last_seen;
 static bool partial_sync, fenced; // lane_time, or fence_time, is in use in this block
 static uint64_t first_thread;     // of the block, in the grid
 static char *known_lo, *known_hi; // threadIdx and its like
-// The region that each place in the source accessed last, which is mostly the next one, too.
+// The region that each pc accessed last: mostly the next one as well, which saves a search.
 static simt_region* last_region[4096];
 
 // A write that is about to happen, and what will be known of it afterwards.
@@ -156,11 +157,11 @@ static pending_write pending;
 // limit its threads wait in loops for what only another block could write.
 static uint32_t idle;
 static const uint32_t MOST_IDLE = 1 << 24;
-// What a plain read got the value of another order for, until it has happened.
+// Memory that holds the value of another thread order until a plain read has happened.
 static struct { char *address, bytes[16]; size_t size; } replaced;
-static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
+static bool pattern_read;         // tensors hold the pattern, too: it proves nothing
 
-// The plain reads before an atomicCAS at the same place.
+// pcs of plain reads that an atomicCAS of the same thread at the same address followed.
 static uint32_t guesses[64];
 static int guess_count;
 
@@ -186,8 +187,8 @@ static inline bool is_write(int kind) {
     return kind == WRITE || kind == ATOMIC || kind == VOLATILE_WRITE;
 }
 
-// While it lives the alarm and Ctrl-C wait. A check that they ended would leave half of a report,
-// or of a pending write, which the end of the launch reads.
+// Defers the alarm and Ctrl-C while it lives. A check that they interrupt would leave an incomplete
+// report or pending write, which the end of the launch reads.
 struct undisturbed {
     worker* w;                    // 0: something around it holds already
     explicit undisturbed(worker* current) : w(current && !current->held ? current : 0) {
@@ -198,7 +199,7 @@ struct undisturbed {
 
 // ---- reports: one for each place ----
 
-// Keeps where the current function was called from. Kernels and runtime have frame pointers.
+// Record the callers of the current function. Kernels and runtime have frame pointers.
 static void keep_callers(simt_report* r) {
     worker* w = me();
     void** frame = (void**)__builtin_frame_address(0);
@@ -235,7 +236,7 @@ static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
     r->kind = kind;
     r->pc = at;
     r->other_pc = other_pc;
-    // Behind the last thread's end there is no current one.
+    // After the last thread has ended there is no current one.
     if (me()) r->thread = first_thread + me()->current;
     r->region = -1;
     r->count = 1;
@@ -270,7 +271,8 @@ static void invert(char* address, size_t size) {
     for (size_t i = 0; i < size; i++) address[i] = ~address[i];
 }
 
-// What was written beside a plain read. One that writes the same value each time is maybe benign.
+// Record the value of a write that raced with a plain read. A race is benign only if all such
+// writes have one value.
 enum { VALUE_KNOWN = 1, VALUES_DIFFER = 2 };
 static void keep_value(simt_report* r, const char* address, size_t size) {
     uint64_t value = 0;
@@ -285,6 +287,8 @@ static void restore_read() {
     replaced.size = 0;
 }
 
+// The relaunch gives a racing read the value of the other thread order: the value before the launch
+// if it ran after the write, and the value after the first launch if it ran before it.
 // racing: the write that races with the read, or 0
 static void replace_read(
     const simt_region* region, char* address, size_t size, uint32_t reader, uint32_t pc,
@@ -293,7 +297,7 @@ static void replace_read(
     size_t at = address - region->lo;
     const char* other = region->before + at;
     if (!racing) {
-        // Another thread writes it later.
+        // No write has raced yet. The first launch tells if another thread will write here.
         racing = &region->earlier[at / region->granule].write;
         if (!racing->thread || racing->thread == reader || memcmp(address, other, size)) return;
         other = region->after + at;
@@ -311,7 +315,8 @@ static void replace_read(
     }
 }
 
-// The last write has happened: see what it wrote.
+// The instrumentation announces a write before it happens, so its value can be read only at the
+// next event. Every event begins with this.
 static void finish_write() {
     if (replaced.size) restore_read();
     size_t kept = pending.size < sizeof pending.before ? pending.size : sizeof pending.before;
@@ -341,8 +346,8 @@ static void finish_write() {
     r->value = 0;
 }
 
-// What is pending before an access. Returns whether the access is a part of it: to copy a struct is
-// announced as its write, then its read, and only then is it written.
+// Finish the pending write, unless this access is the read of a struct copy. The instrumentation
+// announces the copy's write first, then its read; the memory is written after both.
 static bool settle(worker* w, char* address, size_t size, int kind) {
     undisturbed check(w);
     bool apart = address + size <= pending.address || address >= pending.address + pending.size;
@@ -366,6 +371,7 @@ extern "C" __attribute__((visibility("default"))) void simt_checked(simt_checks*
 
 // ---- what orders accesses ----
 
+// A new block: its threads have seen nothing, and no barrier or fence of an earlier block counts.
 void check_block(worker* w) {
     finish_write();
     idle = 0;
@@ -425,7 +431,7 @@ void check_barrier(worker* w) {
             break;
         }
     keep_barrier(w, offset(pc));
-    // What one thread has seen, all threads of the block see behind the barrier.
+    // A barrier makes what one thread has seen visible to all threads of the block.
     for (unsigned t = 0; t < w->threads; t++)
         if (seen[t] != last_seen) {
             seen[t] = last_seen;
@@ -446,6 +452,7 @@ void check_syncwarp(worker* w, unsigned warp, unsigned mask) {
     }
     for (unsigned rest = mask; rest; rest &= rest - 1)
         seen[warp * SIMT_WARP + __builtin_ctz(rest)] = latest;
+    // One time per warp is enough for a full mask. A partial mask orders pairs of lanes.
     if (mask == w->live[warp]) { warp_time[warp] = clock_; return; }
     partial_sync = true;
     for (unsigned a = mask; a; a &= a - 1)
@@ -467,7 +474,8 @@ static void add_publication(publication* p, uint32_t until, uint32_t at) {
     while (i < 4 && p->until[i]) i++;
     if (i > 0 && until <= p->until[i - 1]) return;
     if (i == 4) {
-        // The two oldest become one.
+        // Merge the two oldest: the later `until` with the earlier `at`. This can miss a race, but
+        // reports no false one.
         p->until[0] = p->until[1];
         for (i = 1; i < 3; i++) {
             p->until[i] = p->until[i + 1];
@@ -485,6 +493,9 @@ static bool is_published(const publication& p, uint32_t time, uint32_t seen_by_r
     return false;
 }
 
+// Whether an earlier access is ordered before one of thread t now. In one block, a later barrier or
+// __syncwarp() of the warp orders them. Otherwise the first thread must have published the access,
+// and t must have seen that.
 static inline __attribute__((always_inline))
 bool ordered(const record& r, unsigned t, uint64_t thread) {
     uint64_t other = r.thread - 1;
@@ -497,6 +508,7 @@ bool ordered(const record& r, unsigned t, uint64_t thread) {
             if (partial_sync && r.time < lane_time[warp][o % SIMT_WARP][t % SIMT_WARP]) return true;
         }
         if (r.time < barrier_time) {
+            // No older barrier orders it, so this one is not redundant.
             if (r.time >= previous_barrier_time) last_barrier->needed = 1;
             return true;
         }
@@ -511,7 +523,10 @@ static void publish(unsigned t) {
     ++clock_;
     if (last_barrier) last_barrier->needed = 1;
     for (unsigned o = 0; fenced && o < w->threads; o++) {
+        // t's own writes: those before its fence. Another thread's: those before the barrier that
+        // t's fence follows, as in `write; __syncthreads(); if (t == 0) { fence; atomicAdd }`.
         uint32_t until = o == t ? fence_time[t] : fence_time[t] ? fence_barrier[t] : 0;
+        // Or o fenced its own writes, and a barrier or __syncwarp() let t continue after that.
         bool in_step = fence_time[o] < barrier_time
             || (o / SIMT_WARP == t / SIMT_WARP && fence_time[o] < warp_time[t / SIMT_WARP]);
         if (in_step && fence_time[o] > until) until = fence_time[o];
@@ -520,7 +535,8 @@ static void publish(unsigned t) {
     now->published[first_thread + t].released = clock_;
 }
 
-// Thread t sees what an atomic operation or a volatile write left in a cell.
+// Thread t reads the result of an atomic operation or volatile write: it acquires all that the
+// writer had published by then.
 static void see(unsigned t, const record& write) {
     if (!write.thread || !(write.pc & (ATOMIC_BIT | VOLATILE_BIT))) return;
     if (write.time > seen[t]) seen[t] = write.time;
@@ -533,10 +549,12 @@ static bool both_synchronise(const record& other, unsigned t, int kind) {
     if (kind == READ || kind == WRITE || !(is_atomic || other.pc & VOLATILE_BIT)) return false;
     uint64_t o = other.thread - 1;
     if ((is_atomic && kind != VOLATILE_WRITE) || kind == ATOMIC) return true;
-    // Where t has seen what o did later, without a fence in between, the older write is data.
+    // If t has already seen a later release by o, the older volatile write is data, not a flag: it
+    // must be ordered by a fence.
     uint32_t released = now->published[o].released;
     if (o < first_thread) return !(released > other.time && seen[t] >= released);
-    // Volatile variables of one block need a fence: without one they are data, and want a barrier.
+    // In one block a volatile access is a flag only beside a fence. Otherwise it is data, and needs
+    // a barrier.
     return fence_time[t] > barrier_time || fence_time[o - first_thread] > barrier_time;
 }
 
@@ -544,7 +562,7 @@ static bool both_synchronise(const record& other, unsigned t, int kind) {
 
 static simt_region* find(char* address) {
     int lo = 0, hi = now->regions;
-    // Find the first region that begins behind the address.
+    // Binary search for the first region that begins after the address.
     while (lo < hi) {
         int middle = (lo + hi) / 2;
         if (now->region[middle].lo <= address) lo = middle + 1;
@@ -557,7 +575,8 @@ static simt_region* find(char* address) {
     return 0;
 }
 
-// Returns the report, where there is one.
+// Record a race and return its report. Two plain writes may write the same value, which is known
+// only after the write: their report waits in `pending`.
 __attribute__((noinline, cold))
 static simt_report* race(const record& other, void* pc, simt_region* region, char* address,
                          size_t size, int access, int other_access, bool may_be_same) {
@@ -701,7 +720,9 @@ static inline uint32_t oldest_thread(const simt_region* region) {
     return region->kind == REGION_SHARED ? (uint32_t)first_thread : 0;
 }
 
-// Keeps the last reader, and those before it that a write must be compared with as well.
+// Record a reader. A write must be ordered after all readers, but a cell keeps three: the last one,
+// one of another warp of the same block, and one of another block. A reader that is dropped is of
+// the same warp or block as one that stays, so the same barrier or fence mostly orders both.
 static inline void add_reader(cell& c, const record& self, uint32_t oldest) {
     if (c.read.thread > oldest && c.read.thread != self.thread) {
         uint32_t ours = (uint32_t)first_thread + 1, warp = (self.thread - ours) / SIMT_WARP;
@@ -713,8 +734,8 @@ static inline void add_reader(cell& c, const record& self, uint32_t oldest) {
     c.read = self;
 }
 
-// Whether an access is as nearly all are: of whole cells, with nothing to report. Then the cells
-// are up to date. Else check_access() sees them again, which changes nothing in those that are.
+// The fast path of nearly all accesses: whole cells, and nothing to report. Updates the cells as it
+// goes. On false check_access() repeats all of them; updating a cell twice changes nothing.
 template <int kind> static inline __attribute__((always_inline))
 bool is_quiet(simt_region* region, char* address, size_t size, unsigned t, record self) {
     size_t at = address - region->lo;
@@ -726,7 +747,7 @@ bool is_quiet(simt_region* region, char* address, size_t size, unsigned t, recor
     int shift = __builtin_ctz(granule);
     self.pc |= ((1u << granule) - 1) << 26;
     cell *c = &region->cells[at >> shift], *end = c + (size >> shift);
-    // The next threads want the cells behind these.
+    // The next threads access the cells after these.
     __builtin_prefetch(c + 4, 1);
     do {
         bool written = c->write.thread > oldest;
@@ -745,7 +766,8 @@ bool is_quiet(simt_region* region, char* address, size_t size, unsigned t, recor
     return kind == WRITE ? !region->readonly : !begins_with_pattern(address, size);
 }
 
-// What is written is seen at the next access.
+// Record a write that is about to happen, for finish_write(). `size` is set last: a signal handler
+// that ends the launch between must not find an incomplete record.
 static inline void wait_for_write(simt_region* region, char* address, size_t size, int kind,
                                   unsigned t, void* pc) {
     pending.address = address;
@@ -759,12 +781,12 @@ static inline void wait_for_write(simt_region* region, char* address, size_t siz
     pending.size = size;
 }
 
-// Any access that is not quiet.
+// The slow path: compare with each cell's records, report, and update the cells.
 template <int kind> __attribute__((noinline))
 static void check_access(worker* w, char* address, size_t size, void* pc, bool is_copy) {
     undisturbed check(w);
     if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
-    // It may wait in a loop for what another thread will write.
+    // The thread may spin until another one writes. Threads are not preempted, so let others run.
     if ((kind == ATOMIC || kind == VOLATILE) && ++w->looks % 64 == 0) {
         simt_let_go(w);
         simt_yield(w);
@@ -799,6 +821,7 @@ static void check_access(worker* w, char* address, size_t size, void* pc, bool i
             if (!written && !is_padding && !unset) unset = place_of_cell;
             if (written) set = place_of_cell;
         }
+        // Before the comparison: what this access acquires may order it after the write.
         if (written && (kind == ATOMIC || kind == VOLATILE)) see(t, c.write);
         if (!raced && written && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
             && !ordered(c.write, t, thread)) {
@@ -818,7 +841,7 @@ static void check_access(worker* w, char* address, size_t size, void* pc, bool i
                 if (!raced && r->thread > oldest && r->pc & bytes && !both_synchronise(*r, t, kind)
                     && !ordered(*r, t, thread)) {
                     raced = true;
-                    // It read what it had written itself.
+                    // The reader had written the cell itself, so this is a race of two writes.
                     bool own = kind == WRITE && c.write.thread == r->thread;
                     simt_report* found = race(
                         *r, pc, region, place_of_cell, size, kind, READ, own);
@@ -826,6 +849,7 @@ static void check_access(worker* w, char* address, size_t size, void* pc, bool i
                     if (kind == WRITE && !own && !(r->pc & VOLATILE_BIT)) read_race = found;
                     break;
                 }
+            // The write is compared with these readers now, and later accesses with the write.
             c.write = self;
             c.read.thread = c.near.thread = c.far.thread = 0;
         }
@@ -837,7 +861,7 @@ static void check_access(worker* w, char* address, size_t size, void* pc, bool i
         size_t kept = size < sizeof pending.before ? size : sizeof pending.before;
         if (pending.atomic) memcpy(&pending.before, address, kept);
     } else if (begins_with_pattern(address, size)) pattern_read = true;
-    // Memory without a type may hold structs with padding.
+    // Memory without a type may hold padding of structs: report only if no byte was written.
     bool typed = region->element > 1;
     if (unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set)) {
         if (simt_report* r = report(REPORT_UNINITIALISED, pc))
@@ -870,7 +894,7 @@ void access(void* pointer, size_t size, void* pc) {
         unsigned t = w->current;
         record self = {(uint32_t)first_thread + t + 1, clock_, offset(pc)};
         quiet = is_quiet<kind>(region, address, size, t, self);
-        // In a relaunch, what a racing read gets may have to be replaced.
+        // A relaunch replaces the values of racing reads: replace_read().
         if (kind == READ && now->pairs) quiet = false;
         if (quiet && kind == WRITE) wait_for_write(region, address, size, kind, t, pc);
     }
@@ -890,7 +914,8 @@ void simt_atomic(void* address, size_t size, void* pc) {
     access<ATOMIC>(address, size, pc);
 }
 
-// atomicCAS: where this thread has just read the place, a stale value does no harm.
+// atomicCAS after a plain read of the same thread: a stale value only makes it fail, so the read is
+// no race.
 void simt_atomic_swap(void* address, size_t size, void* pc) {
     worker* w = me();
     undisturbed check(w);

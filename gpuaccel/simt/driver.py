@@ -20,7 +20,7 @@ from .build import symbol
 from .reports import Report, Symbols, coordinates, error, thread_words
 
 Mode = Literal["auto", "checked", "fast"]
-# CUDA threads from which a second operating-system thread pays for itself.
+# Number of CUDA threads from which a second operating-system thread is faster.
 MANY_THREADS = 8192
 MAX_WORKERS = 64
 # In the order of simt_fault_kind in executor.h.
@@ -248,8 +248,8 @@ def symbols(program) -> Symbols:
     return program.symbols
 
 
-# The address of these faults is the instruction itself. That of the others is a return address,
-# one instruction further.
+# These faults have the address of the instruction itself. Others have a return address, one
+# instruction further.
 EXACT_FAULTS = ("memory", "misaligned", "division by zero", "time limit", "stack overflow")
 # An address below this one is a null pointer with an offset.
 NULL_PAGE = 65536
@@ -267,7 +267,7 @@ def fault_report(program, fault: Fault, shape) -> Report:
 
     file, line = locate(fault.pc, 0 if kind in EXACT_FAULTS else 1)
     if line is None:
-        # The fault is in the runtime: the kernel's last call of it is the user's line.
+        # The fault is inside the runtime. The user's line is the kernel's last call of it.
         file, line = locate(fault.last_pc, 1)
     thread = coordinates(fault.thread, dims)
     block = coordinates(fault.block, grid)

@@ -3,9 +3,7 @@
 //
 // The threads of a block run one after another on one stack. Only when a thread has to wait (at a
 // barrier or warp function) does the next one get another stack, so kernels that never wait never
-// switch. The thread that completes a barrier or warp function makes the others ready and goes on.
-// A thread that has to wait switches directly to the next ready one. When none is ready and not all
-// have ended, the kernel is in a deadlock.
+// switch.
 #include "executor.h"
 #include <errno.h>
 #include <signal.h>
@@ -23,8 +21,8 @@ SIMT_TLS __thread uint3 threadIdx, blockIdx;
 SIMT_TLS __thread dim3 blockDim, gridDim;
 SIMT_TLS __thread simt_worker* simt_me;
 
-// Addresses on both sides of the stacks that stay unused: an access there is one far beyond a local
-// array, whose index has 32 bits.
+// Unused addresses on both sides of the stacks. A 32-bit index can leave a local array by at most
+// this distance, so an access there is one far outside of a local array.
 #ifdef SIMT_CHECKED
 static const size_t LOCAL_REACH = (size_t)1 << 36;
 #else
@@ -91,6 +89,7 @@ static void set_float_mode(uint64_t mode) { asm volatile("msr fpcr, %0" ::"r"(mo
 
 // ---- who runs next ----
 
+// Queue a thread that waited. It runs when the current thread waits or ends, not before.
 static inline void make_ready(worker* w, unsigned t) {
     w->ready[(w->first + w->count++) % SIMT_MAX_THREADS] = t;
     w->kind[t] = -1;
@@ -106,6 +105,7 @@ static inline unsigned take_ready(worker* w) {
 
 static void fibre();
 
+// Continue on a fresh stack, where job->run() starts the block's next threads.
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
     if (i >= w->used) w->used = i + 1;
@@ -113,8 +113,9 @@ static void start_fibre(worker* w, void** save) {
     simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));
 }
 
-// Threads wait in __activemask() until no other can run: then those at one place, of one warp, are
-// the active ones.
+// On a GPU, the active lanes are those that execute together. Here lanes run one by one, so a
+// thread waits in __activemask() until no other can run. The lanes of its warp that then wait at
+// the same pc are active.
 static bool release_active(worker* w) {
     if (!w->active) return false;
     for (unsigned t = 0; t < w->next; t++) {
@@ -134,7 +135,8 @@ static bool release_active(worker* w) {
 
 void simt_yield(worker* w) {
     unsigned me = w->current;
-    // One that waits in a loop, maybe for a thread in __activemask(), is not at its place.
+    // The loop that yields may wait for a thread in __activemask(), which the loop itself, as a
+    // thread that can run, would keep waiting for ever.
     if (w->active && ++w->yields % 16 == 0) release_active(w);
     if (w->next == w->threads && !w->count && !release_active(w)) return;
     w->ready[(w->first + w->count++) % SIMT_MAX_THREADS] = me;
@@ -144,17 +146,19 @@ void simt_yield(worker* w) {
     simt_switch(&w->stack[me], w->stack[t]);
 }
 
+// Ready threads run before threads that have not started, which would need further stacks.
 static void switch_to_next(worker* w, void** save) {
     if (!w->count && w->next == w->threads) release_active(w);
     if (w->count) {
         unsigned t = w->current = take_ready(w);
         threadIdx = w->at[t];
-        // The thread that waits is the only active one.
+        // release_active() released the waiting thread itself.
         if (save == &w->stack[t]) return;
         simt_switch(save, w->stack[t]);
     } else if (w->next < w->threads) {
         start_fibre(w, save);
     } else {
+        // No thread is ready and none is left to start: those that have not ended wait for ever.
         if (w->exited < w->threads) simt_stop(w, SIMT_DEADLOCK, w->pc[w->current], 0, 0);
         simt_switch(save, w->main);
     }
@@ -186,6 +190,7 @@ static void release_barrier(worker* w) {
 #ifdef SIMT_CHECKED
     check_barrier(w);
 #endif
+    // Waiting threads read these after the next barrier may have started to count.
     w->last_votes = w->votes;
     w->last_arrived = w->arrived;
     for (unsigned i = 0; i < w->arrived; i++)
@@ -200,6 +205,7 @@ int simt_barrier(int kind, int predicate, void* pc) {
     w->barrier[w->arrived++] = w->current;
     if (w->arrived + w->exited < w->threads) wait_for_others(w, kind, 0, pc);
     else {
+        // The last thread to arrive does not switch: it releases the others and continues.
         w->pc[w->current] = pc;
         release_barrier(w);
     }
@@ -280,6 +286,7 @@ unsigned long long simt_warp(
     warp_state* warp = &w->warp[t / SIMT_WARP];
     w->last_pc = pc;
     if (!(mask & bit)) simt_stop(w, SIMT_LANE, pc, 0, 0, mask);
+    // Lanes of one warp may have diverged into several groups, each with its own mask.
     while (g < warp->open && (warp->group[g].mask != mask || warp->group[g].kind != kind)) g++;
     if (g == warp->open) warp->group[warp->open++] = {mask, 0, kind};
     warp->value[lane] = value;
@@ -292,7 +299,7 @@ unsigned long long simt_warp(
     return warp->result[lane];
 }
 
-// What waited only for this thread goes on.
+// A thread that ends counts as arrived: release barriers and warp functions that lack only it.
 void simt_exited(simt_worker* base) {
     worker* w = (worker*)base;
     unsigned warp = w->current / SIMT_WARP;
@@ -601,7 +608,7 @@ static void* run_worker(void* argument) {
             if (block >= total_blocks) break;
         }
         prepare_block(w, block++);
-        // Until the first fibre runs there is no place to go back to.
+        // w->main is saved by the first switch. Before it, simt_stop() could not switch back.
         w->held = 1;
         w->inside = 1;
         start_fibre(w, &w->main);
@@ -693,7 +700,7 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
            && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
     run_worker(workers[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], 0);
-    // After a signal between two blocks the remaining ones have not run, and the caller must know.
+    // A signal between two blocks stops the launch without a fault: report that blocks are missing.
     if (__atomic_load_n(&interrupted, __ATOMIC_SEQ_CST) && job->fault.kind == SIMT_NONE)
         job->fault.kind = SIMT_INTERRUPTED;
     for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &before[i], 0);

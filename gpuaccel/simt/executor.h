@@ -83,11 +83,11 @@ struct worker : simt_worker {
     size_t dynamic_size;
 };
 
-// Ends the launch: keeps the reason, and leaves the kernel.
+// Ends the launch: records the reason and switches back to the loop over blocks.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
-// Between the two the alarm and Ctrl-C wait: a thread that ended there would keep a lock, or leave
-// half of a report.
-void simt_end_late(worker* w);    // ends the launch if one of them has come
+// Between simt_hold and simt_let_go the alarm and Ctrl-C are deferred: a thread that ended there
+// would keep a lock, or leave an incomplete report.
+void simt_end_late(worker* w);    // ends the launch after a deferred one
 inline void simt_hold(worker* w) {
     w->held = 1;
     __atomic_signal_fence(__ATOMIC_SEQ_CST);
@@ -105,7 +105,7 @@ inline bool simt_same_stack(worker* w, const void* a, const void* b) {
     return first / SLOT == second / SLOT;
 }
 bool simt_was_used(worker* w, const void* address);       // its stack, by a thread of this block
-bool simt_near_stacks(worker* w, const void* address);    // beside all stacks: see LOCAL_REACH
+bool simt_near_stacks(worker* w, const void* address);    // near the stacks: see LOCAL_REACH
 void simt_yield(worker* w);       // lets another thread of the block run
 
 bool simt_in_heap(const void* address);
@@ -117,9 +117,9 @@ void simt_check_heap(worker* w, const void* address, size_t size, const char* ve
 void check_block(worker* w);
 // All threads have arrived:
 void check_barrier(worker* w);
-// These lanes are in step:
+// These lanes have reached a __syncwarp():
 void check_syncwarp(worker* w, unsigned warp, unsigned mask);
-// A lane was read that does not take part. Returns what is read:
+// A shuffle reads a lane that does not take part. Returns the value it gets:
 unsigned long long check_lane(
     worker* w, unsigned thread, unsigned source, unsigned mask, void* pc, unsigned long long own);
 #endif

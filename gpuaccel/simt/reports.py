@@ -58,7 +58,7 @@ class Report:
     looks_unset: bool = False
 
 
-# Files that are not the user's: a line in them says nothing to the user.
+# Files of the runtime, whose lines mean nothing to the user.
 RUNTIME_FILES = (
     "runtime.h",
     "simt.h",
@@ -83,7 +83,7 @@ class Symbols:
     """
 
     def __init__(self, program):
-        # Imported here, because it is needed only for checked launches and for errors.
+        # Imported here: only checked launches and errors need it.
         from elftools.elf.elffile import ELFFile
 
         elf = ELFFile(io.BytesIO(program.image))
@@ -178,7 +178,7 @@ class Symbols:
         """
         from elftools.dwarf.dwarf_expr import DWARFExprParser
 
-        # Elsewhere the frame's end is not where the debug information counts from.
+        # On other machines the debug information does not count from the frame's end.
         if not pc or self._elf["e_machine"] != "EM_X86_64":
             return None
         dwarf = self._elf.get_dwarf_info()
@@ -227,7 +227,7 @@ def _variables(elf, symbols) -> list:
             continue
         if section not in ("simt_shared", ".data", ".bss"):
             continue
-        # Whether a variable is initialised is the compiler's own variable.
+        # Skip the compiler's own guard variables of initialisations.
         if symbol.name.startswith("_ZGV"):
             continue
         # g++ drops the section of a variable in a function template. A variable of a device
@@ -239,7 +239,6 @@ def _variables(elf, symbols) -> list:
 
 
 def _file_names(table) -> dict[int, str]:
-    """File number -> name, of a line program."""
     first = 0 if table["version"] >= 5 else 1
     entries = table["file_entry"]
     return {i: entry.name.decode(errors="replace") for i, entry in enumerate(entries, first)}
@@ -267,7 +266,7 @@ def _addresses_of(die, unit, dwarf):
 
 
 def _line_table(dwarf) -> list:
-    """Rows (offset, file, line), sorted by offset; file is None behind the end of a sequence."""
+    """Rows (offset, file, line), sorted by offset; file is None after the end of a sequence."""
     rows = []
     for unit in dwarf.iter_CUs():
         table = dwarf.line_program_for_CU(unit)
@@ -295,8 +294,8 @@ ELEMENT_TAGS = (
 def _element_type(die) -> tuple[int, str, bytes | None]:
     """(bytes, name, padding) of a variable's type, or of its elements if it is an array.
 
-    padding: 1 for each byte of a struct that belongs to no member; None without such bytes
-    (1, "", None) where the debug information does not say.
+    padding: 1 for each byte of a struct that belongs to no member; None without such bytes.
+    (1, "", None) if the debug information has no type.
     """
     while die is not None:
         if die.tag in ELEMENT_TAGS:
@@ -312,20 +311,20 @@ def _element_type(die) -> tuple[int, str, bytes | None]:
 
 
 def _linked(die):
-    """The type of a variable, of an array's elements, or behind a name; None: there is none."""
+    """The type of a variable, an array's elements or a typedef; None if there is none."""
     link = next((link for link in TYPE_LINKS if link in die.attributes), None)
     return die.get_DIE_from_attribute(link) if link else None
 
 
 def _descendants(die):
-    """Yield the DIEs inside of a function, in its blocks and inlined calls too."""
+    """Yield the DIEs inside of a function, including its blocks and inlined calls."""
     for child in die.iter_children():
         yield child
         yield from _descendants(child)
 
 
 def _array_of(die) -> tuple[str, int, int, str] | None:
-    """(name, elements, bytes and type of one) of a variable that is an array of one dimension."""
+    """(name, number of elements, bytes of one, type) of a one-dimensional array variable."""
     name = None
     while die is not None and die.tag != "DW_TAG_array_type":
         if die.tag in ELEMENT_TAGS:
@@ -345,7 +344,7 @@ def _array_of(die) -> tuple[str, int, int, str] | None:
 
 
 def _use(die, used: bytearray, offset: int):
-    """Set the bytes in `used` that a type has from an offset on; those between members stay 0."""
+    """Mark the bytes of `used` that a type occupies from an offset on; padding stays 0."""
     while die is not None and die.tag not in ELEMENT_TAGS:
         if die.tag == "DW_TAG_array_type":
             break

@@ -179,7 +179,7 @@ class Trace:
         self.tensors = [self._with_elements(i, traced) for i, traced in enumerate(self.tensors)]
 
     def _with_elements(self, i, traced):
-        """Memory without a type (dynamic shared memory) gets elements that fit its accesses."""
+        """Give memory without a type (dynamic shared memory) elements that fit its accesses."""
         size = traced.elements * traced.itemsize
         accesses = self.events[self.events["tensor"] == i]
         if traced.dtype != "byte" or len(accesses) == 0:
@@ -207,7 +207,7 @@ class Trace:
         return self.events[(tensor >= 0) & (tensor < len(self.tensors))]
 
     def outside(self, events) -> np.ndarray:
-        """Which of these events are not, or not entirely, inside their tensor."""
+        """Mask of the events that are not entirely inside their tensor."""
         sizes = [t.elements * t.itemsize for t in self.tensors] or [0]
         end = np.array(sizes, np.int64)[events["tensor"]]
         return (events["offset"] < 0) | (events["offset"] + events["bytes"] > end)
@@ -303,7 +303,7 @@ class Trace:
 
 
 def _equal(rows, key):
-    """Which rows have this line, tensor and kind."""
+    """Mask of the rows with this line, tensor and kind."""
     line, tensor, kind = key
     return (rows["line"] == line) & (rows["tensor"] == tensor) & (rows["kind"] == kind)
 
@@ -395,7 +395,7 @@ def groups(*keys):
 
 
 def _changes(*keys):
-    """Which rows differ from the row before them."""
+    """Mask of the rows that differ from the row before them."""
     result = np.zeros(len(keys[0]), bool)
     for key in keys:
         result[1:] |= key[1:] != key[:-1]

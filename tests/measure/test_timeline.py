@@ -7,7 +7,7 @@ import torch
 import gpuaccel as ga
 from gpuaccel.measure import Span, timeline
 from gpuaccel.measure.profiler import REGION
-from gpuaccel.measure.timeline import BACKWARD, facts, lines, spans_of
+from gpuaccel.measure.timeline import BACKWARD, facts, lines
 
 
 def event(cat, name, ts, dur, correlation=None):
@@ -60,7 +60,7 @@ def test_spans_begin_at_the_end_of_backward_and_waits_are_counted_once():
     found = facts(spans)
     assert (found["waits"], found["launches"], found["reads"], found["us"]) == (2, 2, 0, 700)
     assert found["gpu_busy"] == pytest.approx((70 + 2 + 300) / 700)
-    assert spans_of(lines(spans)) == spans
+    assert {"host wait 25.0 80.0", "GPU adamw_v2 400.0 700.0"} < {*lines(spans)}
 
 
 def test_on_the_cpu_operators_and_reads_after_backward_are_seen():
