@@ -178,8 +178,8 @@ def _check_batches(batches):
 
 
 def _ranks_of(model, arena) -> tuple[int, int, Any]:
-    """(this process's rank, number of ranks, process group): of the model's TrainStep where it has a
-    ga.Distributed, else of torch.distributed's default group."""
+    """(this process's rank, number of ranks, process group): of the model's TrainStep where it has
+    a ga.Distributed, else of torch.distributed's default group."""
     arena = arena or Arena.of(uncompiled(model))
     step = None if arena is None else arena.step
     if step is not None and step.distributed is not None:

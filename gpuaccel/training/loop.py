@@ -124,9 +124,9 @@ class _Checkpoints:
             self._load(checkpoint)
             if self.state["batches"] is None:
                 log_of_package.warning(
-                    "resumed after step %d: a %s has no state_dict(), so the batches begin with its "
-                    "first one again; ga.Batches and torchdata's StatefulDataLoader go on where "
-                    "they were",
+                    "resumed after step %d: a %s has no state_dict(), so the batches begin with "
+                    "its first one again; ga.Batches and torchdata's StatefulDataLoader go on "
+                    "where they were",
                     self.step.count,
                     self.kind,
                 )
