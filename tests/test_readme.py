@@ -85,13 +85,13 @@ def test_the_examples_run_in_order_and_each_may_run_twice(path, here):
 def test_the_pages_have_examples():
     assert {name_of(path): len(blocks(path)) for path in PAGES if blocks(path)} == {
         "README.md": 3,
-        "docs/checkpoints.md": 3,
+        "docs/checkpoints.md": 4,
         "docs/graphs.md": 3,
         "docs/install.md": 1,
         "docs/kernels.md": 4,
         "docs/logging.md": 4,
         "docs/planning.md": 3,
-        "docs/trainer.md": 2,
+        "docs/trainer.md": 4,
         "docs/your-model.md": 9,
     }
 
@@ -219,23 +219,29 @@ def test_the_error_of_the_page_about_kernels_is_the_one_that_comes(capsys, here)
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks and one GPU")
 def test_the_script_for_several_ranks_runs(tmp_path):
-    """Both ranks print the mean loss of both, near that of random weights."""
+    """Both ranks print the mean loss of both, near that of random weights; a run that is resumed
+    after its first epoch goes on bit for bit."""
     text = (ROOT / "docs" / "several-gpus.md").read_text()
     (code,) = re.findall(r"This is `train.py`:\n\n```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "train.py").write_text(code)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=env,
-        text=True,
-        capture_output=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = ast.literal_eval(done.stdout)
-    assert first == second and len(first) == 4, done.stdout
-    assert all(abs(loss - math.log(256)) < 0.3 for loss in first), done.stdout
+    assert len(code.splitlines()) <= 36
+
+    def losses(code, folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(code)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "train.py"]
+        done = subprocess.run(
+            words, cwd=folder, env=env, text=True, capture_output=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        first, second = ast.literal_eval(done.stdout)
+        assert first == second, done.stdout
+        return first
+
+    whole = losses(code, tmp_path / "whole")
+    assert len(whole) == 8 and all(abs(loss - math.log(256)) < 0.3 for loss in whole), whole
+    began = losses(code.replace("epochs=2", "epochs=1"), tmp_path / "resumed")
+    assert began + losses(code, tmp_path / "resumed") == whole
 
 
 # ---- the text -----------------------------------------------------------------------------------

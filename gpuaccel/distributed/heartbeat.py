@@ -68,6 +68,7 @@ def lost_rank(error: dist.DistError, when: str, config: Any, began: float) -> Ra
     return RankError(
         f"rank {config.rank} of {config.world} cannot reach {whom} {when}: it has stopped (what it "
         f"said is in its own output), hangs, or the network is down. "
+        "Ranks must take equally many steps; a rank without a batch calls step(None). "
         f"{str(error).splitlines()[0]}"
     )
 

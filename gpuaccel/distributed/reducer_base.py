@@ -342,9 +342,3 @@ class ReducerBase:
         everyone = mine.new_empty(self.world * mine.numel())
         collectives.all_gather(everyone, mine.view(-1), group=self.group)
         return [part.view_as(t) for part in everyone.cpu().chunk(self.world)]
-
-    def barrier(self):
-        """Wait until every rank is here."""
-        if self.world > 1:
-            device_ids = [self.arena.device.index] if self.nccl else None
-            collectives.barrier(self.group, device_ids=device_ids)

@@ -15,6 +15,7 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -48,6 +49,8 @@ from .state_dicts import fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
 
+log = logging.getLogger("gpuaccel")
+
 
 class StepOptions(TypedDict, total=False):
     """The keyword arguments of a DeviceOptimizer that a subclass hands on."""
@@ -78,9 +81,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
         max_norm: clip to this norm inside the step; None: no clipping. May be changed between
             steps.
         scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
-        on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an
-            arena): the update uses it. "skip" (default with one): weights, state and step counts of
-            all tensors stay; the skip is counted in `skipped`, last_skip() names the tensor.
+        on_nonfinite: what happens when a gradient is not finite. "skip" (default over an arena and
+            with max_norm): weights, state and step counts of all tensors stay; the skip is counted
+            in `skipped`, last_skip() names the tensor. "propagate" (default otherwise, where no
+            norm is taken): the update uses it, as torch's.
             "raise": NonFiniteError before anything changes; waits for the device.
         stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element in memory order,
             step).
@@ -116,7 +120,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.arena = arena
         self.max_norm = max_norm
         self.scope = scope
-        self.on_nonfinite: OnNonfinite = on_nonfinite or ("skip" if arena else "propagate")
+        self.on_nonfinite: OnNonfinite = on_nonfinite or (
+            "propagate" if arena is None and max_norm is None else "skip"
+        )
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
         check_choice("scope", scope, Scope)
@@ -391,6 +397,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 "ga.clip_grad_norm_ instead"
             )
         self._limit()
+        self._warn_of_masters(members)
         self._place_states(members)
         rows = [0] * self._members.count(self.param_groups)
         if devices and self._takes_norm():
@@ -407,6 +414,21 @@ class DeviceOptimizer(torch.optim.Optimizer):
             )
         jobs.sort(key=lambda j: j.number)
         return jobs
+
+    def _warn_of_masters(self, members):
+        """Before the first update of bf16 weights whose fp32 masters would be left out."""
+        if self.arena is not None:
+            return
+        new = [p for _, p, _ in members if p.dtype == torch.bfloat16 and not self.state.get(p)]
+        held = Arena.parameters_held() if new else ()
+        if any(id(p) in held for p in new):
+            kind = type(self).__name__
+            log.warning(
+                "this %s holds bf16 weights of an arena, and trains without their fp32 masters: "
+                "expected the arena first, then %s(arena)",
+                kind,
+                kind,
+            )
 
     def _takes_norm(self) -> bool:
         """True if the step needs a norm, for clipping or to find nonfinite gradients."""

@@ -29,14 +29,16 @@ import random
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, GpuaccelError
+from ..distributed import raises_dist_error
+from ..errors import ArgumentError, CheckpointError, GpuaccelError
 from ..files import host_bytes, remove_folder
 from ..optim import Arena
 from .checkpoint_file import (
@@ -49,6 +51,8 @@ from .checkpoint_file import (
     write_file,
 )
 from .models import uncompiled
+
+_gather = raises_dist_error(dist.all_gather_object)
 
 # How an optimizer computes, not what: a load keeps the choice that the optimizer was built with.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -161,6 +165,48 @@ def _optimizer_state(groups, optimizers) -> tuple[dict[str, Any], dict]:
     return tensors, state
 
 
+def _check_batches(batches):
+    if batches is not None and not hasattr(batches, "state_dict"):
+        raise ArgumentError(
+            f"batches is a {_class_name(batches)}, whose position in the data cannot be saved; "
+            "expected an object with state_dict() and load_state_dict(), such as ga.Batches or "
+            "torchdata's StatefulDataLoader"
+        )
+
+
+# ---- the ranks of a run --------------------------------------------------------------------------
+
+
+def _ranks_of(model, arena) -> tuple[int, int, Any]:
+    """(this process's rank, number of ranks, process group): of the model's TrainStep where it has
+    a ga.Distributed, else of torch.distributed's default group."""
+    arena = arena or Arena.of(uncompiled(model))
+    step = None if arena is None else arena.step
+    if step is not None and step.distributed is not None:
+        return step.distributed.rank, step.distributed.world, step.distributed.group
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), None
+    return 0, 1, None
+
+
+def _on_all_ranks(action: Callable, ranks: int, group) -> list:
+    """What `action()` returns on each rank. An error of one rank is one on all."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    everyone: list = [(result, None)] * ranks
+    if ranks > 1:
+        _gather(everyone, (result, error and (str(error) or repr(error))), group=group)
+    if error is not None:
+        raise error
+    for rank, (_, words) in enumerate(everyone):
+        if words:
+            raise CheckpointError(f"rank {rank}: {words}")
+    return [value for value, _ in everyone]
+
+
 # ---- a state that is spread over ranks ---------------------------------------------------------
 
 
@@ -264,13 +310,14 @@ def save_checkpoint(
     batches: Any = None,
     step: int = 0,
     extra: Any = None,
-    ranks: Sequence[Tensor] = (),
 ) -> pathlib.Path:
     """Write one checkpoint, a safetensors file; missing folders are made.
 
-    With an optimizer whose state is spread over ranks every rank calls this, with the same
-    arguments, and the checkpoint is a folder, into which each rank writes its share. Inside of
-    step.gathered() it is a file, which one rank writes.
+    With several ranks every rank calls this, with the same arguments. Rank 0 writes the file, with
+    the state of torch's generators of each rank, and no rank returns before it is there. The ranks
+    are those of the model's TrainStep, else of torch.distributed's default group. With an optimizer
+    whose state is spread over ranks the checkpoint is a folder, into which each rank writes its
+    share; inside of step.gathered() it is a file.
 
     Copies from the device, hence synchronises.
 
@@ -282,15 +329,16 @@ def save_checkpoint(
         arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Default:
             none.
         scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
-        batches: anything with a `state_dict()` of plain values. Default: none.
+        batches: anything with a `state_dict()` of plain values, such as ga.Batches or torchdata's
+            StatefulDataLoader; a DataLoader has none. Default: none.
         step: optimizer steps done. Default: 0.
         extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
-        ranks: random_state() of each rank of a data-parallel run. A folder has it without this.
 
     Returns:
         The path.
 
     Raises:
+        ArgumentError: for `batches` without a state_dict().
         CheckpointError: for a value that cannot be stored without pickle, a read-only folder, a
             full disk; on every rank, where it is one's. What was at `path`, if anything, is then
             untouched, and nothing is left beside it.
@@ -305,8 +353,42 @@ def save_checkpoint(
     path = pathlib.Path(path).expanduser()
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     shares = _shares_of(optimizers)
+    if shares is not None:
+        from .checkpoint_shards import save_shards
+
+        tensors, state = _contents(path, model, optimizers, arena, schedulers, batches, extra)
+        mine = _of_one_rank(shares, model, arena, tensors)
+        save_shards(path, mine, step, state, shares.layout.group)
+        return path
+    rank, ranks, group = _ranks_of(model, arena)
+    written: list = []
+
+    def prepare():
+        written[:] = _contents(path, model, optimizers, arena, schedulers, batches, extra)
+        return str(path), random_state()
+
+    def write():
+        if rank == 0:
+            write_file(path, written[0], step, written[1])
+
+    paths, random_states = zip(*_on_all_ranks(prepare, ranks, group))
+    if len(set(paths)) > 1:
+        raise CheckpointError(
+            f"the ranks save to {' and '.join(sorted(set(paths)))}; expected one path, at which "
+            "rank 0 writes"
+        )
+    if ranks > 1:
+        written[0].update((f"rng.rank{r}", state) for r, state in enumerate(random_states))
+    _on_all_ranks(write, ranks, group)
+    return path
+
+
+def _contents(
+    path, model, optimizers, arena, schedulers, batches, extra
+) -> tuple[dict[str, Any], dict]:
+    """(tensors, JSON) of a checkpoint. The tensors are not copied."""
+    _check_batches(batches)
     tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
-    tensors.update((f"rng.rank{rank}", state) for rank, state in enumerate(ranks))
     state = {
         "random": pack(_python_random_state(), "the random state"),
         "extra": pack(extra, "extra"),
@@ -323,14 +405,7 @@ def save_checkpoint(
         }
     if batches is not None:
         state["batches"] = {"values": pack(batches.state_dict(), "the data position")}
-    if shares is None:
-        write_file(path, tensors, step, state)
-    else:
-        from .checkpoint_shards import save_shards
-
-        mine = _of_one_rank(shares, model, arena, tensors)
-        save_shards(path, mine, step, state, shares.layout.group)
-    return path
+    return tensors, state
 
 
 def _of_one_rank(shares: _Shares, model, arena, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -602,7 +677,6 @@ def load_checkpoint(
     scheduler: Any = None,
     batches: Any = None,
     restore_rng: bool = True,
-    rank: int = 0,
 ) -> dict[str, Any]:
     """Continue from a checkpoint that save_checkpoint wrote.
 
@@ -617,14 +691,14 @@ def load_checkpoint(
         optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
             restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights
             alone.
-        restore_rng: restore the random state of Python, NumPy and torch. Default: True.
-        rank: of a data-parallel run, whose torch generators are restored. A rank that the file does
-            not know keeps its own. Default: 0.
+        restore_rng: restore the random state of Python, NumPy and torch, of torch's generators this
+            rank's. A rank that the file does not know keeps its own. Default: True.
 
     Returns:
         A dict of "step", an int, and "extra", what save_checkpoint was given.
 
     Raises:
+        ArgumentError: for `batches` without a state_dict().
         CheckpointError: with nothing changed, for no such file; one that is not safetensors, is
             truncated or altered; names, shapes or dtypes other than the
             model's, the optimizer's or the arena's; another number or kind of optimizers or
@@ -639,6 +713,7 @@ def load_checkpoint(
         True
     """
     path = pathlib.Path(path).expanduser()
+    _check_batches(batches)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     shares = _shares_of(optimizers)
     layout = shares and shares.layout
@@ -671,7 +746,7 @@ def load_checkpoint(
         generators = {"rng.cpu": torch.get_rng_state()}
         _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
         with refusing(path):
-            random_states = _random_states(contents, rank)
+            random_states = _random_states(contents, _ranks_of(model, arena)[0])
     _load_state_dicts(path, state, batches, schedulers)
 
     # All of it fits.

@@ -24,6 +24,7 @@ import json
 import math
 import pathlib
 import reprlib
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -416,6 +417,8 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> tuple[dict[str, Tens
         raise CheckpointError(
             f"{path} is not a file; expected a checkpoint written by save_checkpoint"
         )
+    if path.suffix in (".pt", ".pth") or zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is not a safetensors file; read .pt files by torch.load")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -8,6 +8,7 @@ yields are those that have arrived, from a few steps before.
 """
 
 import dataclasses
+import logging
 import math
 import pathlib
 import time
@@ -27,7 +28,6 @@ from .checkpoint import (
     load_checkpoint,
     older_whole_checkpoints,
     prune_checkpoints,
-    random_state,
     save_checkpoint,
 )
 from .logs import Log, RunLog, check_log
@@ -35,6 +35,7 @@ from .micro import is_split, with_dicts
 from .models import eval_mode
 from .step import TrainStep, token_loss
 
+log_of_package = logging.getLogger("gpuaccel")
 # Steps that the host may be ahead of the device. Few, so that readings are fresh.
 AHEAD = 2
 
@@ -104,6 +105,7 @@ class _Checkpoints:
         self.keep = keep
         self.extra = extra
         self.saved_step = -1
+        self.kind = type(batches).__name__
         self.state: dict[str, Any] = dict(
             model=step.model,
             optimizer=step.optimizers,
@@ -120,12 +122,19 @@ class _Checkpoints:
             checkpoint = pathlib.Path(path).expanduser()
         if checkpoint is not None:
             self._load(checkpoint)
+            if self.state["batches"] is None:
+                log_of_package.warning(
+                    "resumed after step %d: a %s has no state_dict(), so the batches begin with "
+                    "its first one again; ga.Batches and torchdata's StatefulDataLoader go on "
+                    "where they were",
+                    self.step.count,
+                    self.kind,
+                )
         self.saved_step = self.step.count
 
     def _load(self, path: pathlib.Path):
-        rank = 0 if self.step.reducer is None else self.step.reducer.rank
         try:
-            self.step.count = load_checkpoint(path, **self.state, rank=rank)["step"]
+            self.step.count = load_checkpoint(path, **self.state)["step"]
         except CheckpointError as error:
             if is_whole(path):
                 # It belongs to something else, as the older ones do.
@@ -139,18 +148,10 @@ class _Checkpoints:
         if not self.folder or self.saved_step == self.step.count:
             return
         reducer = self.step.reducer
-        is_first = reducer is None or reducer.rank == 0
-        sharded = reducer is not None and reducer.sharded
-        # A folder of shards holds each rank's generators anyway.
-        ranks = () if reducer is None or sharded else reducer.gather(random_state())
         path = checkpoint_path(self.folder, self.step.count, self.step.optimizers)
-        if is_first or sharded:
-            save_checkpoint(path, step=self.step.count, extra=self.extra, ranks=ranks, **self.state)
-        if is_first:
+        save_checkpoint(path, step=self.step.count, extra=self.extra, **self.state)
+        if reducer is None or reducer.rank == 0:
             prune_checkpoints(self.folder, self.keep, path)
-        # No rank may look for a checkpoint that is not there yet.
-        if reducer is not None:
-            reducer.barrier()
         self.saved_step = self.step.count
 
 
@@ -180,7 +181,8 @@ def train(
 
     Args:
         step: the TrainStep; its meter is used, or one is made.
-        batches: an iterator of batches. A run over data.Batches can be resumed.
+        batches: an iterable of batches. It is resumed where it was if it has a state_dict(), as
+            ga.Batches and torchdata's StatefulDataLoader; others begin again, with a warning.
         steps: optimizer steps in all, those of an earlier run that is resumed included.
         val: batches that are evaluated every `val_every` steps and at the end, with the step's
             loss_fn. Default: none.

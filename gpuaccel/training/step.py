@@ -44,7 +44,13 @@ from .checkpoint import as_list
 from .micro import rows_of, split, with_dicts
 from .replay import Replay, ReplayMode, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
-from .step_checks import check_clip, check_kinds, check_optimizer_kinds, check_tensors
+from .step_checks import (
+    check_clip,
+    check_kinds,
+    check_optimizer_kinds,
+    check_tensors,
+    warn_of_ranks_alone,
+)
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -189,6 +195,8 @@ class TrainStep:
         if max_norm is not None:
             max_norm = check_max_norm(max_norm)
         options = replay_options(replay)
+        if distributed is None:
+            warn_of_ranks_alone(model)
 
         self.model = model
         self.loss_fn = loss_fn
@@ -198,6 +206,8 @@ class TrainStep:
         self.schedulers = schedulers
         self.meter = meter
         self.deterministic = deterministic
+        # Of the ranks that train this model together; None: of one process.
+        self.distributed = distributed
         # Optimizer steps taken.
         self.count = 0
         self._max_norm = max_norm

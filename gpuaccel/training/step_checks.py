@@ -1,14 +1,19 @@
 """What TrainStep refuses, before anything changes: arguments, and optimizers over other tensors."""
 
+import logging
 import numbers
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from ..distributed import Distributed
 from ..errors import ArgumentError, described
 from ..optim import Arena, DeviceOptimizer
+
+log = logging.getLogger("gpuaccel")
 
 
 def check_optimizer_kinds(opt, optimizers: list):
@@ -62,10 +67,29 @@ def check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed):
         raise ArgumentError(
             f"autocast is {autocast!r}; expected a dtype, such as torch.bfloat16, or None"
         )
+    if autocast == torch.float16:
+        raise ArgumentError(
+            "autocast is torch.float16: float16 needs a scaled loss: a loop of your own with "
+            "torch.amp.GradScaler, or bfloat16"
+        )
     if not isinstance(distributed, (Distributed, type(None))):
         raise ArgumentError(
             f"distributed is {described(distributed)}; expected a ga.Distributed, or None"
         )
+
+
+def warn_of_ranks_alone(model: nn.Module):
+    """One warning where this is one of several ranks, and nothing sums their gradients."""
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.getenv("WORLD_SIZE") or 1)
+    if ranks < 2 or any(
+        isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()
+    ):
+        return
+    log.warning(
+        "this TrainStep is that of one of %d ranks and sums no gradients over them, so that their "
+        "models differ from the first step on: expected distributed=ga.Distributed()",
+        ranks,
+    )
 
 
 def check_clip(optimizers, clipping_opt: DeviceOptimizer | None, max_norm: float | None):

@@ -9,7 +9,6 @@ from unittest import mock
 
 import rank_checks as checks
 import torch
-import torch.distributed as dist
 from rank_workers import Rank
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -129,10 +128,7 @@ def save_shares(rank: Rank, low, folder, seed=0):
         with watched(step) as note:
             save(step, folder, 2)
         with step.gathered():
-            if rank.rank == 0:
-                path = f"{folder}/whole.safetensors"
-                ga.save_checkpoint(path, step=2, **parts(step))
-        dist.barrier(rank.group)
+            ga.save_checkpoint(f"{folder}/whole.safetensors", step=2, **parts(step))
         return note
 
 
@@ -140,7 +136,7 @@ def load_shares(rank: Rank, path):
     """The note of a load, into an optimizer without a state."""
     with make_step(rank, seed=3) as step:
         with watched(step) as note:
-            ga.load_checkpoint(path, **parts(step), rank=rank.rank)
+            ga.load_checkpoint(path, **parts(step))
         return note
 
 
@@ -151,7 +147,7 @@ def one_of_a_chain(rank: Rank, step, folder, backend, low):
     with ga.use_backend(backend), make_step(rank, low, seed=step) as run:
         if step:
             newest = latest_checkpoint(folder)
-            loaded = ga.load_checkpoint(newest, **parts(run), rank=rank.rank)
+            loaded = ga.load_checkpoint(newest, **parts(run))
             same = loaded["step"] == step and holds(run, read_checkpoint(newest))
         take_steps(run, rank.rank, rank.ranks, step, step + 1)
         save(run, folder, step + 1)
@@ -192,7 +188,7 @@ def refuse_shares(rank: Rank, path):
             t.clone() for t in (step.arena.weights, *step.optimizers[0].layout.buffers.values())
         ]
         try:
-            ga.load_checkpoint(path, **parts(step), rank=rank.rank)
+            ga.load_checkpoint(path, **parts(step))
         except ga.errors.CheckpointError as error:
             after = (step.arena.weights, *step.optimizers[0].layout.buffers.values())
             assert all(map(torch.equal, before, after))

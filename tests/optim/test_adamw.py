@@ -1171,7 +1171,8 @@ def test_raise_names_the_tensor_and_changes_nothing(what, device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_propagate_is_what_torch_does(max_norm, device):
-    run = Training(AdamW, "parameters", device, lr=0.01, max_norm=max_norm)
+    kwargs = {"lr": 0.01, "max_norm": max_norm, "on_nonfinite": "propagate"}
+    run = Training(AdamW, "parameters", device, **kwargs)
     mine, ours = run.opt, run.params
     reference = twin(ours)
     theirs = Torchs(reference, lr=0.01)
@@ -1184,6 +1185,34 @@ def test_propagate_is_what_torch_does(max_norm, device):
         mine.step(), theirs.step()
         compare(ours, reference, f"{value}", equal_nan=True)
     assert mine.skipped == 0 and mine.last_skip() is None and any(p.isnan().any() for p in ours)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_with_max_norm_a_nan_writes_nothing_by_default(device):
+    ours = params_of(device)
+    mine = AdamW(ours, max_norm=1.0)
+    for p in ours:
+        p.grad = torch.full_like(p, NAN)
+    before = [p.detach().clone() for p in ours]
+    mine.step()
+    assert all(map(torch.equal, before, ours)) and mine.skipped == 1
+    # Without it no norm is taken, as by torch's.
+    assert AdamW(ours).on_nonfinite == "propagate"
+
+
+@pytest.mark.parametrize("arena_first", [True, False])
+def test_an_optimizer_that_leaves_out_the_masters_warns_once(arena_first, caplog):
+    model = nn.Linear(3, 3).bfloat16()
+    mine = AdamW(model.parameters())
+    arena = Arena(model)
+    if arena_first:
+        mine = AdamW(arena)
+    for _ in range(2):
+        model(torch.ones(2, 3).bfloat16()).sum().backward()
+        mine.step()
+        mine.zero_grad()
+    said = [r.message for r in caplog.records if "fp32 masters" in r.message]
+    assert len(said) == (0 if arena_first else 1), said
 
 
 # ---- loss scales and divisors --------------------------------------------------------------------

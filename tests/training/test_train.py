@@ -8,6 +8,7 @@ import functools
 import json
 import shutil
 import types
+from itertools import islice
 
 import pytest
 import torch
@@ -597,6 +598,16 @@ def test_resume_without_a_checkpoint_begins_and_after_the_end_does_nothing(tmp_p
     assert run(tmp_path, 3, resume=True)[0] == [1, 2, 3]
     assert run(tmp_path, 3, resume=True)[0] == []
     assert run(tmp_path, 4, resume=True)[0] == [4]
+
+
+def test_batches_without_a_position_begin_again_with_a_warning(tmp_path, caplog):
+    for batches, warnings in ((list(islice(make_batches(), 4)), 1), (make_batches(), 0)):
+        for steps in (1, 2):
+            with TrainStep(make_model()) as step:
+                folder = tmp_path / type(batches).__name__
+                list(train(step, batches, steps, checkpoint_dir=folder, resume=True))
+        assert sum("a list has no state_dict()" in r.message for r in caplog.records) == warnings
+        caplog.clear()
 
 
 def test_a_damaged_checkpoint_is_an_error_that_has_the_older_whole_ones(tmp_path):

@@ -107,6 +107,10 @@ CASES = {
         lambda model: ga.TrainStep(model, autocast=True),
         "autocast is True; expected a dtype, such as torch.bfloat16, or None",
     ),
+    "autocast without a scaler": (
+        lambda model: ga.TrainStep(model, autocast=torch.float16),
+        "float16 needs a scaled loss: a loop of your own with torch.amp.GradScaler, or bfloat16",
+    ),
     "ranks as a number": (
         lambda model: ga.TrainStep(model, distributed=2),
         "distributed is an int; expected a ga.Distributed, or None",
