@@ -163,7 +163,7 @@ TRAINER = {
 @pytest.mark.parametrize("loop", [pytest.param("Trainer", marks=pytest.mark.slow), "accelerate"])
 def test_the_page_about_trainer_trains_what_torchs_optimizer_trains(loop, here):
     path, spaces = ROOT / "docs" / "trainer.md", []
-    code = example(path, {"Trainer": "Trainer(", "accelerate": "Accelerator("}[loop])
+    code = example(path, {"Trainer": "TrainingArguments(", "accelerate": "Accelerator("}[loop])
     code = theirs = code.replace('"max_norm": 1.0', '"max_norm": 0.1')
     for ours, torchs in TRAINER[loop].items():
         assert ours in theirs
