@@ -420,7 +420,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if self.arena is not None:
             return
         new = [p for _, p, _ in members if p.dtype == torch.bfloat16 and not self.state.get(p)]
-        held = Arena.parameters_held() if new else ()
+        held = {id(p) for arena in Arena.all() for p in arena.params} if new else ()
         if any(id(p) in held for p in new):
             kind = type(self).__name__
             log.warning(
