@@ -190,7 +190,7 @@ def test_loaded_state_goes_where_a_captured_step_reads_it(device):
 
 def test_a_step_without_a_norm_reports_none_and_one_that_raises_keeps_no_gradient():
     p = nn.Parameter(torch.ones(3))
-    opt = AdamW([p], max_norm=1.0)
+    opt = AdamW([p], max_norm=1.0, on_nonfinite="propagate")
     p.grad = torch.ones(3)
     opt.step()
     assert opt.clip_state is not None
