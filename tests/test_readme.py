@@ -42,7 +42,9 @@ def names():
     tokens = torch.randint(0, MODEL.vocab, (2, 4, 9))
     return {
         "model": ga.Transformer(MODEL),
-        "loss_fn": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+        "criterion": lambda logits, targets: F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten()
+        ),
         "data": [(batch[:, :-1], batch[:, 1:]) for batch in tokens],
     }
 
@@ -105,7 +107,7 @@ def example(path, word):
 def norm_of_the_batch(space):
     """The gradient norm of the first batch in one piece, by torch."""
     inputs, targets = space["data"][0]
-    loss = space["loss_fn"](space["model"](inputs), targets)
+    loss = space["criterion"](space["model"](inputs), targets)
     grads = torch.autograd.grad(loss, list(space["model"].parameters()))
     return float(torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads])))
 
