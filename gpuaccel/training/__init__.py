@@ -6,14 +6,12 @@ from .data import (
     BPETokenizer,
     ByteTokenizer,
     NamedTokenizer,
-    load_text,
     make_dataset,
     shard,
-    train_bpe,
     val_batches,
 )
 from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
-from .models import GPT2, Config, Transformer, flops_per_token, generate, preset, rotate
+from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .replay import Replay, ReplayMode
 from .results import StepOutput
 from .step import Divide, TrainStep, token_loss
@@ -37,15 +35,12 @@ __all__ = [
     "is_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
-    "load_text",
     "make_dataset",
     "preset",
-    "rotate",
     "save_checkpoint",
     "shard",
     "token_loss",
     "train",
-    "train_bpe",
     "val_batches",
     "warmup_cosine",
     "warmup_cosine_factor",
