@@ -10,19 +10,17 @@ from .data import (
     shard,
     val_batches,
 )
-from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
-from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
+from .loop import evaluate, train, warmup_cosine
+from .models import Config, Transformer, flops_per_token, generate, preset
 from .replay import Replay, ReplayMode
 from .results import StepOutput
-from .step import Divide, TrainStep, token_loss
+from .step import TrainStep, token_loss
 
 __all__ = [
     "BPETokenizer",
     "Batches",
     "ByteTokenizer",
     "Config",
-    "Divide",
-    "GPT2",
     "NamedTokenizer",
     "Replay",
     "ReplayMode",
@@ -43,5 +41,4 @@ __all__ = [
     "train",
     "val_batches",
     "warmup_cosine",
-    "warmup_cosine_factor",
 ]

@@ -254,7 +254,8 @@ def random_state() -> Tensor:
 
 
 def _python_random_state() -> dict:
-    name, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
     return {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
 
 

@@ -122,12 +122,8 @@ class Stored:
 
 
 def pack(value, name: str):
-    """A JSON value from which `unpack` restores `value`.
-
-    Args:
-        value: numbers, strings, lists, tuples, dicts, small tensors, nested.
-        name: what to call it in the CheckpointError that is raised for anything else.
-    """
+    """A JSON value from which `unpack` restores `value`: numbers, strings, lists, tuples, dicts,
+    small tensors, nested. `name` stands in the CheckpointError for anything else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
@@ -225,10 +221,7 @@ def _write(path: pathlib.Path, tensors: dict[str, Tensor], metadata: dict[str, s
 def write_file(path: pathlib.Path, tensors: dict[str, Tensor], step: int, state: dict):
     """Write a checkpoint aside and rename it to `path`; missing folders are made.
 
-    Raises:
-        CheckpointError: for a tensor that safetensors cannot hold, and for any error of the disk;
-            what was at `path` is then untouched.
-    """
+    After a CheckpointError what was at `path` is untouched."""
     metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -254,20 +247,9 @@ def shard_name(rank: int, ranks: int) -> str:
 
 
 def write_shard(path: pathlib.Path, tensors: dict[str, Tensor], firsts: dict[str, int]) -> str:
-    """Write one rank's file of a folder.
+    """Write one rank's file of a folder; returns its sha256, for the manifest.
 
-    Args:
-        path: of the file.
-        tensors: whole ones, and flat ranges.
-        firsts: of each range its first element in the whole tensor.
-
-    Returns:
-        Its sha256, for the manifest.
-
-    Raises:
-        CheckpointError: for a tensor that safetensors cannot hold.
-        OSError: of the disk.
-    """
+    tensors: whole ones, and flat ranges. firsts: of each range its first element in the whole."""
     offsets = {
         name: {"saved_offsets": [firsts[name]] if name in firsts else [0] * tensor.dim()}
         for name, tensor in tensors.items()
@@ -284,16 +266,7 @@ def write_manifest(
 ):
     """Write what a folder of shards consists of: the last file of it.
 
-    Args:
-        folder: where the shards are.
-        files: name -> what write_shard returned.
-        step: optimizer steps done.
-        state: JSON.
-        shapes: [dtype, shape] of each tensor that is stored as ranges.
-
-    Raises:
-        OSError: of the disk.
-    """
+    files: name -> what write_shard returned. shapes: [dtype, shape] of each tensor in ranges."""
     manifest = {
         "format": SHARDS_FORMAT,
         "step": int(step),
@@ -354,11 +327,7 @@ def _verify(path: pathlib.Path, metadata: dict[str, str]):
 
 
 def read_file(path: pathlib.Path) -> Contents:
-    """Everything in a file, verified.
-
-    Raises:
-        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged.
-    """
+    """Everything in a file, verified."""
     tensors, metadata = _read_safetensors(path, FORMAT)
     with refusing(path):
         _verify(path, metadata)
@@ -422,17 +391,10 @@ def read_folder(
     ranks: int = 1,
     gather: Callable[[str], list[str]] = lambda text: [text],
 ) -> Contents:
-    """Everything in a folder of shards, verified.
+    """Everything in a folder of shards, verified. Of several ranks all raise what one finds.
 
-    Args:
-        folder: of the checkpoint.
-        rank, ranks: of a group that reads it together: each rank verifies every ranks-th file.
-        gather: with several ranks, a collective: a text of each of them.
-
-    Raises:
-        CheckpointError: for no such folder, one that is not a checkpoint, and one that is damaged;
-            the error names the shard. Of several ranks all raise it.
-    """
+    rank, ranks: of a group that reads it together: each rank verifies every ranks-th file.
+    gather: with several ranks, a collective: a text of each of them."""
     problem = ""
     manifest: dict = {}
     try:
@@ -460,13 +422,7 @@ def read_folder(
 
 
 def read_checkpoint(path: pathlib.Path, *group) -> Contents:
-    """Everything in a checkpoint, verified.
+    """Everything in a checkpoint, verified: CheckpointError for one that is damaged, or is none.
 
-    Args:
-        path: of a file, or of a folder of shards.
-        group: rank, ranks and gather of read_folder.
-
-    Raises:
-        CheckpointError: see read_file and read_folder.
-    """
+    path: of a file, or of a folder of shards. group: rank, ranks and gather of read_folder."""
     return read_folder(path, *group) if path.is_dir() else read_file(path)

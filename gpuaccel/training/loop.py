@@ -53,24 +53,13 @@ def warmup_cosine(
         floor: what the cosine ends at, as a fraction of the learning rate. Default: 0.1.
     """
 
-    return torch.optim.lr_scheduler.LambdaLR(
-        opt, lambda i: warmup_cosine_factor(i, warmup, steps, floor)
-    )
+    def factor(i):
+        if i < warmup:
+            return (i + 1) / warmup
+        progress = min(1.0, (i - warmup) / max(1, steps - warmup))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
-
-def warmup_cosine_factor(i: int, warmup: int, steps: int, floor: float = 0.1) -> float:
-    """What `warmup_cosine` multiplies the learning rate by after i steps.
-
-    Args:
-        i: steps taken.
-        warmup: steps of the warm-up.
-        steps: where the cosine ends.
-        floor: what the cosine ends at.
-    """
-    if i < warmup:
-        return (i + 1) / warmup
-    progress = min(1.0, (i - warmup) / max(1, steps - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return torch.optim.lr_scheduler.LambdaLR(opt, factor)
 
 
 @torch.no_grad()

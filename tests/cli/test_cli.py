@@ -402,10 +402,8 @@ def test_more_steps_than_before_change_the_learning_rate_and_are_said(whole, tmp
     shutil.copytree(whole[0].out, run.out)
     assert main([*run.words, "--resume", "--steps", str(STEPS + 3)]) == 0
     said = capsys.readouterr().err
-    assert f"--steps was {STEPS}, now {STEPS + 3}: the learning rate is" in said
+    assert f"--steps was {STEPS}, now {STEPS + 3}: from step {STEPS + 2} the learning rate" in said
     rates = [row[2] for row in run.losses()]
-    assert f"is {rates[STEPS]:.3g} in step {STEPS + 1}, and from step {STEPS + 2}" in said
-    assert f"of {STEPS + 3} steps, {rates[STEPS + 1]:.3g} at first" in said
     assert rates[STEPS + 1] > rates[STEPS]
 
 
@@ -641,7 +639,7 @@ def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, caps
     assert newest.name in said and "--steps was" not in said
     assert (folder / "run.json").read_bytes() == description
     assert main([*short_run, "--steps", "7", "--resume", "step-00000004.safetensors"]) == 0
-    assert "--steps was 6, now 7: the learning rate" in capsys.readouterr().err
+    assert "--steps was 6, now 7: from step 6 the" in capsys.readouterr().err
     assert json.loads((folder / "run.json").read_text())["steps"] == 7
 
 

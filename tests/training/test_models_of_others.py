@@ -94,33 +94,6 @@ def mamba(dropout):
     return transformers.MambaForCausalLM(config), text
 
 
-def whisper(dropout):
-    config = transformers.WhisperConfig(
-        vocab_size=VOCAB,
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_source_positions=10,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        dropout=dropout,
-    )
-
-    def batch(k):
-        sound = torch.randn(4, 8, 20, generator=generator(k))
-        return {"input_features": sound, "labels": tokens(50 + k, T=6)}
-
-    return transformers.WhisperForConditionalGeneration(config), batch
-
-
 def wav2vec2(dropout):
     """Layers are left out at random: they have no gradient then. A weight has a parametrization."""
     config = transformers.Wav2Vec2Config(
@@ -199,7 +172,7 @@ def adapters(dropout):
     return model, text
 
 
-MODELS = [bert, vit, t5, mamba, whisper, wav2vec2, experts, adapters]
+MODELS = [bert, vit, t5, mamba, wav2vec2, experts, adapters]
 
 
 def seed(k):

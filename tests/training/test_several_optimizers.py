@@ -340,9 +340,8 @@ def test_a_batch_may_be_nested_and_hold_what_has_no_rows():
         ),
         ((torch.ones(6), Item(torch.ones(6))), "the batch holds an Item, whose tensors would not"),
         ((torch.ones(6), {torch.ones(6)}), "the batch holds a set, whose tensors would not"),
-        (Item(torch.ones(6)), "the batch holds an Item, whose tensors"),
         ((3, torch.tensor(1.0)), "tensors with rows in dim 0; got a tuple"),
-        ({"a": torch.ones(6), "b": torch.ones(2)}, "6 in batch['a'], 2 in batch['b']"),
+        (torch.zeros(0, 2), "a batch of 0 rows has no micro-batch"),
     ],
 )
 def test_a_batch_that_cannot_be_split_is_named(bad, message):

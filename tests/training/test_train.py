@@ -273,21 +273,6 @@ def test_a_batch_is_split_evenly_in_whatever_it_comes():
 
 
 @pytest.mark.parametrize(
-    "batch, message",
-    [
-        (torch.zeros(0, 2), "a batch of 0 rows has no micro-batch"),
-        (torch.tensor(1.0), r"with rows in dim 0; got a tensor of shape \(\)"),
-        ((), "a tensor or a tuple, list or dict of tensors with rows in dim 0; got a tuple"),
-        ("text", "got a str"),
-        (None, "got None"),
-    ],
-)
-def test_a_batch_that_cannot_be_split_is_refused(batch, message):
-    with pytest.raises(ArgumentError, match=message):
-        split(batch, 4)
-
-
-@pytest.mark.parametrize(
     "options, message",
     [
         (dict(micro_batches=0), "micro_batches is 0; expected a whole number of 1 or more"),
