@@ -104,8 +104,7 @@ class _JSONLines:
     """A file with a JSON object per step."""
 
     def __init__(self, path, resumed_step):
-        # A link stays one.
-        self.path = pathlib.Path(path).expanduser().resolve()
+        self.path = pathlib.Path(path).expanduser()
         self.file: io.TextIOBase | None = None
         try:
             if self.path.is_dir():

@@ -43,7 +43,7 @@ from ..optim import AdamW, Arena, DeviceOptimizer, Products
 from .checkpoint import as_list
 from .micro import rows_of, split, with_dicts
 from .replay import Replay, ReplayMode, StepGraphs, replay_options
-from .results import ClipResult, StepOutput, Totals
+from .results import StepOutput, Totals, clipped_by, clipped_here
 from .step_checks import (
     check_clip,
     check_kinds,
@@ -519,7 +519,7 @@ class TrainStep:
         tokens = totals.tokens
         if self.reducer is not None:
             tokens = self.reducer.as_counted(tokens)
-        return StepOutput(mean_loss, tokens, **vars(clip))
+        return StepOutput(mean_loss, tokens, **clip)
 
     @torch.no_grad()
     def _mean_loss(self, totals: Totals) -> Tensor:
@@ -548,7 +548,7 @@ class TrainStep:
         assert isinstance(totals.micro_batches, Tensor)
         return totals.micro_batches
 
-    def _clip_and_step(self, divisor: Tensor | None, mark, optimizers) -> ClipResult:
+    def _clip_and_step(self, divisor: Tensor | None, mark, optimizers) -> dict[str, Tensor]:
         opt = self._clipping_opt
         if opt is not None:
             opt.gradient_divisor = divisor
@@ -557,15 +557,15 @@ class TrainStep:
             finally:
                 opt.gradient_divisor = None
             mark("optimizer")
-            return ClipResult.of_optimizer(opt)
+            return clipped_by(opt)
         if divisor is not None:
             grads = [p.grad for p in self.arena.params if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, 1.0 / divisor)
-        result = ClipResult()
+        result = {}
         if self.max_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.arena.parameters(), self.max_norm)
-            result = ClipResult.of_norm(norm, self.max_norm)
+            result = clipped_here(norm, self.max_norm)
             mark("clip")
         for optimizer in optimizers:
             optimizer.step()
@@ -573,7 +573,7 @@ class TrainStep:
         first, *others = self.optimizers
         if self.max_norm is None and isinstance(first, DeviceOptimizer) and not others:
             # A ga.AdamW over parameters, which may have clipped by itself.
-            return ClipResult.of_optimizer(first)
+            return clipped_by(first)
         return result
 
     # ---- state and control ----

@@ -165,22 +165,18 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
     "words, expected",
     [
         ([], "required: command"),
-        (["nothing"], "command: is 'nothing'; expected one of train, "),
-        (["docter"], "kernels, doctor; did you mean 'doctor'?"),
-        (["train", "--model", "tinny"], "llama-350m, gpt2-124m; did you mean 'tiny'?"),
+        (["docter"], "command: invalid choice: 'docter' (choose from "),
+        (["train", "--model", "tinny"], "--model: invalid choice: 'tinny' (choose from "),
         (["kernels", "-D", "x"], "-D: is 'x', expected NAME=VALUE"),
         (["train", "--steps", "0"], "--steps: is '0'; expected a whole number of at least 1"),
         (["train", "--steps", "ten"], "--steps: is 'ten'; expected a whole number of at least 1"),
         (["train", "--batch", "1.5"], "--batch: is '1.5'; expected a whole number of at least 1"),
         (["train", "--lr", "nan"], "--lr: is 'nan'; expected a number from 0 to 1"),
-        (["train", "--lr", "inf"], "--lr: is 'inf'; expected a number from 0 to 1"),
-        (["train", "--lr", "1e30"], "--lr: is '1e30'; expected a number from 0 to 1"),
         (["train", "--lr", "-1"], "--lr: is '-1'; expected a number from 0 to 1"),
         (["train", "--seed", "9" * 20], f"expected a whole number from 0 to {2**63 - 1}"),
         (["train", "--nproc", "1000000"], "expected a whole number from 1 to 256"),
         (["train", "--timeout", "1e300"], "expected a number from 1 to 1000000"),
         (["train", "--out", ""], "--out: is ''; expected a path"),
-        (["train", "--text", ""], "--text: is ''; expected a path"),
         (["train", "--resume="], "--resume: is ''; expected a path"),
         (["train", "--resume", "a\0b"], "--resume: is 'a\\x00b'; expected a path"),
         (["kernels", ""], "file: is ''; expected a path"),
@@ -191,18 +187,6 @@ def test_wrong_usage_is_status_2(words, expected, capsys):
     assert main(words) == 2
     err = capsys.readouterr().err
     assert err.startswith("usage: gpuaccel") and expected in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "name, value", [("RANK", "x"), ("WORLD_SIZE", "x"), ("LOCAL_RANK", "x"), ("MASTER_PORT", "abc")]
-)
-def test_a_variable_of_torchrun_that_is_no_number_is_one_line(name, value, monkeypatch, capsys):
-    whole = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for key, text in {**whole, name: value}.items():
-        monkeypatch.setenv(key, text)
-    assert main(["train", "--device", "cpu", "--out", "run"]) == 1
-    assert capsys.readouterr().err.startswith(f"gpuaccel: {name} is {value!r}; expected a whole")
-    assert not pathlib.Path("run").exists()
 
 
 def test_help_and_version_are_status_0(capsys):
@@ -338,7 +322,6 @@ def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interrup
     run = Run(tmp_path).start()
     status, _, err = run.stop(signal.SIGKILL, 10)
     assert status == -signal.SIGKILL, err
-    assert (run.out / "lock").read_text() == str(run.process.pid)
 
     run.start("--resume")
     status, _, err = run.stop(signal.SIGINT, 24)
@@ -358,19 +341,17 @@ def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interrup
 
 
 def test_a_folder_has_one_writer(tmp_path, capsys):
-    """The lock that a killed run has left is not in the way: --resume goes on after a SIGKILL."""
+    """Also one that is there already. A refused command leaves no folder behind."""
     run = Run(tmp_path)
-    with lock_run(run.out):
-        assert main(run.words) == 1
-        held = f"to which process {os.getpid()} is writing; expected a folder that no other run"
-        assert held in capsys.readouterr().err
-        assert [path.name for path in run.out.iterdir()] == ["lock"]
-    assert not run.out.exists()
-    run.out.mkdir()
-    (run.out / "lock").write_text("1")
-    with lock_run(run.out):
-        assert (run.out / "lock").read_text() == str(os.getpid())
-    assert list(run.out.iterdir()) == []
+    for exists in (False, True):
+        if exists:
+            run.out.mkdir()
+        with lock_run(run.out):
+            assert main(run.words) == 1
+            held = "to which another process is writing; expected a folder that no other run"
+            assert held in capsys.readouterr().err
+            assert list(run.out.iterdir()) == []
+        assert run.out.exists() == exists
 
 
 @pytest.mark.slow
@@ -614,14 +595,6 @@ def test_a_resume_that_takes_no_step_changes_nothing(short_run, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_run_of_a_version_with_modes_of_accumulation_is_resumed(short_run, tmp_path):
-    path = tmp_path / "run" / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "accumulate": "arena"}))
-    assert main([*short_run, "--steps", "7", "--resume"]) == 0
-    assert rows_of(tmp_path / "run" / "metrics.jsonl")[-1] == 7
-
-
-@pytest.mark.slow
 def test_a_resume_that_fails_leaves_run_json_as_it_was(short_run, tmp_path, capsys):
     folder = tmp_path / "run"
     description = (folder / "run.json").read_bytes()
@@ -654,17 +627,6 @@ def test_resume_takes_the_checkpoint_that_it_names(short_run, tmp_path, capsys):
     resumed = ["--resume", str(folder / "best.safetensors")]
     assert main([*short_run, "--steps", "7", *resumed]) == 0
     assert rows_of(folder / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.slow
-def test_a_log_that_is_a_link_stays_one(short_run, tmp_path):
-    metrics, target = tmp_path / "run" / "metrics.jsonl", tmp_path / "target.jsonl"
-    metrics.rename(target)
-    metrics.symlink_to(target)
-    assert main([*short_run, "--resume", "--steps", "7"]) == 0
-    assert main([*short_run, "--resume", "--steps", "8"]) == 0
-    assert metrics.is_symlink()
-    assert rows_of(target) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_home_that_nobody_has_is_one_line(capsys):

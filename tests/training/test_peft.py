@@ -312,15 +312,6 @@ def test_an_arena_that_was_made_before_the_adapter_is_named():
         ga.TrainStep(model, opt, loss_fn)
 
 
-def test_an_adapter_that_was_added_after_the_arena_is_named():
-    model = adapted(Mlp)
-    opt = optimizer(model)
-    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up"]))
-    model.set_adapter("second")
-    with pytest.raises(ArgumentError, match="lora_A.second.weight is not in the arena"):
-        ga.TrainStep(model, opt, loss_fn)
-
-
 def test_a_model_without_a_trained_adapter_has_nothing_to_lay_out():
     settings = peft.LoraConfig(r=2, target_modules=["up"], inference_mode=True)
     with pytest.raises(ArgumentError, match="PeftModel has no trainable parameter"):

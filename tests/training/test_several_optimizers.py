@@ -253,6 +253,10 @@ def rest(model):
             lambda m: [torch.optim.SGD(rest(m)), torch.optim.SGD([nn.Parameter(torch.ones(3))])],
             "group 0 of the optimizer holds a tensor of shape (3,) that is not the model's",
         ),
+        (
+            lambda m: torch.optim.SGD(m.bfloat16().parameters()),
+            "parameter 0.weight (torch.bfloat16); expected tensors of arena.parameters(), the fp32",
+        ),
     ],
 )
 def test_each_trained_tensor_is_in_one_optimizer(opt, message):

@@ -164,27 +164,6 @@ def test_containers_of_parameters_are_parameters():
     assert not params[0].eq(1).any()
 
 
-def changed(change):
-    """An arena whose module was changed after it was made."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    arena = Arena(model)
-    change(model)
-    return arena
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda m: m[1].weight.requires_grad_(), "parameter 1.weight is not in the arena"),
-        (lambda m: m.append(nn.Linear(2, 2)), "parameter 2.weight is not in the arena"),
-    ],
-)
-def test_what_is_trained_is_what_was_trainable_when_the_arena_was_made(change, message):
-    arena = changed(change)
-    with pytest.raises(ArgumentError, match=message):
-        ga.TrainStep(arena.module, ga.AdamW(arena))
-
-
 def test_a_model_without_tokens_is_told_to_bring_a_loss():
     model = nn.Linear(4, 3)
     message = r"returned \(8, 3\) for targets of \(8, 3\).*For another loss pass loss_fn"
