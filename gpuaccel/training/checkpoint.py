@@ -138,12 +138,7 @@ def _optimizer_state(groups, optimizers) -> tuple[dict[str, Any], dict]:
     Of a state that is spread over ranks the tensors are FlatRanges."""
     tensors: dict[str, Any] = {}
     shares = _shares_of(optimizers)
-    state: dict = {
-        "class": _class_names(optimizers),
-        "groups": [],
-        "parameters": {},
-        "values": {},
-    }
+    state: dict = {"class": _class_names(optimizers), "groups": [], "values": {}}
     for (k, optimizer, group), members in zip(_with_groups(optimizers), groups):
         options = pack(_group_options(group), "the optimizer's parameter group")
         index = {"optimizer": k} if k else {}
@@ -158,7 +153,6 @@ def _optimizer_state(groups, optimizers) -> tuple[dict[str, Any], dict]:
                     tensors[stored_name] = value
                     value = Stored(stored_name)
                 values[key] = pack(value, stored_name)
-            state["parameters"][name] = describe(parameter)
             state["values"][name] = values
     return tensors, state
 
@@ -461,9 +455,7 @@ def _check_class(path, stored: dict, things: list):
 
 def _check_optimizers(path, stored: dict, optimizers, groups):
     _check_class(path, stored, optimizers)
-    parameters = {name: p for members in groups for name, p in members.items()}
-    descriptions = {name: describe(p) for name, p in parameters.items()}
-    _check_same(path, stored["parameters"], descriptions, "optimizer")
+    # Their shapes are those of the model's tensors, and of the arena's.
     # Index of the optimizer, and names, of each group.
     stored_groups = [(g.get("optimizer", 0), sorted(g["names"])) for g in stored["groups"]]
     with_groups = _with_groups(optimizers)

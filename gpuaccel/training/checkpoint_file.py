@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, GpuaccelError
-from ..files import damage, host_bytes, written_aside
+from ..files import host_bytes, written_aside
 
 FORMAT = "gpuaccel-checkpoint-2"
 SHARDS_FORMAT = "gpuaccel-sharded-checkpoint-2"
@@ -302,7 +302,7 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> tuple[dict[str, Tens
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as safetensors: {damage(path)} ({error})"
+            f"{path} cannot be read as safetensors: it is truncated or damaged ({error})"
         ) from error
     if metadata.get("format") != expected:
         hint = ""
