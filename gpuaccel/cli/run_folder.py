@@ -26,11 +26,6 @@ MAX_SEED = 2**63 - 1
 RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "lr", "seed")
 
 
-def default_folder(model: str) -> str:
-    """Where a run of this preset is written unless --out says otherwise."""
-    return f"runs/{model}"
-
-
 @contextlib.contextmanager
 def lock_run(folder: pathlib.Path):
     """In the block this process alone writes to a run's folder.

@@ -41,7 +41,6 @@ from .run_folder import (
     METRICS_FILE,
     RUN_OPTIONS,
     check_run,
-    default_folder,
     lock_run,
     write_run,
 )
@@ -347,7 +346,7 @@ def _fill_in_defaults(args):
     args.batch = args.batch or recipe.batch
     args.seq = args.seq or preset(args.model).T
     args.lr = recipe.lr if args.lr is None else args.lr
-    args.out = pathlib.Path(args.out or default_folder(args.model)).expanduser()
+    args.out = pathlib.Path(args.out or f"runs/{args.model}").expanduser()
 
 
 def _micro_batches_per_rank(args, ranks) -> int:

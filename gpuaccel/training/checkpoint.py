@@ -408,11 +408,7 @@ def _in_words(description) -> str:
 
 
 def _check_same(path, stored: dict, expected: dict, what: str):
-    """Compare two dicts name -> [dtype, shape].
-
-    Raises:
-        CheckpointError: it names a difference.
-    """
+    """CheckpointError, naming a difference, unless two dicts name -> [dtype, shape] are equal."""
     names = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
     if names:
         name = names[0]
@@ -640,12 +636,8 @@ def checkpoint_path(
 ) -> pathlib.Path:
     """`<folder>/step-00000200.safetensors`: a name that `latest_checkpoint` looks for.
 
-    Args:
-        folder: of checkpoints.
-        step: optimizer steps done.
-        optimizer: one, or a list. It decides the ending: where its state is spread over ranks, the
-            checkpoint is a folder, `step-00000200.sharded`.
-    """
+    optimizer: one, or a list. Where its state is spread over ranks, the checkpoint is a folder,
+    `step-00000200.sharded`."""
     ending = ".safetensors" if _shares_of(as_list(optimizer)) is None else ".sharded"
     return pathlib.Path(folder).expanduser() / f"step-{int(step):08d}{ending}"
 
@@ -703,15 +695,9 @@ def prune_checkpoints(
     """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
 
     Also deletes what killed runs left unfinished, up to the newest step. Checkpoints of later steps
-    than `saved` are of another run, or of one that went on from an older checkpoint: they stay, and
-    do not count.
-
-    Args:
-        folder: of checkpoints.
-        keep: how many stay.
-        saved: the one that was written now. Another one of its step, which a run with another
-            number of ranks has left, is deleted.
-    """
+    than `saved`, which was written now, are of another run, or of one that went on from an older
+    checkpoint: they stay, and do not count. Another one of its step, which a run with another
+    number of ranks has left, is deleted."""
     if keep < 1:
         raise CheckpointError(f"{folder}: keep is {keep}, expected at least 1")
     checkpoints = _checkpoints(folder)

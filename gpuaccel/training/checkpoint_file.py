@@ -63,20 +63,13 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Contents:
-    """What a verified checkpoint holds.
-
-    Args:
-        step: optimizer steps done.
-        state: everything that is no tensor.
-        shapes: [dtype, shape] of the tensors that are stored as flat ranges.
-
-    Attributes:
-        entries: name -> [dtype, shape] of each tensor.
-    """
+    """What a verified checkpoint holds."""
 
     def __init__(self, step: int, state: dict, shapes: dict[str, list] | None = None):
         self.step = step
+        # Everything that is no tensor.
         self.state = state
+        # Name -> [dtype, shape] of each tensor; `shapes` are those that are stored as flat ranges.
         self.entries: dict[str, list] = dict(shapes or {})
         # Of each tensor, in order: (first element, (n,) elements), a view of the mapped file.
         self._ranges: dict[str, list[tuple[int, Tensor]]] = {}

@@ -67,18 +67,9 @@ def _read_text(path: pathlib.Path) -> str:
 def load_text(
     path: str | os.PathLike | None, max_bytes: int | None = None
 ) -> tuple[list[str], str]:
-    """Text of a file, a folder, or the standard library.
+    """The documents of a file, a folder, or the standard library, and in words where they are from.
 
-    Args:
-        path: see make_dataset.
-        max_bytes: stop after that many bytes of text, at a whole character.
-
-    Returns:
-        The documents, one for each file that is not empty, and where they are from, in words.
-
-    Raises:
-        ArgumentError, DataError: as make_dataset.
-    """
+    A document is a file that is not empty. max_bytes cuts at a whole character."""
     if max_bytes is not None and max_bytes < 1:
         raise ArgumentError(f"max_bytes is {max_bytes}; expected None or at least 1")
     if path is None:
@@ -164,22 +155,6 @@ class BPETokenizer:
         self._tokenizer = Tokenizer.from_str(description)
         self.vocab_size = self._tokenizer.get_vocab_size()
 
-    @classmethod
-    def trained(cls, documents: list[str], vocab_size: int) -> "BPETokenizer":
-        """One that is trained on texts; it has fewer tokens where too few pairs repeat."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            show_progress=False,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        )
-        tokenizer.train_from_iterator(documents, trainer, length=len(documents))
-        return cls(tokenizer.to_str())
-
     def to_json(self) -> str:
         """All of the tokenizer as text."""
         return self._tokenizer.to_str()
@@ -206,6 +181,22 @@ class BPETokenizer:
             tokens: whole numbers below vocab_size.
         """
         return self._tokenizer.decode(_as_list(tokens, self.vocab_size), skip_special_tokens=False)
+
+
+def train_bpe(documents: list[str], vocab_size: int) -> BPETokenizer:
+    """One that is trained on texts; it has fewer tokens where too few pairs repeat."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    return BPETokenizer(tokenizer.to_str())
 
 
 # ---- datasets ------------------------------------------------------------------------------------
@@ -250,7 +241,7 @@ def _bpe_tokens(documents: list[str], vocab_size: int):
     Both take seconds. A text and a size have one entry."""
 
     def make() -> bytes:
-        tokenizer = BPETokenizer.trained(documents, vocab_size)
+        tokenizer = train_bpe(documents, vocab_size)
         train, val = (tokenizer.encode(text).astype("<u2").tobytes() for text in _split(documents))
         return b"%s\n%d\n%s%s" % (tokenizer.to_json().encode(), len(train), train, val)
 

@@ -18,18 +18,9 @@ from ..errors import ArgumentError, described
 def split(batch, parts: int) -> list:
     """`batch` in pieces along dim 0, whose sizes differ by one at most, as torch.tensor_split.
 
-    There are `parts` pieces, or one for each row where there are fewer rows.
-
-    Args:
-        batch: a tensor, or tensors in tuples, lists and dicts, nested. Each piece has all that has
-            no rows: numbers, strings, None, () tensors, NumPy arrays. A list of tuples, lists or
-            dicts is split already, into micro-batches that may differ in number and shape; it is
-            returned as it is.
-
-    Raises:
-        ArgumentError: when the tensors disagree in dim 0, have no rows, or stand in an object of
-            another kind.
-    """
+    There are `parts` pieces, or one for each row where there are fewer rows. Each piece has all
+    that has no rows: numbers, strings, None, () tensors, NumPy arrays. A list of tuples, lists or
+    dicts is split already, into micro-batches that may differ in number and shape."""
     if is_split(batch):
         return batch
     rows = _rows(batch, "", {})
@@ -102,11 +93,7 @@ def _like(value: tuple | list, items: list):
 
 
 def with_dicts(batch):
-    """The batch with dicts in the place of other mappings, such as transformers' BatchEncoding.
-
-    Args:
-        batch: any, or a list of micro-batches.
-    """
+    """The batch with dicts in the place of other mappings, such as transformers' BatchEncoding."""
     if isinstance(batch, Mapping):
         return {key: with_dicts(item) for key, item in batch.items()}
     if isinstance(batch, (tuple, list)):

@@ -155,11 +155,7 @@ def preset(name: Preset, **changes: Any) -> Config:
 def rotary_table(T: int, head_dim: int, theta: float = ROPE_THETA) -> Tensor:
     """(2, T, head_dim) fp32: [cos, cos] and [-sin, sin] of each position's angles.
 
-    Args:
-        T: number of positions.
-        head_dim: width of a head, even.
-        theta: base of the frequencies theta^(-2 i / head_dim), in radians per position.
-    """
+    The frequencies are theta^(-2 i / head_dim), in radians per position."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
     cos = angle.cos()
@@ -168,14 +164,8 @@ def rotary_table(T: int, head_dim: int, theta: float = ROPE_THETA) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
-
-    The pair becomes (a cos - b sin, b cos + a sin).
-
-    Args:
-        x: (B, heads, T, head_dim).
-        table: rotary_table of at least T positions.
-    """
+    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position: it becomes
+    (a cos - b sin, b cos + a sin). x: (B, heads, T, head_dim)."""
     cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
@@ -204,12 +194,7 @@ class Block(nn.Module):
         self.down = nn.Linear(c.intermediate, c.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        """The block's output.
-
-        Args:
-            x: (B, T, H).
-            rope: rotary_table of at least T positions.
-        """
+        """(B, T, H) -> (B, T, H). rope: rotary_table of at least T positions."""
         h = self.input_norm(x)
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

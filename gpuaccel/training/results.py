@@ -64,13 +64,6 @@ class Totals:
     micro_batches: int | Tensor = 0
 
     def add(self, loss: Tensor, tokens: Tensor | None, rows: int):
-        """One more micro-batch.
-
-        Args:
-            loss: () fp32.
-            tokens: () integer; None where loss_fn returns means.
-            rows: sequences in it.
-        """
         self.loss = loss if self.loss is None else self.loss + loss
         if self.tokens is None:
             self.tokens = tokens

@@ -17,6 +17,7 @@ from gpuaccel.training.data import (
     ByteTokenizer,
     load_text,
     make_dataset,
+    train_bpe,
     val_batches,
 )
 
@@ -37,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def bpe():
-    return BPETokenizer.trained(STORY, 300)
+    return train_bpe(STORY, 300)
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -184,8 +185,7 @@ def test_bpe_is_trained_once_and_the_same(tmp_path, cache, monkeypatch):
     assert first.tokenizer.decode(first.train) == "".join(texts)
 
     made = []
-    real = BPETokenizer.trained
-    monkeypatch.setattr(BPETokenizer, "trained", lambda *args: made.append(1) or real(*args))
+    monkeypatch.setattr(data, "train_bpe", lambda *args: made.append(1) or train_bpe(*args))
     (entry,) = (cache / "bpe").iterdir()
     content = entry.read_bytes()
     for damaged, times in ((content, 0), (content[:-1], 1), (content.replace(b"m", b"n"), 1)):

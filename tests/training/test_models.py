@@ -51,28 +51,22 @@ def separate_forward(model, tokens):
     return model.lm_head(model.final_norm(x))
 
 
-def results(model, forward, tokens, frozen=False):
-    """The logits, and the gradient of each parameter that has got one."""
-    for name, p in model.named_parameters():
-        p.grad = None
-        p.requires_grad_(not (frozen and "norm" in name))
+def results(model, forward, tokens):
+    """The logits, and the gradient of each parameter."""
+    model.zero_grad()
     y = forward(tokens)
     y.float().square().mean().backward()
-    return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_a_transformer_with_its_additions_in_the_norms_computes_the_formulas(device, dtype, frozen):
+def test_a_transformer_computes_the_formulas(device, dtype):
     model = small().to(device, dtype)
     tokens = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
-    y, grads = results(model, model, tokens, frozen)
+    y, grads = results(model, model, tokens)
     with use_backend("torch"):
-        want, want_grads = results(
-            model, lambda tokens: separate_forward(model, tokens), tokens, frozen
-        )
-    assert grads.keys() == want_grads.keys() and (frozen != ("final_norm.weight" in grads))
+        want, want_grads = results(model, lambda tokens: separate_forward(model, tokens), tokens)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.04}[dtype]
     for name, a, b in (("y", y, want), *((n, grads[n], want_grads[n]) for n in grads)):
         # Without our kernels not one operation differs.
