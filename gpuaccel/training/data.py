@@ -461,7 +461,7 @@ class Batches:
         parts = []
         missing = self.batch * self.ranks
         while missing:
-            if self.index == self.sequences:
+            if self.index >= self.sequences:
                 self._go_to(self.epoch + 1, 0)
             part = self._order[self.index : self.index + missing]
             parts.append(part)

@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ArgumentError, described
 
@@ -28,8 +26,8 @@ def split(batch, parts: int) -> list:
         # Names tensors that stand elsewhere.
         _pieces(batch, 1)
         raise ArgumentError(
-            "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0; got "
-            f"{described(batch)}{_contents(batch)}"
+            "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0 "
+            f"(torch.as_tensor makes one of an array); got {described(batch)}"
         )
     if len(set(rows.values())) > 1:
         raise ArgumentError(
@@ -43,16 +41,6 @@ def split(batch, parts: int) -> list:
             "one without a batch calls step(None))"
         )
     return _pieces(batch, min(parts, count))
-
-
-def _contents(batch) -> str:
-    """What stands in a batch without rows, for a message: " of a ndarray and a str"."""
-    leaves = tree_leaves(batch)
-    kinds = " and ".join(dict.fromkeys(map(described, leaves)))
-    words = f" of {kinds or 'nothing'}" if isinstance(batch, (tuple, list, dict)) else ""
-    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        words += "; torch.as_tensor makes a tensor of an array"
-    return words
 
 
 def _rows(value, name: str, rows: dict[str, int]) -> dict[str, int]:

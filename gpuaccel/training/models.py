@@ -85,18 +85,15 @@ class Config:
         if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
         check_choice("family", self.family, Family)
-        if self.family == "poly" and (
-            self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden
-        ):
+        if self.family != "llama" and self.kv_heads != self.heads:
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention "
-                f"has {self.heads} key/value heads, as many as heads, of hidden / heads = "
-                f"{self.hidden / self.heads:g} channels"
+                f"kv_heads is {self.kv_heads}; family {self.family} has {self.heads}, as many as "
+                "heads"
             )
-        if self.family == "gpt2" and (self.kv_heads != self.heads or not self.tied):
+        if self.family == "poly" and self.heads * self.head_dim != self.hidden:
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, "
-                f"{self.heads}, and is tied"
+                f"head_dim is {self.head_dim}; family poly has hidden / heads = "
+                f"{self.hidden / self.heads:g}"
             )
 
     def build(self) -> nn.Module:

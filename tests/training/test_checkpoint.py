@@ -541,64 +541,10 @@ def test_a_state_that_is_refused_while_it_is_loaded_is_put_back(tmp_path, stubbo
 # ---- disks and kills -----------------------------------------------------------------------------
 
 
-def test_a_read_only_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    path = save_checkpoint(checkpoint_path(folder, 1), model=Net())
-    before = path.read_bytes()
-    folder.chmod(0o500)
-    # Permission bits do not bind root: there `open` itself refuses.
-    if os.access(folder, os.W_OK):
-
-        def refused(*args, **kwargs):
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-        monkeypatch.setattr("builtins.open", refused)
-    try:
-        with pytest.raises(
-            CheckpointError, match=f"{re.escape(str(path))} cannot be written .Permission denied"
-        ):
-            save_checkpoint(path, model=Net())
-    finally:
-        monkeypatch.undo()
-        folder.chmod(0o700)
-    assert path.read_bytes() == before and os.listdir(folder) == [path.name]
-
-
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_checkpoint(checkpoint_path(tmp_path / "runs", 1), model=Net())
-
-
-def test_a_full_disk(tmp_path, monkeypatch):
-    class Full:
-        def __init__(self, file):
-            self.file, self.left = file, 1 << 20
-
-        def write(self, data):
-            self.left -= len(data)
-            if self.left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self.file.write(data)
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-    path = save_checkpoint(checkpoint_path(tmp_path, 1), model=Net(), step=1)
-    before = path.read_bytes()
-    monkeypatch.setattr(files, "open", lambda *args: Full(open(*args)), raising=False)
-    message = "No space left on device.*; what was there before is untouched"
-    with pytest.raises(CheckpointError, match=message):
-        save_checkpoint(path, model=Net(width=1 << 15))  # 4 MiB
-    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
-    assert load_checkpoint(latest_checkpoint(tmp_path), model=Net())["step"] == 1
 
 
 @pytest.mark.slow
@@ -629,27 +575,59 @@ def test_another_process_killed_at_any_moment_then_resumed(tmp_path, other_proce
     assert other_process.stdout.readline().strip() == str(expected)
 
 
-def test_a_save_that_fails_anywhere_leaves_the_old_file(tmp_path, monkeypatch):
-    path = save_checkpoint(tmp_path / "c", model=Net(), step=1)
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
+class Full:
+    """A file on a disk with room for 1,000 bytes more."""
 
-            def fail(*args):
-                raise OSError(errno.EIO, "Input/output error")
+    def __init__(self, file):
+        self.file, self.left = file, 1000
 
-            patch.setattr(os, name, fail)
-            with pytest.raises(CheckpointError, match="Input/output error"):
-                save_checkpoint(path, model=Net(), step=2)
-        assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]
+    def write(self, data):
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+def raises(error):
+    def function(*args, **kwargs):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "module, name, function, error",
+    [
+        (files, "open", raises(PermissionError(errno.EACCES, "Permission denied")), "Permission"),
+        (files, "open", lambda *args: Full(open(*args)), "No space left on device"),
+        (os, "fsync", raises(OSError(errno.EIO, "Input/output error")), "Input/output error"),
+        (os, "replace", raises(OSError(errno.EIO, "Input/output error")), "Input/output error"),
+        (checkpoint_file, "host_bytes", raises(KeyboardInterrupt), None),
+    ],
+)
+def test_a_save_that_fails_anywhere_leaves_the_old_file(
+    module, name, function, error, tmp_path, monkeypatch
+):
+    path = save_checkpoint(checkpoint_path(tmp_path, 1), model=Net(), step=1)
+    before = path.read_bytes()
+    message = f"{re.escape(str(path))} cannot be written .{error}.*; what was there before is unt"
     with monkeypatch.context() as patch:
-
-        def interrupted(*args):
-            raise KeyboardInterrupt
-
-        patch.setattr(checkpoint_file, "host_bytes", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, function, raising=False)
+        with pytest.raises(
+            CheckpointError if error else KeyboardInterrupt, match=error and message
+        ):
             save_checkpoint(path, model=Net(), step=2)
-    assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    assert load_checkpoint(latest_checkpoint(tmp_path), model=Net())["step"] == 1
 
 
 def test_latest_and_prune(tmp_path):

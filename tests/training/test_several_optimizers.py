@@ -344,7 +344,10 @@ def test_a_batch_may_be_nested_and_hold_what_has_no_rows():
         ),
         ((torch.ones(6), Item(torch.ones(6))), "the batch holds an Item, whose tensors would not"),
         ((torch.ones(6), {torch.ones(6)}), "the batch holds a set, whose tensors would not"),
-        ((3, torch.tensor(1.0)), "tensors with rows in dim 0; got a tuple"),
+        (
+            (3, torch.tensor(1.0)),
+            "rows in dim 0 (torch.as_tensor makes one of an array); got a tuple",
+        ),
         (torch.zeros(0, 2), "a batch of 0 rows has no micro-batch"),
     ],
 )

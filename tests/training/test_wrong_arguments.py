@@ -172,23 +172,20 @@ def test_a_model_without_tokens_is_told_to_bring_a_loss():
 
 
 @pytest.mark.parametrize(
-    "batch, contents",
+    "batch, words",
     [
-        (np.ones((6, 2)), "got a ndarray; torch.as_tensor makes a tensor of an array"),
-        ((np.ones((6, 2)),), "got a tuple of a ndarray; torch.as_tensor makes"),
-        ((np.ones((6, 2)), "text"), "got a tuple of a ndarray and a str; torch.as_tensor makes"),
-        ({"x": [1, 2], "y": torch.tensor(1.0)}, "got a dict of an int and a tensor of shape ()"),
-        ((), "got a tuple of nothing"),
-        ("text", "got a str"),
+        (np.ones((6, 2)), "a ndarray"),
+        ({"x": [1, 2], "y": torch.tensor(1.0)}, "a dict"),
+        ((), "a tuple"),
     ],
 )
-def test_a_batch_without_rows_is_told_what_stands_in_it(batch, contents):
+def test_a_batch_without_rows_is_refused(batch, words):
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    with ga.TrainStep(model, loss_fn=loss_fn) as step, pytest.raises(ArgumentError) as caught:
+    message = rf"with rows in dim 0 \(torch.as_tensor makes one of an array\); got {words}$"
+    with ga.TrainStep(model, loss_fn=loss_fn) as step, pytest.raises(ArgumentError, match=message):
         step(batch)
-    assert "tensors with rows in dim 0" in str(caught.value)
-    assert contents in str(caught.value) and torch.equal(model.weight, before)
+    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])
