@@ -27,7 +27,6 @@ from ..training import (
     evaluate,
     flops_per_token,
     generate,
-    is_checkpoint,
     latest_checkpoint,
     make_dataset,
     preset,
@@ -324,7 +323,8 @@ def _checkpoint_to_resume(args) -> pathlib.Path | None:
         return newest
     given = pathlib.Path(args.resume).expanduser()
     for candidate in (args.out / given, given):
-        if is_checkpoint(candidate) and candidate.parent.resolve() == args.out.resolve():
+        is_here = candidate.exists() and candidate.parent.resolve() == args.out.resolve()
+        if is_here and candidate.suffix in (".safetensors", ".sharded"):
             return candidate
     raise ArgumentError(
         f"--resume is {args.resume}; expected a checkpoint in {args.out}"

@@ -1,6 +1,6 @@
 """A whole step and what is around it: data, models, the loop, checkpoints."""
 
-from .checkpoint import is_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .data import (
     Batches,
     BPETokenizer,
@@ -30,7 +30,6 @@ __all__ = [
     "evaluate",
     "flops_per_token",
     "generate",
-    "is_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
     "make_dataset",

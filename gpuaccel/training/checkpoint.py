@@ -663,17 +663,6 @@ def latest_checkpoint(folder: str | pathlib.Path) -> pathlib.Path | None:
     return checkpoints[-1][1] if checkpoints else None
 
 
-def is_checkpoint(path: str | pathlib.Path) -> bool:
-    """Whether a file `*.safetensors` or a folder `*.sharded` is there. It may be damaged.
-
-    Args:
-        path: of anything.
-    """
-    path = pathlib.Path(path).expanduser()
-    file = path.suffix == ".safetensors" and path.is_file()
-    return file or (path.suffix == ".sharded" and path.is_dir())
-
-
 def is_whole(path: pathlib.Path) -> bool:
     """Whether a path is a checkpoint that is not damaged. Reads all of it."""
     try:

@@ -444,7 +444,6 @@ class Batches:
                 f"{self.sequences // batch} batches of {batch}, for {ranks} ranks; expected at "
                 "least one batch for each"
             )
-        self.tokens_per_batch = batch * T
         self._go_to(epoch=0, index=0)
 
     def _go_to(self, epoch, index):
@@ -520,22 +519,10 @@ def val_batches(
     limit: int | None = None,
     device: str | torch.device = "cpu",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches of a text in order: (inputs, targets), each (batch, T) int64 on `device`.
+    """The first `limit` batches of a text in order: (inputs, targets), each (batch, T) int64.
 
     All have `batch` sequences, and what is left at the end is not used; a text of fewer sequences
-    gives one smaller batch.
-
-    Args:
-        tokens: (N,) integers on the CPU.
-        batch: sequences per batch, 1 or more.
-        T: tokens per sequence.
-        limit: only the first ones.
-        device: where batches lie. Default: the CPU.
-
-    Raises:
-        DataError: when there is no whole sequence (T + 1 tokens).
-        ArgumentError: for a batch below 1.
-    """
+    gives one smaller batch."""
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; expected at least 1")
     count = _sequence_count(tokens, T)

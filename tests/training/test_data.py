@@ -237,7 +237,6 @@ def test_an_epoch_visits_each_sequence_once(n, T, batch, seed):
         seen += inputs.tolist()
     for epoch in (seen[:count], seen[count : 2 * count]):
         assert sorted(token for sequence in epoch for token in sequence) == list(range(count * T))
-    assert batches.tokens_per_batch == batch * T
 
 
 def test_order_depends_on_seed_and_epoch_only():
