@@ -52,25 +52,6 @@ def bert(dropout):
     return transformers.BertForMaskedLM(config), batch
 
 
-def vit(dropout):
-    config = transformers.ViTConfig(
-        image_size=8,
-        patch_size=4,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        num_labels=5,
-        hidden_dropout_prob=dropout,
-    )
-
-    def batch(k):
-        images = torch.randn(4, 3, 8, 8, generator=generator(k))
-        return {"pixel_values": images, "labels": torch.arange(4) + k % 2}
-
-    return transformers.ViTForImageClassification(config), batch
-
-
 def t5(dropout):
     """Encoder and decoder; three layers share the embedding."""
     config = transformers.T5Config(
@@ -172,7 +153,7 @@ def adapters(dropout):
     return model, text
 
 
-MODELS = [bert, vit, t5, mamba, wav2vec2, experts, adapters]
+MODELS = [bert, t5, mamba, wav2vec2, experts, adapters]
 
 
 def seed(k):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CUDA, EVERYWHERE, KERNELS, close, generator
+from helpers import EVERYWHERE, KERNELS, close, generator
 from torch import nn
 
 # Nothing is downloaded. Before transformers and peft are imported.
@@ -329,23 +329,3 @@ def test_another_adapter_between_two_replays_is_refused(device):
         model.set_adapter("second")
         with pytest.raises(CaptureError, match="lora_dropout.second did not exist at the capture"):
             step(tokens(1, device))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
-def test_a_compiled_step_is_that_of_torch(device):
-    kind = llama
-    losses, _, factors = by_torch(kind, "block")
-    model = adapted(kind, device)
-    opt = optimizer(model, "block", LIMITS[kind])
-    torch._dynamo.reset()
-    try:
-        with ga.TrainStep(
-            model, opt, loss_fn, micro_batches=2, compile=True, deterministic=True
-        ) as step:
-            for k, loss in enumerate(losses):
-                assert step(tokens(k, device)).loss.item() == pytest.approx(loss, rel=1e-4)
-    finally:
-        torch._dynamo.reset()
-    for name, p in trained(model).items():
-        torch.testing.assert_close(p.cpu(), factors[name], rtol=1e-3, atol=2e-5, msg=name)
