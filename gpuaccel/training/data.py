@@ -519,10 +519,21 @@ def val_batches(
     limit: int | None = None,
     device: str | torch.device = "cpu",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The first `limit` batches of a text in order: (inputs, targets), each (batch, T) int64.
+    """The batches of a text in order: (inputs, targets), each (batch, T) int64 on `device`.
 
     All have `batch` sequences, and what is left at the end is not used; a text of fewer sequences
-    gives one smaller batch."""
+    gives one smaller batch.
+
+    Args:
+        tokens: (N,) integers on the CPU, at least T + 1.
+        batch: sequences per batch, 1 or more.
+        T: tokens per sequence.
+        limit: only the first ones.
+        device: where batches lie. Default: the CPU.
+
+    Raises:
+        ArgumentError: for a batch below 1.
+    """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; expected at least 1")
     count = _sequence_count(tokens, T)

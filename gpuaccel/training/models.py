@@ -353,7 +353,12 @@ def flops_per_token(config: Config, T: int) -> int:
     """Floating-point operations of forward and backward per token, for model FLOPs utilisation.
 
     6 per weight of every matrix product, and 12 * layers * q_dim * T for attention: the convention
-    of PaLM (Chowdhery et al., 2022, appendix B), in which a causal mask saves nothing."""
+    of PaLM (Chowdhery et al., 2022, appendix B), in which a causal mask saves nothing.
+
+    Args:
+        config: of the model.
+        T: tokens per sequence.
+    """
     c = config
     q_dim = c.heads * c.head_dim
     kv_dim = c.kv_heads * c.head_dim

@@ -1,7 +1,7 @@
 """Other packages save a model in an arena as they save any model: every tensor, bit-identical.
 
-torch, pickle, copy, safetensors, huggingface_hub, transformers, accelerate,
-torch.distributed.checkpoint, torch.optim.swa_utils. tests/savers.py has a function for each.
+torch, pickle, copy, safetensors, transformers, accelerate, torch.distributed.checkpoint:
+tests/savers.py has a function for each.
 """
 
 import copy
@@ -17,7 +17,6 @@ from savers import (
     by_accelerate_save_model,
     by_deepcopy,
     by_distributed_checkpoint,
-    by_huggingface_hub,
     by_pickle,
     by_safetensors_file,
     by_safetensors_model,
@@ -42,7 +41,6 @@ SAVERS = [
     by_deepcopy,
     by_safetensors_model,
     by_safetensors_file,
-    by_huggingface_hub,
     by_save_pretrained,
     by_accelerate_save_model,
     by_distributed_checkpoint,
