@@ -7,7 +7,6 @@ from_cache("cubin", key, make, load)        # load(content), which make() return
 
 import contextlib
 import hashlib
-import json
 import os
 import pathlib
 import shutil
@@ -154,25 +153,3 @@ def _moved_aside(path):
 def host_bytes(tensor):
     """A tensor's bytes as a flat uint8 array on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def damage(path):
-    """Why safetensors cannot read a file, in words: a truncated tensor, or a damaged header."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header_size = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_size > size - 8:
-                return f"its header should take {header_size} bytes, the file has {size}"
-            header = json.loads(file.read(header_size))
-        ends = sorted(
-            (8 + header_size + entry["data_offsets"][1], name)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        )
-        for end, name in ends:
-            if end > size:
-                return f"tensor {name} should end at byte {end}, the file has {size}"
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        pass
-    return "its header is damaged"

@@ -94,14 +94,6 @@ def by_safetensors_file(model, fresh, folder):
     return fresh
 
 
-def by_huggingface_hub(model, fresh, folder):
-    from huggingface_hub import load_torch_model, save_torch_model
-
-    save_torch_model(model, folder)
-    load_torch_model(fresh, folder)
-    return fresh
-
-
 def by_save_pretrained(model, fresh, folder):
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder, dtype=fresh.dtype)

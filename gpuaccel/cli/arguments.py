@@ -4,22 +4,6 @@ import argparse
 import functools
 import math
 
-from ..errors import suggestion
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that says which command or value was meant. Its subcommands are, too.
-
-    Python 3.14 has suggest_on_error=True for that."""
-
-    def _check_value(self, action, value):
-        if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(
-                action,
-                f"is {value!r}; expected one of {', '.join(action.choices)}"
-                f"{suggestion(value, action.choices)}",
-            )
-
 
 def add_command(commands, name, run, summary):
     """Add subcommand `name`, which calls run(args) and returns its exit status.

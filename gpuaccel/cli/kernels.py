@@ -1,6 +1,5 @@
 """`gpuaccel kernels`: compile kernels and show what each costs. It needs no GPU."""
 
-import argparse
 import pathlib
 
 from ..backends import backend
@@ -25,23 +24,6 @@ def add_parser(commands):
     parser.add_argument(
         "--arch", help="architecture such as sm_90 (default: this GPU's, else sm_90)"
     )
-    parser.add_argument(
-        "-D",
-        dest="define",
-        type=_macro,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="GRAD_T=bf16, say",
-    )
-
-
-def _macro(text):
-    """(name, value) of NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"is {text!r}, expected NAME=VALUE such as GRAD_T=bf16")
-    return name, value
 
 
 def run(args) -> int:
@@ -49,7 +31,7 @@ def run(args) -> int:
     files = [args.file] if args.file else [path.stem for path in kernel_files()]
     rows = []
     for file in files:
-        for kernel in _kernels_of(file, dict(args.define)):
+        for kernel in _kernels_of(file):
             cost = kernel.resources(arch)
             rows.append(
                 (
@@ -72,7 +54,7 @@ def run(args) -> int:
     return 0
 
 
-def _kernels_of(file, defines):
+def _kernels_of(file):
     """Every kernel of a topic of kernels_cu ("accumulate"), or of a .cu file anywhere."""
     path = pathlib.Path(file)
     topic = path.name.removesuffix(".cu")
@@ -80,7 +62,7 @@ def _kernels_of(file, defines):
     if not path.is_file() or path.resolve() == in_package.resolve():
         # without such a file, Kernel raises and says which there are
         names = kernel_names(in_package.read_text()) if in_package.is_file() else [topic]
-        return [Kernel(topic, name, **defines) for name in names]
+        return [Kernel(topic, name) for name in names]
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -88,4 +70,4 @@ def _kernels_of(file, defines):
     names = kernel_names(text)
     if not names:
         raise ArgumentError(f"{path} has no kernel; expected a function declared __global__ void")
-    return [compile(text, name, filename=path.name, **defines) for name in names]
+    return [compile(text, name, filename=path.name) for name in names]

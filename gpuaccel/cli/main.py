@@ -12,13 +12,13 @@ Exit status: 0 done; 1 an error that the user can mend (one line on stderr), or 
 step, with a checkpoint).
 """
 
+import argparse
 import os
 import sys
 import warnings
 
 from .. import __version__
 from ..errors import GpuaccelError
-from .arguments import Parser
 from .doctor import add_parser as add_doctor
 from .kernels import add_parser as add_kernels
 from .signals import INTERRUPTED, StopSignals
@@ -73,7 +73,7 @@ def _run(argv) -> int:
 
 
 def _parser():
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="gpuaccel", description="Train on real text, and look at what runs and why."
     )
     parser.add_argument("--version", action="version", version=f"gpuaccel {__version__}")

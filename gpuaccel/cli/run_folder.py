@@ -26,71 +26,47 @@ MAX_SEED = 2**63 - 1
 RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "lr", "seed")
 
 
-def default_folder(model: str) -> str:
-    """Where a run of this preset is written unless --out says otherwise."""
-    return f"runs/{model}"
-
-
 @contextlib.contextmanager
 def lock_run(folder: pathlib.Path):
     """In the block this process alone writes to a run's folder.
 
     The operating system holds the lock, and releases it when the process ends, however it does. A
     folder that is made for it is removed, unless something was written there.
-    Raises CheckpointError that names the process which holds the lock, or says why the folder
-    cannot be written."""
+    Raises CheckpointError where another process writes there, or the folder cannot be made."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"--out is {folder}, which is a file; expected a folder")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    path = folder / "lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _lock(path)
+        handle = os.open(folder, os.O_RDONLY) if fcntl else None
     except OSError as error:
         raise CheckpointError(
             f"--out is {folder}, which cannot be written ({error.strerror}); expected a folder "
             "that can"
         ) from error
     try:
+        if handle is not None:
+            _lock(handle, folder)
         yield
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        file.close()
+        if handle is not None:
+            os.close(handle)
         for empty in made:
             with contextlib.suppress(OSError):
                 empty.rmdir()
 
 
-def _lock(path: pathlib.Path):
-    """The file at `path`, open, locked, and with the number of this process in it."""
-    while True:
-        file = open(path, "a+")
-        if fcntl is None:
-            return file
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            pid = file.read().strip()
-            file.close()
-            holder = f"process {pid}" if pid else "another process"
-            raise CheckpointError(
-                f"--out is {path.parent}, to which {holder} is writing; expected a folder that no "
-                "other run uses: wait until that one has ended, or take another folder"
-            ) from None
-        except OSError:
-            # A file system without locks.
-            return file
-        # The one that held the lock may have removed the file before this one had it.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                break
-        file.close()
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+def _lock(handle: int, folder: pathlib.Path):
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"--out is {folder}, to which another process is writing; expected a folder that no "
+            "other run uses: wait until that one has ended, or take another folder"
+        ) from None
+    except OSError:
+        # A file system without locks.
+        pass
 
 
 def read_description(path):

@@ -27,14 +27,12 @@ from ..training import (
     evaluate,
     flops_per_token,
     generate,
-    is_checkpoint,
     latest_checkpoint,
     make_dataset,
     preset,
     train,
     val_batches,
     warmup_cosine,
-    warmup_cosine_factor,
 )
 from .arguments import add_command, number, path
 from .run_folder import (
@@ -42,7 +40,6 @@ from .run_folder import (
     METRICS_FILE,
     RUN_OPTIONS,
     check_run,
-    default_folder,
     lock_run,
     write_run,
 )
@@ -73,44 +70,29 @@ def add_parser(commands):
         commands, "train", run, "train a transformer on text; a killed run resumes bit for bit"
     )
     add = parser.add_argument
-    add(
-        "--model",
-        choices=RECIPES,
-        default="tiny",
-        help="preset; tiny, the default, trains on two CPU cores",
-    )
-    add(
-        "--steps",
-        type=number(1),
-        default=200,
-        metavar="N",
-        help="steps in all, before a resume and after (200)",
-    )
-    add(
-        "--text",
-        type=path,
-        metavar="PATH",
-        help="a text file, or a folder of *.txt, *.md, *.py (Python's standard library)",
-    )
-    add("--batch", type=number(1), metavar="N", help="sequences per optimizer step (by preset)")
-    add("--seq", type=number(1), metavar="T", help="tokens per sequence (by preset)")
-    add(
-        "--micro-batches",
-        type=number(1),
-        default=1,
-        metavar="N",
-        help="parts that a batch is divided into, over all ranks (1 each)",
-    )
+
+    def value(name, type, metavar, help, default=None):
+        add(name, type=type, metavar=metavar, help=help, default=default)
+
+    def choice(name, choices, default, help):
+        add(name, choices=choices, default=default, help=help)
+
+    def switch(name, help):
+        add(name, action="store_true", help=help)
+
+    choice("--model", RECIPES, "tiny", "preset; tiny, the default, trains on two CPU cores")
+    value("--steps", number(1), "N", "steps in all, before a resume and after (200)", 200)
+    text = "a text file, or a folder of *.txt, *.md, *.py (Python's standard library)"
+    value("--text", path, "PATH", text)
+    value("--batch", number(1), "N", "sequences per optimizer step (by preset)")
+    value("--seq", number(1), "T", "tokens per sequence (by preset)")
+    parts = "parts that a batch is divided into, over all ranks (1 each)"
+    value("--micro-batches", number(1), "N", parts, 1)
     # A step of AdamW changes a weight by about the learning rate.
-    add("--lr", type=number(0, 1, float), metavar="X", help="learning rate (by preset)")
-    add(
-        "--seed",
-        type=number(0, MAX_SEED),
-        default=0,
-        metavar="N",
-        help="of the weights, the order of the text and the sample (0)",
-    )
-    add("--out", type=path, metavar="DIR", help="folder for checkpoints (runs/MODEL)")
+    value("--lr", number(0, 1, float), "X", "learning rate (by preset)")
+    seed = "of the weights, the order of the text and the sample (0)"
+    value("--seed", number(0, MAX_SEED), "N", seed, 0)
+    value("--out", path, "DIR", "folder for checkpoints (runs/MODEL)")
     add(
         "--resume",
         type=path,
@@ -119,57 +101,24 @@ def add_parser(commands):
         metavar="CHECKPOINT",
         help="go on from this checkpoint in --out (the newest one, if there is one)",
     )
-    add(
-        "--val-every",
-        type=number(1),
-        default=50,
-        metavar="N",
-        help="steps between validation losses (50)",
-    )
-    add(
-        "--checkpoint-every",
-        type=number(1),
-        default=50,
-        metavar="N",
-        help="steps between checkpoints (50)",
-    )
-    add("--no-progress", action="store_true", help="no progress bar")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add(
-        "--replay",
-        choices=get_args(ReplayMode),
-        default="eager",
-        help="graph: the whole step as one CUDA graph, bit-identical to eager (eager)",
-    )
-    add("--deterministic", action="store_true", help="every run is bit-identical, also on a GPU")
-    add(
-        "--nproc",
-        type=number(1, 256),
-        metavar="N",
-        help="ranks on this machine, which share each batch: a GPU each, or CPUs (1)",
-    )
-    add(
-        "--ordered",
-        action="store_true",
-        help="ranks: bit-identical for any number of them (with equal --micro-batches)",
-    )
-    add(
+    value("--val-every", number(1), "N", "steps between validation losses (50)", 50)
+    value("--checkpoint-every", number(1), "N", "steps between checkpoints (50)", 50)
+    switch("--no-progress", "no progress bar")
+    switch("--compile", "torch.compile the model")
+    replay = "graph: the whole step as one CUDA graph, bit-identical to eager (eager)"
+    choice("--replay", get_args(ReplayMode), "eager", replay)
+    switch("--deterministic", "every run is bit-identical, also on a GPU")
+    ranks = "ranks on this machine, which share each batch: a GPU each, or CPUs (1)"
+    value("--nproc", number(1, 256), "N", ranks)
+    switch("--ordered", "ranks: bit-identical for any number of them (with equal --micro-batches)")
+    switch(
         "--sharded",
-        action="store_true",
-        help="ranks: each keeps its share of the optimizer's memory, and writes it to a checkpoint",
+        "ranks: each keeps its share of the optimizer's memory, and writes it to a checkpoint",
     )
-    add(
-        "--timeout",
-        type=number(1, 1_000_000, float),
-        metavar="S",
-        help="ranks: seconds that the others wait for one (--nproc: 60; torchrun: 600)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "simt", "cuda"),
-        default="auto",
-        help="where to train; simt: on the CPU with our kernels (auto)",
-    )
+    waits = "ranks: seconds that the others wait for one (--nproc: 60; torchrun: 600)"
+    value("--timeout", number(1, 1_000_000, float), "S", waits)
+    devices = ("auto", "cpu", "simt", "cuda")
+    choice("--device", devices, "auto", "where to train; simt: on the CPU with our kernels (auto)")
 
 
 def run(args) -> int:
@@ -274,7 +223,7 @@ def _train(args) -> int:
         compile=args.compile,
         meter=meter,
         distributed=distributed,
-        scheduler=warmup_cosine(optimizer, *_schedule(args.steps)),
+        scheduler=warmup_cosine(optimizer, max(1, args.steps // 10), args.steps),
         replay=args.replay,
         deterministic=args.deterministic,
     )
@@ -291,7 +240,13 @@ def _train(args) -> int:
     def after_first_step(done):
         # A resume that fails leaves run.json as it was.
         if is_first_rank and checkpoint is not None:
-            _report_new_schedule(args, previous.get("steps"), done)
+            before = previous.get("steps")
+            if before not in (None, args.steps):
+                print(
+                    f"gpuaccel: --steps was {before}, now {args.steps}: from step {done + 2} the "
+                    f"learning rate is that of a run of {args.steps} steps",
+                    file=sys.stderr,
+                )
             write_run(args.out, description)
 
     try:
@@ -301,6 +256,13 @@ def _train(args) -> int:
         return _report(args, step, result, val, data.tokenizer) if is_first_rank else result.status
     except KeyboardInterrupt:
         raise _stopped_at_once(args.out) from None
+    except CheckpointError as error:
+        if not error.older:
+            raise
+        # The last --resume counts.
+        words = [word for word in args.words if args.resume != NEWEST or word != "--resume"]
+        command = shlex.join([*words, "--resume", error.older[0].name])
+        raise CheckpointError(f"{error}. To lose only what came after it: {command}") from error
 
 
 def _report(args, step, result: "_Steps", val, tokenizer) -> int:
@@ -352,11 +314,6 @@ def _describe_nonfinite(loss, val_loss, optimizer) -> str | None:
     )
 
 
-def _schedule(steps) -> tuple[int, int]:
-    """(steps of warm-up, steps in all) of the learning rate."""
-    return max(1, steps // 10), steps
-
-
 def _checkpoint_to_resume(args) -> pathlib.Path | None:
     """The checkpoint that --resume names, or the newest one; None to begin."""
     if args.resume is None:
@@ -365,14 +322,14 @@ def _checkpoint_to_resume(args) -> pathlib.Path | None:
     if args.resume == NEWEST:
         return newest
     given = pathlib.Path(args.resume).expanduser()
-    path = args.out / given.name
-    elsewhere = given.name != args.resume and given.resolve() != path.resolve()
-    if newest is None or elsewhere or not is_checkpoint(path):
-        raise ArgumentError(
-            f"--resume is {args.resume}; expected a checkpoint in {args.out}"
-            + (f", such as {newest.name}" if newest else ", which has none")
-        )
-    return path
+    for candidate in (args.out / given, given):
+        is_here = candidate.exists() and candidate.parent.resolve() == args.out.resolve()
+        if is_here and candidate.suffix in (".safetensors", ".sharded"):
+            return candidate
+    raise ArgumentError(
+        f"--resume is {args.resume}; expected a checkpoint in {args.out}"
+        + (f", such as {newest.name}" if newest else ", which has none")
+    )
 
 
 def _stopped_at_once(out: pathlib.Path) -> KeyboardInterrupt:
@@ -383,28 +340,13 @@ def _stopped_at_once(out: pathlib.Path) -> KeyboardInterrupt:
     return KeyboardInterrupt(f"stopped at once; the newest checkpoint in {out} is {newest.name}")
 
 
-def _report_new_schedule(args, steps_before, done):
-    """Say how the learning rate goes on where --steps is not what it was."""
-    if steps_before in (None, args.steps):
-        return
-    # the checkpoint holds the learning rate of the next step
-    now = args.lr * warmup_cosine_factor(done, *_schedule(steps_before))
-    then = args.lr * warmup_cosine_factor(done + 1, *_schedule(args.steps))
-    print(
-        f"gpuaccel: --steps was {steps_before}, now {args.steps}: the learning rate is {now:.3g} "
-        f"in step {done + 1}, and from step {done + 2} that of a run of {args.steps} steps, "
-        f"{then:.3g} at first",
-        file=sys.stderr,
-    )
-
-
 def _fill_in_defaults(args):
     """Replace options that were left out by the preset's."""
     recipe = RECIPES[args.model]
     args.batch = args.batch or recipe.batch
     args.seq = args.seq or preset(args.model).T
     args.lr = recipe.lr if args.lr is None else args.lr
-    args.out = pathlib.Path(args.out or default_folder(args.model)).expanduser()
+    args.out = pathlib.Path(args.out or f"runs/{args.model}").expanduser()
 
 
 def _micro_batches_per_rank(args, ranks) -> int:
@@ -456,7 +398,6 @@ def _run_steps(
         resume=checkpoint or False,
     )
     # What is closed here writes the last checkpoint, whose errors Python's collector would drop.
-    readings = _with_command(readings, args)
     with StopAfterStep(launched=args.nproc is not None) as stop, contextlib.closing(readings):
         for reading in readings:
             if bar is None:
@@ -516,16 +457,3 @@ def show_progress(bar: tqdm, reading):
     is_line = bar.n % 10 == 0 or bar.n == bar.total
     if is_line and not bar.disable and not sys.stderr.isatty():
         print(bar, file=sys.stderr, flush=True)
-
-
-def _with_command(readings, args):
-    """The readings. The error of a damaged checkpoint gets the command for an older one."""
-    try:
-        yield from readings
-    except CheckpointError as error:
-        if not error.older:
-            raise
-        # The last --resume counts.
-        words = [word for word in args.words if args.resume != NEWEST or word != "--resume"]
-        command = shlex.join([*words, "--resume", error.older[0].name])
-        raise CheckpointError(f"{error}. To lose only what came after it: {command}") from error

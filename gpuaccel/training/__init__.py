@@ -1,30 +1,26 @@
 """A whole step and what is around it: data, models, the loop, checkpoints."""
 
-from .checkpoint import is_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .data import (
     Batches,
     BPETokenizer,
     ByteTokenizer,
     NamedTokenizer,
-    load_text,
     make_dataset,
     shard,
-    train_bpe,
     val_batches,
 )
-from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
-from .models import GPT2, Config, Transformer, flops_per_token, generate, preset, rotate
+from .loop import evaluate, train, warmup_cosine
+from .models import Config, Transformer, flops_per_token, generate, preset
 from .replay import Replay, ReplayMode
 from .results import StepOutput
-from .step import Divide, TrainStep, token_loss
+from .step import TrainStep, token_loss
 
 __all__ = [
     "BPETokenizer",
     "Batches",
     "ByteTokenizer",
     "Config",
-    "Divide",
-    "GPT2",
     "NamedTokenizer",
     "Replay",
     "ReplayMode",
@@ -34,19 +30,14 @@ __all__ = [
     "evaluate",
     "flops_per_token",
     "generate",
-    "is_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
-    "load_text",
     "make_dataset",
     "preset",
-    "rotate",
     "save_checkpoint",
     "shard",
     "token_loss",
     "train",
-    "train_bpe",
     "val_batches",
     "warmup_cosine",
-    "warmup_cosine_factor",
 ]

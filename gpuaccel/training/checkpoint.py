@@ -8,8 +8,8 @@
 Requirements that led to this design:
 * a process killed at any moment leaves the previous checkpoint: the file is written aside, synced,
   then renamed;
-* a damaged or foreign file changes nothing: its digests and its values are checked, and all that
-  may fail is done, before the first tensor is copied;
+* a damaged or foreign file changes nothing: its digests, and whether it fits, are checked before
+  the first tensor is copied;
 * the arena's views survive a load: tensors are copied into, never replaced;
 * any tool can read the weights: they are safetensors entries `model.<name in the state dict>`.
 
@@ -27,8 +27,6 @@ import copy
 import pathlib
 import random
 import re
-import reprlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,12 +138,7 @@ def _optimizer_state(groups, optimizers) -> tuple[dict[str, Any], dict]:
     Of a state that is spread over ranks the tensors are FlatRanges."""
     tensors: dict[str, Any] = {}
     shares = _shares_of(optimizers)
-    state: dict = {
-        "class": _class_names(optimizers),
-        "groups": [],
-        "parameters": {},
-        "values": {},
-    }
+    state: dict = {"class": _class_names(optimizers), "groups": [], "values": {}}
     for (k, optimizer, group), members in zip(_with_groups(optimizers), groups):
         options = pack(_group_options(group), "the optimizer's parameter group")
         index = {"optimizer": k} if k else {}
@@ -160,7 +153,6 @@ def _optimizer_state(groups, optimizers) -> tuple[dict[str, Any], dict]:
                     tensors[stored_name] = value
                     value = Stored(stored_name)
                 values[key] = pack(value, stored_name)
-            state["parameters"][name] = describe(parameter)
             state["values"][name] = values
     return tensors, state
 
@@ -255,43 +247,26 @@ def random_state() -> Tensor:
     return torch.cat(list(_torch_random_state().values()))
 
 
-def _python_random_state(python: Any = random, numpy: Any = np.random) -> dict:
-    name, keys, position, has_gauss, cached = numpy.get_state()
-    return {
-        "python": python.getstate(),
-        "numpy": (name, keys.tolist(), position, has_gauss, cached),
-    }
+def _python_random_state() -> dict:
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
 
 
-def _random_states(contents: Contents, rank: int) -> tuple:
-    """The state of Python's, NumPy's, torch's CPU and torch's GPU generator for a rank.
+def _restore_random_states(contents: Contents, rank: int):
+    """Of Python's and NumPy's generators, and of a rank's own of torch.
 
-    Each is tried on a generator that is thrown away."""
+    A rank that the checkpoint does not know keeps its own of torch."""
     values = contents.state["random"]
-    python, numpy = random.Random(), np.random.RandomState()
-    python.setstate(values["python"])
-    numpy.set_state(values["numpy"])
-    # NumPy takes any position, and would read beyond the end of its state.
-    if values != _python_random_state(python, numpy) or not 0 <= values["numpy"][2] <= 624:
-        raise ValueError("no generator has the random state of Python or NumPy")
-    python.gauss(0.0, 1.0)
+    random.setstate(values["python"])
+    np.random.set_state(values["numpy"])
     cpu = contents.tensor("rng.cpu")
-    names = [name for name in contents.entries if name.startswith("rng.rank")]
-    states = {name: contents.tensor(name).tensor_split([len(cpu)]) for name in names}
-    states["rng.rank0"] = (cpu, contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0])
-    for cpu, cuda in states.values():
-        torch.Generator().set_state(cpu.clone())
-        # A seed and an offset of 8 bytes each. The offset is a multiple of 4.
-        if cuda.dtype != torch.uint8 or len(cuda) not in (0, 16) or any(cuda[8:9] % 4):
-            raise ValueError(f"no CUDA generator has the random state {cuda.tolist()[:20]}")
-    # A rank that the checkpoint does not know keeps its own.
-    own = random_state().tensor_split([len(cpu)])
-    return (values["python"], values["numpy"], *states.get(f"rng.rank{rank}", own))
-
-
-def _restore_random_states(python, numpy, cpu: Tensor, cuda: Tensor):
-    random.setstate(python)
-    np.random.set_state(numpy)
+    if rank == 0:
+        cuda = contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0]
+    elif f"rng.rank{rank}" in contents:
+        cpu, cuda = contents.tensor(f"rng.rank{rank}").tensor_split([len(cpu)])
+    else:
+        return
     torch.set_rng_state(cpu.clone())
     if len(cuda) and torch.cuda.is_available():
         torch.cuda.set_rng_state(cuda.clone())
@@ -433,11 +408,7 @@ def _in_words(description) -> str:
 
 
 def _check_same(path, stored: dict, expected: dict, what: str):
-    """Compare two dicts name -> [dtype, shape].
-
-    Raises:
-        CheckpointError: it names a difference.
-    """
+    """CheckpointError, naming a difference, unless two dicts name -> [dtype, shape] are equal."""
     names = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
     if names:
         name = names[0]
@@ -463,9 +434,8 @@ def _check_tied(path, contents: Contents, weights: dict[str, Tensor]):
         memory = (tensor.data_ptr(), *tensor.shape, *tensor.stride())
         first = first_names.setdefault(memory, name)
         # Bytes, because NaN is not equal to itself.
-        if not np.array_equal(
-            host_bytes(contents.tensor(first)), host_bytes(contents.tensor(name))
-        ):
+        values = (host_bytes(contents.tensor(n)) for n in (first, name))
+        if first != name and not np.array_equal(*values):
             raise CheckpointError(
                 f"{path} does not fit this model: {name} and {first} are one tensor here, "
                 "but differ in the file"
@@ -479,50 +449,9 @@ def _check_class(path, stored: dict, things: list):
         )
 
 
-def _kind(value):
-    kinds: list[Any] = [bool, (int, float), str, (list, tuple), dict, Tensor]
-    return next((kind for kind in kinds if isinstance(value, kind)), type(value))
-
-
-def _check_like(path, stored, current, name: str):
-    """A stored value is of the kind of the one that it replaces, so that it can take its place.
-
-    Raises:
-        CheckpointError: it names a value.
-    """
-    stored, current = (
-        v.item() if isinstance(v, np.generic) or isinstance(v, Tensor) and v.numel() == 1 else v
-        for v in (stored, current)
-    )
-    fits = current is None or _kind(stored) == _kind(current)
-    if fits and isinstance(current, dict):
-        # A Counter has any keys. Later versions of torch have more flags.
-        is_counter = isinstance(current, Counter)
-        for key, value in current.items():
-            if key in stored or not (is_counter or isinstance(value, bool)):
-                _check_like(path, stored.get(key), value, f"{name}[{key!r}]")
-    elif fits and isinstance(current, (list, tuple)):
-        fits = len(stored) == len(current)
-        for i, (value, other) in enumerate(zip(stored, current)):
-            _check_like(path, value, other, f"{name}[{i}]")
-    elif fits and isinstance(current, Tensor):
-        fits = stored.shape == current.shape
-    elif fits and _kind(current) == (int, float):
-        # OverflowError for an int that nothing can compute with.
-        float(stored)
-    if not fits:
-        raise CheckpointError(
-            f"{path} is damaged or of something else: {name} is {reprlib.repr(stored)}, expected "
-            f"a value such as {reprlib.repr(current)}"
-        )
-
-
-def _check_optimizers(path, contents: Contents, optimizers, groups):
-    stored = contents.state["optimizer"]
+def _check_optimizers(path, stored: dict, optimizers, groups):
     _check_class(path, stored, optimizers)
-    parameters = {name: p for members in groups for name, p in members.items()}
-    descriptions = {name: describe(p) for name, p in parameters.items()}
-    _check_same(path, stored["parameters"], descriptions, "optimizer")
+    # Their shapes are those of the model's tensors, and of the arena's.
     # Index of the optimizer, and names, of each group.
     stored_groups = [(g.get("optimizer", 0), sorted(g["names"])) for g in stored["groups"]]
     with_groups = _with_groups(optimizers)
@@ -532,63 +461,9 @@ def _check_optimizers(path, contents: Contents, optimizers, groups):
             f"{[len(names) for _, names in stored_groups]} parameters, expected "
             f"{list(map(len, groups))}, the same ones in each"
         )
-    # The tensors are those of which the values say so, each at its own place.
-    tensors = {name: name for name in contents.entries if name.startswith("optim.")}
-    values = {
-        f"optim.{name}.{key}": value.name
-        for name in parameters
-        for key, value in stored["values"][name].items()
-        if isinstance(value, Stored)
-    }
-    if values != tensors:
-        name = min(name for name, _ in values.items() ^ tensors.items())
-        raise CheckpointError(f"{path} is damaged: {name} is not the tensor of its value")
-    for (_, optimizer, _), members in zip(with_groups, groups):
-        rule = getattr(optimizer, "rule", None)
-        for name, parameter in members.items():
-            state = optimizer.state.get(parameter, {})
-            for key, value in stored["values"][name].items():
-                current, full_name = state.get(key), f"optim.{name}.{key}"
-                if not isinstance(value, Stored):
-                    _check_like(path, value, current, full_name)
-                    continue
-                # Ours is like the parameter; a part of it may be here.
-                if rule is not None and key in rule.state_keys:
-                    current = parameter
-                if isinstance(current, Tensor):
-                    entry = {full_name: contents.entries[full_name]}
-                    _check_same(path, entry, {full_name: describe(current)}, "optimizer")
 
 
 # ---- loading -------------------------------------------------------------------------------------
-
-
-def _new_options(path, contents: Contents, optimizers) -> list[dict]:
-    """What each parameter group gets of its stored hyper-parameters."""
-    options = []
-    for number, (_, optimizer, group) in enumerate(_with_groups(optimizers)):
-        stored = contents.state["optimizer"]["groups"][number]["options"]
-        kept = ("params", *IMPLEMENTATION)
-        new = {key: value for key, value in stored.items() if key not in kept}
-        # A scheduler adds some, which a group may lack here, or have here only.
-        names = (group.keys() & (new.keys() | optimizer.defaults.keys())).difference(kept)
-        current = {key: group[key] for key in names}
-        _check_like(path, new, current, f"the options of parameter group {number}")
-        for key in new:
-            old = current.get(key)
-            if isinstance(old, Tensor):
-                new[key] = torch.as_tensor(new[key], dtype=old.dtype).reshape(old.shape)
-        options.append(new)
-    return options
-
-
-def _restore_group(group: dict, options: dict):
-    """Hyper-parameters. A tensor is filled in place: a captured graph reads it there."""
-    for key, value in options.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].copy_(value)
-        else:
-            group[key] = value
 
 
 def _restore_parameter_state(parameter, group, current: dict, values: dict, contents, shares):
@@ -602,23 +477,33 @@ def _restore_parameter_state(parameter, group, current: dict, values: dict, cont
         if not isinstance(value, Stored):
             current[key] = value
             continue
-        name = value.name
+        name, old = value.name, current.get(key)
         if shares is not None and key in shares.keys:
             shares.restore(parameter, current, key, name, contents)
-        elif isinstance(current.get(key), Tensor):
-            current[key].copy_(contents.tensor(name))
+        elif isinstance(old, Tensor) and describe(old) == contents.entries[name]:
+            old.copy_(contents.tensor(name))
         elif key == "step" and not (group.get("capturable") or group.get("fused")):
             current[key] = contents.tensor(name).clone()
         else:
             current[key] = contents.tensor(name).to(parameter.device, copy=True)
 
 
-def _restore_optimizers(contents: Contents, optimizers, groups, options: list[dict]):
+def _restore_optimizers(contents: Contents, optimizers, groups):
     shares = _shares_of(optimizers)
-    for (_, optimizer, group), new, members in zip(_with_groups(optimizers), options, groups):
-        _restore_group(group, new)
+    stored = contents.state["optimizer"]
+    for saved, (_, optimizer, group), members in zip(
+        stored["groups"], _with_groups(optimizers), groups
+    ):
+        for key, value in saved["options"].items():
+            if key in IMPLEMENTATION:
+                continue
+            if isinstance(group.get(key), Tensor):
+                # In place: a captured graph reads it there.
+                group[key].copy_(torch.as_tensor(value))
+            else:
+                group[key] = value
         for name, parameter in members.items():
-            values = contents.state["optimizer"]["values"][name]
+            values = stored["values"][name]
             if values:
                 current = optimizer.state[parameter]
                 _restore_parameter_state(parameter, group, current, values, contents, shares)
@@ -626,43 +511,18 @@ def _restore_optimizers(contents: Contents, optimizers, groups, options: list[di
                 optimizer.state.pop(parameter, None)
 
 
-def _check_position(path, stored, current, name: str):
-    """The whole numbers of a data position are whole numbers."""
-    for key, value in current.items() if isinstance(current, dict) else ():
-        if isinstance(value, int) and type(stored.get(key, value)) is not type(value):
-            raise CheckpointError(
-                f"{path} is damaged or of something else: {name}[{key!r}] is "
-                f"{reprlib.repr(stored[key])}, expected a value such as {value}"
-            )
-
-
-def _load_state_dicts(path, state: dict, batches, schedulers: list):
-    """Restore all; where one of them refuses its state, none.
+def _load_state_dicts(path, given: list[tuple[Any, Any]]):
+    """Restore all (thing, its state_dict); where one of them refuses its state, none.
 
     Only they themselves can tell whether a state is theirs, and they may find out late."""
-    given: list[tuple[Any, Any, str, Any]] = []
-    if batches is not None:
-        given.append((batches, state["batches"]["values"], "batches", _check_position))
-    if schedulers:
-        stored = state["scheduler"]["values"]
-        # One scheduler's state is no list.
-        several = stored if schedulers[1:] else [stored]
-        with refusing(path):
-            for each, values in zip(schedulers, several, strict=True):
-                given.append((each, values, "scheduler", _check_like))
-    things = []
-    for thing, values, name, check in given:
-        before = copy.deepcopy(thing.state_dict())
-        with refusing(path):
-            check(path, values, before, f"the state of {name}")
-        things.append((thing, values, before))
+    before = [copy.deepcopy(thing.state_dict()) for thing, _ in given]
     try:
-        for thing, values, _ in things:
+        for thing, values in given:
             thing.load_state_dict(values)
     except Exception as error:
         refused = _class_name(thing)
-        for thing, _, before in things:
-            thing.load_state_dict(before)
+        for (thing, _), values in zip(given, before):
+            thing.load_state_dict(values)
         words = error if isinstance(error, GpuaccelError) else repr(error)
         raise CheckpointError(f"{path} does not fit this {refused}: {words}") from error
 
@@ -723,31 +583,33 @@ def load_checkpoint(
     weights = _model_tensors(path, model)
     masters = _master_tensors(arena)
     groups: list[dict[str, Tensor]] = []
-    options: list[dict] = []
 
-    _check_tensors(path, contents, "model.", weights, "model")
-    if arena is not None:
-        _check_tensors(path, contents, "master.", masters, "arena")
-    _check_tied(path, contents, weights)
     given = {"optimizer": optimizers, "scheduler": schedulers, "batches": as_list(batches)}
-    for name, things in given.items():
-        if things and name not in state:
-            raise CheckpointError(
-                f"{path} holds no {name} state, expected that of a {_class_names(things)}"
-            )
-    if optimizers:
-        groups = _optimizer_groups(path, model, optimizers, arena)
-        with refusing(path):
-            _check_optimizers(path, contents, optimizers, groups)
-            options = _new_options(path, contents, optimizers)
-    if schedulers:
-        _check_class(path, state["scheduler"], schedulers)
-    if restore_rng:
-        generators = {"rng.cpu": torch.get_rng_state()}
-        _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
-        with refusing(path):
-            random_states = _random_states(contents, _ranks_of(model, arena)[0])
-    _load_state_dicts(path, state, batches, schedulers)
+    with refusing(path):
+        _check_tensors(path, contents, "model.", weights, "model")
+        if arena is not None:
+            _check_tensors(path, contents, "master.", masters, "arena")
+        _check_tied(path, contents, weights)
+        for name, things in given.items():
+            if things and name not in state:
+                raise CheckpointError(
+                    f"{path} holds no {name} state, expected that of a {_class_names(things)}"
+                )
+        if optimizers:
+            groups = _optimizer_groups(path, model, optimizers, arena)
+            _check_optimizers(path, state["optimizer"], optimizers, groups)
+        with_state: list[tuple[Any, Any]] = []
+        if batches is not None:
+            with_state.append((batches, state["batches"]["values"]))
+        if schedulers:
+            _check_class(path, state["scheduler"], schedulers)
+            values = state["scheduler"]["values"]
+            # One scheduler's state is no list.
+            with_state += zip(schedulers, values if schedulers[1:] else [values], strict=True)
+        if restore_rng:
+            generators = {"rng.cpu": torch.get_rng_state()}
+            _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
+    _load_state_dicts(path, with_state)
 
     # All of it fits.
     uncompiled(model).load_state_dict(
@@ -758,9 +620,9 @@ def load_checkpoint(
     if arena is not None:
         arena.weights_current()
     if optimizers:
-        _restore_optimizers(contents, optimizers, groups, options)
+        _restore_optimizers(contents, optimizers, groups)
     if restore_rng:
-        _restore_random_states(*random_states)
+        _restore_random_states(contents, _ranks_of(model, arena)[0])
     return {"step": contents.step, "extra": state["extra"]}
 
 
@@ -774,12 +636,8 @@ def checkpoint_path(
 ) -> pathlib.Path:
     """`<folder>/step-00000200.safetensors`: a name that `latest_checkpoint` looks for.
 
-    Args:
-        folder: of checkpoints.
-        step: optimizer steps done.
-        optimizer: one, or a list. It decides the ending: where its state is spread over ranks, the
-            checkpoint is a folder, `step-00000200.sharded`.
-    """
+    optimizer: one, or a list. Where its state is spread over ranks, the checkpoint is a folder,
+    `step-00000200.sharded`."""
     ending = ".safetensors" if _shares_of(as_list(optimizer)) is None else ".sharded"
     return pathlib.Path(folder).expanduser() / f"step-{int(step):08d}{ending}"
 
@@ -805,17 +663,6 @@ def latest_checkpoint(folder: str | pathlib.Path) -> pathlib.Path | None:
     return checkpoints[-1][1] if checkpoints else None
 
 
-def is_checkpoint(path: str | pathlib.Path) -> bool:
-    """Whether a file `*.safetensors` or a folder `*.sharded` is there. It may be damaged.
-
-    Args:
-        path: of anything.
-    """
-    path = pathlib.Path(path).expanduser()
-    file = path.suffix == ".safetensors" and path.is_file()
-    return file or (path.suffix == ".sharded" and path.is_dir())
-
-
 def is_whole(path: pathlib.Path) -> bool:
     """Whether a path is a checkpoint that is not damaged. Reads all of it."""
     try:
@@ -837,15 +684,9 @@ def prune_checkpoints(
     """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
 
     Also deletes what killed runs left unfinished, up to the newest step. Checkpoints of later steps
-    than `saved` are of another run, or of one that went on from an older checkpoint: they stay, and
-    do not count.
-
-    Args:
-        folder: of checkpoints.
-        keep: how many stay.
-        saved: the one that was written now. Another one of its step, which a run with another
-            number of ranks has left, is deleted.
-    """
+    than `saved`, which was written now, are of another run, or of one that went on from an older
+    checkpoint: they stay, and do not count. Another one of its step, which a run with another
+    number of ranks has left, is deleted."""
     if keep < 1:
         raise CheckpointError(f"{folder}: keep is {keep}, expected at least 1")
     checkpoints = _checkpoints(folder)

@@ -17,17 +17,15 @@ safetensors reads the files and does not write them: its save_file takes all ten
 that a copy of everything on a GPU would lie in the host's memory.
 """
 
+import bisect
 import collections
 import contextlib
 import hashlib
 import json
-import math
 import pathlib
-import reprlib
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError, GpuaccelError
-from ..files import damage, host_bytes, written_aside
+from ..files import host_bytes, written_aside
 
 FORMAT = "gpuaccel-checkpoint-2"
 SHARDS_FORMAT = "gpuaccel-sharded-checkpoint-2"
@@ -61,33 +59,26 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Contents:
-    """What a verified checkpoint holds.
-
-    Args:
-        step: optimizer steps done.
-        state: what STATE describes.
-        shapes: [dtype, shape] of the tensors that are stored as flat ranges.
-
-    Attributes:
-        entries: name -> [dtype, shape] of each tensor.
-    """
+    """What a verified checkpoint holds."""
 
     def __init__(self, step: int, state: dict, shapes: dict[str, list] | None = None):
         self.step = step
+        # Everything that is no tensor.
         self.state = state
+        # Name -> [dtype, shape] of each tensor; `shapes` are those that are stored as flat ranges.
         self.entries: dict[str, list] = dict(shapes or {})
-        # Of each tensor: (first element, (n,) elements), a view of the mapped file.
-        self._ranges: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self.entries}
+        # Of each tensor, in order: (first element, (n,) elements), a view of the mapped file.
+        self._ranges: dict[str, list[tuple[int, Tensor]]] = {}
 
     def add(self, name: str, tensor: Tensor, first: int = 0):
         """Add a whole tensor, or the range of it that begins with element `first`."""
-        expected, dtype = self.entries.setdefault(name, describe(tensor))[0], describe(tensor)[0]
-        if dtype != expected:
-            raise ValueError(f"a range of {name} is {dtype}, expected {expected}")
-        self._ranges.setdefault(name, []).append((first, tensor.reshape(-1)))
+        self.entries.setdefault(name, describe(tensor))
+        ranges = self._ranges.setdefault(name, [])
+        bisect.insort(ranges, (first, tensor.reshape(-1)), key=lambda r: r[0])
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -96,35 +87,16 @@ class Contents:
         """(last - first,) elements of a tensor in C order; read only, it may be the mapped file."""
         parts = [
             data[max(first - start, 0) : last - start]
-            for start, data in sorted(self._ranges[name], key=lambda r: r[0])
+            for start, data in self._ranges[name]
             if start < last and start + len(data) > first
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor; read only, it may be the mapped file."""
-        shape = self.entries[name][1]
-        numel = math.prod(shape)
-        if not numel:
-            return self._ranges[name][0][1].view(shape)
-        return self.elements(name, 0, numel).view(shape)
-
-    def gaps(self) -> list[str]:
-        """The tensors of which elements are missing, or are there twice."""
-        return [
-            name
-            for name, (_, shape) in self.entries.items()
-            if not _covers(self._ranges[name], math.prod(shape))
-        ]
-
-
-def _covers(ranges, numel: int) -> bool:
-    end = 0
-    for first, data in sorted(ranges, key=lambda r: r[0]):
-        if first != end:
-            return False
-        end += len(data)
-    return bool(ranges) and end == numel
+        parts = [data for _, data in self._ranges[name]]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.view(self.entries[name][1])
 
 
 def describe(tensor: Tensor) -> list:
@@ -143,12 +115,8 @@ class Stored:
 
 
 def pack(value, name: str):
-    """A JSON value from which `unpack` restores `value`.
-
-    Args:
-        value: numbers, strings, lists, tuples, dicts, small tensors, nested.
-        name: what to call it in the CheckpointError that is raised for anything else.
-    """
+    """A JSON value from which `unpack` restores `value`: numbers, strings, lists, tuples, dicts,
+    small tensors, nested. `name` stands in the CheckpointError for anything else."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
@@ -171,102 +139,27 @@ def pack(value, name: str):
     )
 
 
-def unpack(value, where: str = "value"):
-    """The value from which `pack` made this.
-
-    Args:
-        value: of json.loads.
-        where: what to call it in an error.
-
-    Raises:
-        ValueError: for what `pack` does not make; for some of it TypeError, KeyError or
-            RecursionError.
-    """
-    if isinstance(value, list):
-        return [unpack(item, where) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "!stored":
-        return Stored(parse(content, str, where))
-    parse(content, list, where)
-    if kind == "!tensor":
-        dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-        return torch.tensor(content[1], dtype=dtypes[content[0]])
-    if kind == "!tuple":
-        return tuple(unpack(item, where) for item in content)
-    items = {unpack(key, where): unpack(item, where) for key, item in content}
-    return {"!dict": dict, "!counter": collections.Counter}[kind](items)
-
-
-def parse(value, form, where: str):
-    """What a JSON value stands for, if it is of a form.
-
-    Args:
-        value: of json.loads.
-        form: a type; [form] for a list of these; (form, form) for a list of two; {str: form} for a
-            dict with any names; {"name": form} for a dict that has at least these names (those that
-            end in "?" may be absent; others are left out); or a function as `unpack`.
-        where: what to call the value in the error.
-
-    Raises:
-        ValueError: for a value of another form. It says where; and what a function raises.
-    """
-    if isinstance(form, type):
-        if type(value) is not form:
-            raise ValueError(f"{where} is {reprlib.repr(value)}, expected {form.__name__}")
-        return value
-    if isinstance(form, (list, tuple)):
-        forms = form * len(parse(value, list, where)) if isinstance(form, list) else form
-        if len(value) != len(forms):
-            raise ValueError(f"{where} has {len(value)} values, expected {len(forms)}")
-        return [parse(item, f, f"{where}[{i}]") for i, (item, f) in enumerate(zip(value, forms))]
-    if not isinstance(form, dict):
-        return form(value, where)
-    parse(value, dict, where)
-    if str in form:
-        form = dict.fromkeys(value, form[str])
-    absent = [name for name in form if name not in value and not name.endswith("?")]
-    if absent:
-        raise ValueError(f"{where} has no {absent[0]}")
-    names = {name.removesuffix("?"): f for name, f in form.items()}
-    return {n: parse(value[n], f, f"{where}.{n}") for n, f in names.items() if n in value}
-
-
-def _unpack_dict(value, where: str) -> dict:
-    return parse(unpack(value, where), dict, where)
-
-
-DESCRIPTION = (str, [int])
-# Everything in a checkpoint that is no tensor.
-STATE = {
-    "random": _unpack_dict,
-    "extra": unpack,
-    "optimizer?": {
-        "class": str,
-        # The index of the group's optimizer, from the second on.
-        "groups": [{"names": [str], "options": _unpack_dict, "optimizer?": int}],
-        "parameters": {str: DESCRIPTION},
-        # A Stored for a tensor.
-        "values": {str: {str: unpack}},
-    },
-    "scheduler?": {"class": str, "values": unpack},
-    "batches?": {"values": unpack},
+RESTORE: dict[str, Callable] = {
+    "!tuple": tuple,
+    "!dict": dict,
+    "!counter": lambda items: collections.Counter(dict(items)),
+    "!stored": Stored,
+    "!tensor": lambda content: torch.tensor(content[1], dtype=DTYPES[content[0]]),
 }
-MANIFEST_FORM: dict[str, Any] = {
-    "step": int,
-    # sha256.
-    "files": {str: str},
-    "shapes": {str: DESCRIPTION},
-    "state": STATE,
-}
+
+
+def unpack(value: dict):
+    """The value from which `pack` made this: an object_hook of json.loads."""
+    kind = next(iter(value), "")
+    return RESTORE[kind](value[kind]) if kind in RESTORE else value
 
 
 @contextlib.contextmanager
 def refusing(path: pathlib.Path):
     """An error that values of an unexpected kind cause in the block becomes a CheckpointError.
 
-    For code that changes nothing. That the digests fit does not say who wrote the values."""
+    For code that changes nothing. The values of a file whose digest fits are those of another
+    version, or of something else that writes such files."""
     try:
         yield
     except GpuaccelError:
@@ -321,10 +214,7 @@ def _write(path: pathlib.Path, tensors: dict[str, Tensor], metadata: dict[str, s
 def write_file(path: pathlib.Path, tensors: dict[str, Tensor], step: int, state: dict):
     """Write a checkpoint aside and rename it to `path`; missing folders are made.
 
-    Raises:
-        CheckpointError: for a tensor that safetensors cannot hold, and for any error of the disk;
-            what was at `path` is then untouched.
-    """
+    After a CheckpointError what was at `path` is untouched."""
     metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -350,20 +240,9 @@ def shard_name(rank: int, ranks: int) -> str:
 
 
 def write_shard(path: pathlib.Path, tensors: dict[str, Tensor], firsts: dict[str, int]) -> str:
-    """Write one rank's file of a folder.
+    """Write one rank's file of a folder; returns its sha256, for the manifest.
 
-    Args:
-        path: of the file.
-        tensors: whole ones, and flat ranges.
-        firsts: of each range its first element in the whole tensor.
-
-    Returns:
-        Its sha256, for the manifest.
-
-    Raises:
-        CheckpointError: for a tensor that safetensors cannot hold.
-        OSError: of the disk.
-    """
+    tensors: whole ones, and flat ranges. firsts: of each range its first element in the whole."""
     offsets = {
         name: {"saved_offsets": [firsts[name]] if name in firsts else [0] * tensor.dim()}
         for name, tensor in tensors.items()
@@ -380,16 +259,7 @@ def write_manifest(
 ):
     """Write what a folder of shards consists of: the last file of it.
 
-    Args:
-        folder: where the shards are.
-        files: name -> what write_shard returned.
-        step: optimizer steps done.
-        state: JSON.
-        shapes: [dtype, shape] of each tensor that is stored as ranges.
-
-    Raises:
-        OSError: of the disk.
-    """
+    files: name -> what write_shard returned. shapes: [dtype, shape] of each tensor in ranges."""
     manifest = {
         "format": SHARDS_FORMAT,
         "step": int(step),
@@ -425,7 +295,7 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> tuple[dict[str, Tens
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as safetensors: {damage(path)} ({error})"
+            f"{path} cannot be read as safetensors: it is truncated or damaged ({error})"
         ) from error
     if metadata.get("format") != expected:
         hint = ""
@@ -450,15 +320,11 @@ def _verify(path: pathlib.Path, metadata: dict[str, str]):
 
 
 def read_file(path: pathlib.Path) -> Contents:
-    """Everything in a file, verified.
-
-    Raises:
-        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged.
-    """
+    """Everything in a file, verified."""
     tensors, metadata = _read_safetensors(path, FORMAT)
     with refusing(path):
         _verify(path, metadata)
-        state = parse(json.loads(metadata["state"]), STATE, "state")
+        state = json.loads(metadata["state"], object_hook=unpack)
         contents = Contents(int(metadata["step"]), state)
         for name, tensor in tensors.items():
             contents.add(name, tensor)
@@ -471,7 +337,8 @@ def read_file(path: pathlib.Path) -> Contents:
 def _read_manifest(folder: pathlib.Path) -> dict:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        manifest = json.loads(text)
         expected = manifest["sha256"]
     except OSError as error:
         raise CheckpointError(
@@ -488,7 +355,7 @@ def _read_manifest(folder: pathlib.Path) -> dict:
             f"{folder} is not a checkpoint of this version: its format is "
             f"{manifest.get('format')!r}, expected {SHARDS_FORMAT!r}"
         )
-    return parse(manifest, MANIFEST_FORM, "manifest")
+    return json.loads(text, object_hook=unpack)
 
 
 def _check_files(folder: pathlib.Path, files: dict[str, str]):
@@ -517,17 +384,10 @@ def read_folder(
     ranks: int = 1,
     gather: Callable[[str], list[str]] = lambda text: [text],
 ) -> Contents:
-    """Everything in a folder of shards, verified.
+    """Everything in a folder of shards, verified. Of several ranks all raise what one finds.
 
-    Args:
-        folder: of the checkpoint.
-        rank, ranks: of a group that reads it together: each rank verifies every ranks-th file.
-        gather: with several ranks, a collective: a text of each of them.
-
-    Raises:
-        CheckpointError: for no such folder, one that is not a checkpoint, and one that is damaged;
-            the error names the shard. Of several ranks all raise it.
-    """
+    rank, ranks: of a group that reads it together: each rank verifies every ranks-th file.
+    gather: with several ranks, a collective: a text of each of them."""
     problem = ""
     manifest: dict = {}
     try:
@@ -547,27 +407,15 @@ def read_folder(
     with refusing(folder):
         for name in sorted(manifest["files"]):
             tensors, metadata = _read_safetensors(folder / name, SHARDS_FORMAT)
-            form = {str: {"saved_offsets": [int]}}
-            offsets = parse(json.loads(metadata[TORCH_OFFSETS]), form, TORCH_OFFSETS)
+            offsets = json.loads(metadata[TORCH_OFFSETS])
             for key, tensor in tensors.items():
                 is_range = key in manifest["shapes"]
                 contents.add(key, tensor, offsets[key]["saved_offsets"][0] if is_range else 0)
-    gaps = contents.gaps()
-    if gaps:
-        raise CheckpointError(
-            f"{folder} is damaged: its shards have not every element of {gaps[0]} once"
-        )
     return contents
 
 
 def read_checkpoint(path: pathlib.Path, *group) -> Contents:
-    """Everything in a checkpoint, verified.
+    """Everything in a checkpoint, verified: CheckpointError for one that is damaged, or is none.
 
-    Args:
-        path: of a file, or of a folder of shards.
-        group: rank, ranks and gather of read_folder.
-
-    Raises:
-        CheckpointError: see read_file and read_folder.
-    """
+    path: of a file, or of a folder of shards. group: rank, ranks and gather of read_folder."""
     return read_folder(path, *group) if path.is_dir() else read_file(path)

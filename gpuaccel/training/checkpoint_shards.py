@@ -165,19 +165,9 @@ def save_shards(
 ):
     """Write one checkpoint with all ranks of a group. Collective: on every rank.
 
-    Args:
-        path: of the folder; missing folders above it are made.
-        values: what this rank has: whole tensors, and ranges. The same name is the same tensor on
-            all ranks.
-        step: optimizer steps done.
-        state: JSON; rank 0's is written.
-        group: of the ranks.
-
-    Raises:
-        CheckpointError: on every rank, for any error of one: a tensor that safetensors cannot hold,
-            an error of the disk. What was at `path` is then untouched.
-        torch.distributed.DistError: where another rank is lost.
-    """
+    values: what this rank has: whole tensors, and ranges. The same name is the same tensor on all
+    ranks. state: rank 0's is written. A CheckpointError, for any error of one rank, is one on all,
+    and what was at `path` is then untouched; DistError where another rank is lost."""
     writer = _Writer(path, dict(values), step, state)
     try:
         _save(dict(values), storage_writer=writer, planner=_Planner(), process_group=group)

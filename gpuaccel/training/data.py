@@ -6,18 +6,18 @@
     dataset.tokenizer.decode(inputs[0])
 
 Text is a file, a folder, or by default the `.py` files of the standard library, which are on every
-machine. Tokens are bytes (`ByteTokenizer`) or a byte-level BPE (`train_bpe`, kept in the cache).
-Every twentieth document is for validation. `Batches` is deterministic, and resumes exactly.
+machine. Tokens are bytes (`ByteTokenizer`) or a byte-level BPE, which is trained on the text and
+kept in the cache. `Batches` is deterministic, and resumes exactly.
 """
 
+import functools
 import hashlib
 import os
 import pathlib
 import sysconfig
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,31 +38,7 @@ PIECE = 1 << 18
 # ---- text ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Text to train on.
-
-    Attributes:
-        documents: texts, at least one; none is empty.
-        source: where the text is from, in words.
-        bytes: length of all documents as UTF-8.
-    """
-
-    documents: list[str]
-    source: str
-    bytes: int
-
-    def digest(self) -> str:
-        """sha256 over the documents and where each ends."""
-        total = hashlib.sha256()
-        for document in self.documents:
-            data = document.encode()
-            total.update(len(data).to_bytes(8, "little"))
-            total.update(data)
-        return total.hexdigest()
-
-
-def _files_below(folder, endings, skip=()):
+def _files_below(folder, endings, skip=()) -> list[pathlib.Path]:
     """All files below a folder, in the same order on every machine.
 
     Hidden folders, caches and folders named in `skip` are left out."""
@@ -74,39 +50,26 @@ def _files_below(folder, endings, skip=()):
     return sorted(paths, key=lambda path: path.relative_to(folder).parts)
 
 
-def _read_text(path, limit):
-    """A file's text, at most `limit` bytes of it (cut at a character) if there is a limit."""
+def _read_text(path: pathlib.Path) -> str:
     try:
-        with open(path, "rb") as file:
-            data = file.read() if limit is None else file.read(limit + 1)
+        data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    cut = limit is not None and len(data) > limit
-    data = data[:limit] if cut else data
     try:
-        return data.decode("utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
-        if cut and error.reason == "unexpected end of data":
-            return data[: error.start].decode("utf-8")
         raise DataError(
             f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start} "
             f"({error.reason}); expected UTF-8, convert the file or leave it out"
         ) from error
 
 
-def load_text(path: str | os.PathLike | None = None, *, max_bytes: int | None = None) -> Corpus:
-    """Text of a file, a folder, or the standard library. A document is a file that is not empty.
+def load_text(
+    path: str | os.PathLike | None, max_bytes: int | None = None
+) -> tuple[list[str], str]:
+    """The documents of a file, a folder, or the standard library, and in words where they are from.
 
-    Args:
-        path: a file of any name; a folder, of which `*.txt`, `*.md` and `*.py` are read recursively
-            and sorted; None: the standard library.
-        max_bytes: stop after that many bytes of text.
-
-    Raises:
-        DataError: for no such file or folder, no text in it, a file that cannot be read or is not
-            UTF-8 (with the byte's offset).
-        ArgumentError: for a max_bytes below 1.
-    """
+    A document is a file that is not empty. max_bytes cuts at a whole character."""
     if max_bytes is not None and max_bytes < 1:
         raise ArgumentError(f"max_bytes is {max_bytes}; expected None or at least 1")
     if path is None:
@@ -123,14 +86,17 @@ def load_text(path: str | os.PathLike | None = None, *, max_bytes: int | None = 
             )
         files = _files_below(root, ENDINGS) if root.is_dir() else [root]
     documents = []
-    size = 0
+    left = max_bytes
     for file in files:
-        if max_bytes is not None and size >= max_bytes:
-            break
-        text = _read_text(file, None if max_bytes is None else max_bytes - size)
+        text = _read_text(file)
+        if left is not None:
+            data = text.encode()[:left]
+            left -= len(data)
+            text = data.decode(errors="ignore")
         if text:
             documents.append(text)
-            size += len(text.encode())
+        if left == 0:
+            break
     if not documents and root.is_file():
         raise DataError(f"{path} is empty; expected a file with UTF-8 text")
     if not documents:
@@ -138,46 +104,20 @@ def load_text(path: str | os.PathLike | None = None, *, max_bytes: int | None = 
             f"{root} holds no text; expected a folder with {', '.join(ENDINGS)} files that are "
             "not empty"
         )
-    return Corpus(documents, source, size)
+    return documents, source
 
 
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def _as_bytes(text):
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"character {text[error.start]!r} at position {error.start} has no UTF-8 form; "
-            "expected text without lone surrogates"
-        ) from error
-
-
-def _as_list(tokens, vocab_size):
-    if hasattr(tokens, "reshape"):
-        tokens = tokens.reshape(-1).tolist()
-    else:
-        tokens = [int(token) for token in tokens]
-    for position, token in enumerate(tokens):
+def _as_list(tokens, vocab_size: int) -> list[int]:
+    tokens = torch.as_tensor(tokens).flatten().tolist()
+    for token in tokens:
         if not 0 <= token < vocab_size:
             raise DataError(
-                f"token {token} at position {position} is not in the vocabulary; "
-                f"expected 0 to {vocab_size - 1}"
+                f"token {token} is not in the vocabulary; expected 0 to {vocab_size - 1}"
             )
     return tokens
-
-
-class _TextTokenizer(Protocol):
-    """What a tokenizer of one's own needs."""
-
-    vocab_size: int
-
-    def encode(self, text: str, /) -> Sequence[int] | np.ndarray:
-        """The tokens of a text."""
-
-    def decode(self, tokens: Any, /) -> str:
-        """The text of an array, tensor or iterable of tokens."""
 
 
 class ByteTokenizer:
@@ -191,10 +131,10 @@ class ByteTokenizer:
         Args:
             text: any text.
         """
-        return np.frombuffer(_as_bytes(text), np.uint8).astype(np.uint16)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD.
+        """Text of a list, array or tensor of tokens; bytes that are no UTF-8 become U+FFFD.
 
         Args:
             tokens: whole numbers below 256.
@@ -220,79 +160,43 @@ class BPETokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) uint16. Text is encoded in pieces of 262,144 characters, which no token crosses.
+        """(N,) uint16, on all cores. No token crosses the end of a piece of 262,144 characters.
 
         Args:
             text: any text.
         """
-        _as_bytes(text)
-        return self.encode_all([text])[0]
-
-    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` of each text, several texts at a time on all cores.
-
-        Args:
-            texts: any texts.
-        """
-        pieces = [
-            (index, text[start : start + PIECE])
-            for index, text in enumerate(texts)
-            for start in range(0, len(text), PIECE)
-        ]
-        parts = [[np.zeros(0, np.uint16)] for _ in texts]
+        pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+        parts = [np.zeros(0, np.uint16)]
         for start in range(0, len(pieces), 16):
-            group = pieces[start : start + 16]
             encoded = self._tokenizer.encode_batch_fast(
-                [piece for _, piece in group], add_special_tokens=False
+                pieces[start : start + 16], add_special_tokens=False
             )
-            for (index, _), result in zip(group, encoded):
-                parts[index].append(np.array(result.ids, np.uint16))
-        return [np.concatenate(part) for part in parts]
+            parts += [np.array(result.ids, np.uint16) for result in encoded]
+        return np.concatenate(parts)
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD.
+        """Text of a list, array or tensor of tokens; bytes that are no UTF-8 become U+FFFD.
 
         Args:
-            tokens: whole numbers.
+            tokens: whole numbers below vocab_size.
         """
         return self._tokenizer.decode(_as_list(tokens, self.vocab_size), skip_special_tokens=False)
 
 
-def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BPETokenizer:
-    """Train a byte-level BPE on a text.
+def train_bpe(documents: list[str], vocab_size: int) -> BPETokenizer:
+    """One that is trained on texts; it has fewer tokens where too few pairs repeat."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    Args:
-        corpus: what load_text returned.
-        vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
-        cache: read a tokenizer that was trained on this text with this size before. Training takes
-            about 7 s for the standard library on two cores.
-
-    Raises:
-        ArgumentError: for a vocab_size out of range.
-    """
-    if not 256 <= vocab_size <= 65536:
-        raise ArgumentError(
-            f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)"
-        )
-
-    def train():
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            show_progress=False,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        )
-        tokenizer.train_from_iterator(corpus.documents, trainer, length=len(corpus.documents))
-        return tokenizer.to_str().encode()
-
-    load = lambda content: BPETokenizer(content.decode())
-    if not cache:
-        return load(train())
-    return from_cache("bpe", f"{corpus.digest()}-{vocab_size}.json", train, load)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    return BPETokenizer(tokenizer.to_str())
 
 
 # ---- datasets ------------------------------------------------------------------------------------
@@ -300,11 +204,11 @@ def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BP
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """A corpus as tokens. `train` and `val` share no text.
+    """A text as tokens. `train` and `val` share no text.
 
     Attributes:
         train: (N,) int32, documents one after another.
-        val: (M,) int32; shares no text with `train`.
+        val: (M,) int32.
         vocab_size: number of different tokens.
         tokenizer: made the tokens, and decodes them.
         source: where the text came from, in words.
@@ -313,48 +217,62 @@ class TokenDataset:
     train: torch.Tensor
     val: torch.Tensor
     vocab_size: int
-    tokenizer: _TextTokenizer
+    tokenizer: ByteTokenizer | BPETokenizer
     source: str
 
 
-def _split(documents):
-    """(train, val) of a list of token arrays.
+def _split(documents: list[str]) -> tuple[str, str]:
+    """The texts for training and for validation.
 
     Every twentieth document is for validation, if that gives from a fiftieth to a fifth of the
-    tokens; otherwise the last tenth of all tokens is."""
+    characters; otherwise the last tenth of all characters is."""
     val = documents[VALIDATION_EVERY - 1 :: VALIDATION_EVERY]
     total = sum(map(len, documents))
     if total / 50 <= sum(map(len, val)) <= total / 5:
-        train = [
-            document for index, document in enumerate(documents) if (index + 1) % VALIDATION_EVERY
-        ]
-        return np.concatenate(train), np.concatenate(val)
-    tokens = np.concatenate(documents)
-    cut = len(tokens) * 9 // 10
-    return tokens[:cut], tokens[cut:]
+        train = [text for i, text in enumerate(documents, 1) if i % VALIDATION_EVERY]
+        return "".join(train), "".join(val)
+    text = "".join(documents)
+    return text[: total * 9 // 10], text[total * 9 // 10 :]
 
 
-def _unpacked(content, count):
-    """The tokens of each of `count` documents: the content is their lengths, then all tokens."""
-    lengths = np.frombuffer(content, "<i8", count)
-    tokens = np.frombuffer(content, "<u2", offset=lengths.nbytes)
-    if lengths.min() < 0 or lengths.sum() != len(tokens):
-        raise ValueError(f"found {len(tokens)} tokens; expected {lengths.sum()}")
-    return np.split(tokens, np.cumsum(lengths)[:-1])
+def _bpe_tokens(documents: list[str], vocab_size: int):
+    """(tokenizer, tokens for training, for validation), from the cache if they are there.
+
+    Both take seconds. A text and a size have one entry."""
+
+    def make() -> bytes:
+        tokenizer = train_bpe(documents, vocab_size)
+        train, val = (tokenizer.encode(text).astype("<u2").tobytes() for text in _split(documents))
+        return b"%s\n%d\n%s%s" % (tokenizer.to_json().encode(), len(train), train, val)
+
+    def load(content: bytes):
+        description, size, tokens = content.split(b"\n", 2)
+        train, val = tokens[: int(size)], tokens[int(size) :]
+        tokenizer = BPETokenizer(description.decode())
+        return tokenizer, np.frombuffer(train, "<u2"), np.frombuffer(val, "<u2")
+
+    digest = hashlib.sha256()
+    for document in documents:
+        data = document.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return from_cache("bpe", f"{digest.hexdigest()}-{vocab_size}", make, load)
 
 
 def make_dataset(
     path: str | os.PathLike | None = None,
-    tokenizer: NamedTokenizer | _TextTokenizer = "byte",
+    tokenizer: NamedTokenizer = "byte",
     max_bytes: int | None = None,
     vocab_size: int = 32768,
 ) -> TokenDataset:
     """Read a text as tokens, split into training and validation.
 
+    For tokens of another tokenizer make the tensor yourself: Batches takes any.
+
     Args:
-        path: a text file, a folder of texts, or None: the standard library. See load_text.
-        tokenizer: "byte" (256 tokens, the default), "bpe" (trained on this text, up to `vocab_size`
-            tokens), or a tokenizer you have, with encode and decode.
+        path: a text file of any name; a folder, of which `*.txt`, `*.md` and `*.py` are read
+            recursively and sorted; or None, the default: the standard library.
+        tokenizer: "byte" (256 tokens, the default) or "bpe" (trained on this text, up to
+            `vocab_size` tokens; the first time it takes seconds).
         max_bytes: stop after that many bytes of text. Default: all of it.
         vocab_size: of a "bpe" that is trained, 256 to 65,536.
 
@@ -362,8 +280,9 @@ def make_dataset(
         A TokenDataset with `train` and `val`, int32 tokens.
 
     Raises:
-        ArgumentError: for what is no tokenizer, a vocab_size out of range, and max_bytes below 1.
-        DataError: for no such file or folder, no text in it, and a file that is not UTF-8.
+        ArgumentError: for an unknown tokenizer, a vocab_size out of range, and max_bytes below 1.
+        DataError: for no such file or folder, no text in it, and a file that cannot be read or is
+            not UTF-8 (with the byte's offset).
 
     Example:
         >>> import pathlib
@@ -372,27 +291,19 @@ def make_dataset(
         >>> len(data.train), len(data.val), data.vocab_size
         (1890, 210, 256)
     """
-    if isinstance(tokenizer, str):
-        check_choice(
-            "tokenizer", tokenizer, NamedTokenizer, ", or an object with encode and decode"
+    check_choice("tokenizer", tokenizer, NamedTokenizer)
+    if not 256 <= vocab_size <= 65536:
+        raise ArgumentError(
+            f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)"
         )
-    corpus = load_text(path, max_bytes=max_bytes)
-    if isinstance(tokenizer, str):
-        tokenizer = ByteTokenizer() if tokenizer == "byte" else train_bpe(corpus, vocab_size)
-    if isinstance(tokenizer, BPETokenizer):
-        key = hashlib.sha256((corpus.digest() + tokenizer.to_json()).encode()).hexdigest()
-
-        def encode():
-            arrays = tokenizer.encode_all(corpus.documents)
-            lengths = np.array(list(map(len, arrays)), "<i8")
-            return lengths.tobytes() + np.concatenate(arrays).astype("<u2").tobytes()
-
-        load = lambda content: _unpacked(content, len(corpus.documents))
-        documents = from_cache("bpe", f"{key}.tokens", encode, load)
+    documents, source = load_text(path, max_bytes)
+    reader: ByteTokenizer | BPETokenizer = ByteTokenizer()
+    if tokenizer == "bpe":
+        reader, *arrays = _bpe_tokens(documents, vocab_size)
     else:
-        documents = [tokenizer.encode(document) for document in corpus.documents]
-    train, val = (torch.from_numpy(tokens.astype(np.int32)) for tokens in _split(documents))
-    return TokenDataset(train, val, tokenizer.vocab_size, tokenizer, corpus.source)
+        arrays = [reader.encode(text) for text in _split(documents)]
+    train, val = (torch.from_numpy(tokens.astype(np.int32)) for tokens in arrays)
+    return TokenDataset(train, val, reader.vocab_size, reader, source)
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -416,14 +327,14 @@ def _sequence_count(tokens: torch.Tensor, T: int) -> int:
     return (len(tokens) - 1) // T
 
 
-def _gather(tokens, indices, T, device, pin=False) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(tokens, indices, T, device) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets) of the sequences with these indices, each (len(indices), T) int64.
 
     Both in one copy, which to a GPU is from pinned memory."""
     device = torch.device(device)
     positions = indices.view(1, -1, 1) * T + torch.arange(T) + torch.tensor([0, 1]).view(2, 1, 1)
     both = tokens[positions].long()
-    if pin or device.type == "cuda":
+    if device.type == "cuda":
         both = both.pin_memory()
     inputs, targets = both.to(device, non_blocking=True)
     return inputs, targets
@@ -479,7 +390,6 @@ class Batches:
         T: tokens per sequence, 1 or more.
         seed: seed + epoch seeds the shuffle.
         device: where batches are copied, without waiting; default: the CPU.
-        pin: leave CPU batches in pinned memory, for copies of your own.
         rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
         micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all
             ranks depends on ranks * micro_batches only, and a run can go on with another number of
@@ -507,7 +417,6 @@ class Batches:
         T: int,
         seed: int = 0,
         device: str | torch.device = "cpu",
-        pin: bool = False,
         rank: int = 0,
         ranks: int = 1,
         micro_batches: int = 1,
@@ -525,7 +434,6 @@ class Batches:
         self.T = T
         self.seed = seed
         self.device = device
-        self.pin = pin
         self.rank = rank
         self.ranks = ranks
         self.micro_batches = micro_batches
@@ -536,8 +444,6 @@ class Batches:
                 f"{self.sequences // batch} batches of {batch}, for {ranks} ranks; expected at "
                 "least one batch for each"
             )
-        self.tokens_per_batch = batch * T
-        self._sha256: str | None = None
         self._go_to(epoch=0, index=0)
 
     def _go_to(self, epoch, index):
@@ -554,7 +460,7 @@ class Batches:
         parts = []
         missing = self.batch * self.ranks
         while missing:
-            if self.index == self.sequences:
+            if self.index >= self.sequences:
                 self._go_to(self.epoch + 1, 0)
             part = self._order[self.index : self.index + missing]
             parts.append(part)
@@ -563,17 +469,15 @@ class Batches:
         indices = torch.cat(parts)
         if self.ranks > 1:
             indices = indices.view(self.micro_batches, self.ranks, -1)[:, self.rank].flatten()
-        return _gather(self.tokens, indices, self.T, self.device, self.pin)
+        return _gather(self.tokens, indices, self.T, self.device)
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
-        """sha256 of the tokens as little-endian int64; computed once, when it is first needed."""
-        if self._sha256 is None:
-            total = hashlib.sha256()
-            for piece in self.tokens.split(1 << 20):
-                total.update(piece.numpy().astype("<i8").data)
-            self._sha256 = total.hexdigest()
-        return self._sha256
+        """sha256 of the tokens as little-endian int64; computed when it is first needed."""
+        total = hashlib.sha256()
+        for piece in self.tokens.split(1 << 20):
+            total.update(piece.numpy().astype("<i8").data)
+        return total.hexdigest()
 
     def state_dict(self) -> dict:
         """The position: epoch, sequences done in it by all ranks, and what they depend on.
@@ -595,34 +499,15 @@ class Batches:
             state: what state_dict() returned.
 
         Raises:
-            DataError: with nothing changed, where the text or T was another, or the position is
-                none of this text. Warns where the state has no hash of its text: before version 0.2
-                it had none.
+            DataError: with nothing changed, where the text or T was another.
         """
-        for key in ("sequences", "T"):
-            stored = state.get(key)
-            expected = getattr(self, key)
+        for key in ("sequences", "T", "sha256"):
+            stored, expected = state.get(key), getattr(self, key)
             if stored != expected:
                 raise DataError(
                     f"the data position has {key}={stored}, expected {key}={expected}: "
                     "it was taken on another text or with another T"
                 )
-        if not (state["epoch"] >= 0 and 0 <= state["index"] <= self.sequences):
-            raise DataError(
-                f"the data position is epoch {state['epoch']}, index {state['index']}; "
-                f"expected an epoch of at least 0 and an index of 0 to {self.sequences}"
-            )
-        if "sha256" not in state:
-            warnings.warn(
-                "the data position has no hash of its text, because an older version wrote it: "
-                "nothing can tell whether this is the text of that run",
-                stacklevel=2,
-            )
-        elif state["sha256"] != self.sha256:
-            raise DataError(
-                f"the data position was taken on another text of as many tokens: sha256 "
-                f"{state['sha256']}, expected {self.sha256}"
-            )
         self.seed = state["seed"]
         self._go_to(state["epoch"], state["index"])
 
@@ -640,14 +525,13 @@ def val_batches(
     gives one smaller batch.
 
     Args:
-        tokens: (N,) integers on the CPU.
+        tokens: (N,) integers on the CPU, at least T + 1.
         batch: sequences per batch, 1 or more.
         T: tokens per sequence.
         limit: only the first ones.
         device: where batches lie. Default: the CPU.
 
     Raises:
-        DataError: when there is no whole sequence (T + 1 tokens).
         ArgumentError: for a batch below 1.
     """
     if batch < 1:

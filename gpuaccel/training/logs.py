@@ -27,11 +27,7 @@ Log = Union[str, "os.PathLike[str]", Callable[[dict], Any]]
 
 
 def check_log(log: Log | None):
-    """Refuse a `log` argument that is nothing to write to (see ga.train).
-
-    Raises:
-        ArgumentError: for what is neither a path that ends in .jsonl, nor a function, nor None.
-    """
+    """ArgumentError for a `log` argument that is nothing to write to (see ga.train)."""
     is_path = isinstance(log, (str, os.PathLike)) and pathlib.Path(log).suffix == ".jsonl"
     if not (log is None or callable(log) or is_path):
         raise ArgumentError(
@@ -40,15 +36,9 @@ def check_log(log: Log | None):
 
 
 class RunLog:
-    """Writes the rows of one run.
+    """Writes the rows of one run; DataError for a file that cannot be written.
 
-    Args:
-        log: a path or a function; check_log() accepts it.
-        resumed_step: what a file has up to this step is kept; a resumed run writes the rest again.
-
-    Raises:
-        DataError: for a file that cannot be written.
-    """
+    resumed_step: what a file has up to this step is kept; a resumed run writes the rest again."""
 
     def __init__(self, log: Log, resumed_step: int = 0):
         self._pending: deque[dict] = deque()
@@ -58,12 +48,8 @@ class RunLog:
         self._write: Any = self._file.write if self._file else log
 
     def add(self, row: dict):
-        """Add one more step.
-
-        Args:
-            row: has "step"; tensors with one element, numbers, dicts of numbers; what is None is
-                left out.
-        """
+        """Add one more step: "step", tensors with one element, numbers, dicts of numbers. What is
+        None is left out."""
         self._pending.append(
             {
                 name: self._late(value, row["step"]) if isinstance(value, Tensor) else value
@@ -104,8 +90,7 @@ class _JSONLines:
     """A file with a JSON object per step."""
 
     def __init__(self, path, resumed_step):
-        # A link stays one.
-        self.path = pathlib.Path(path).expanduser().resolve()
+        self.path = pathlib.Path(path).expanduser()
         self.file: io.TextIOBase | None = None
         try:
             if self.path.is_dir():

@@ -53,24 +53,13 @@ def warmup_cosine(
         floor: what the cosine ends at, as a fraction of the learning rate. Default: 0.1.
     """
 
-    return torch.optim.lr_scheduler.LambdaLR(
-        opt, lambda i: warmup_cosine_factor(i, warmup, steps, floor)
-    )
+    def factor(i):
+        if i < warmup:
+            return (i + 1) / warmup
+        progress = min(1.0, (i - warmup) / max(1, steps - warmup))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
-
-def warmup_cosine_factor(i: int, warmup: int, steps: int, floor: float = 0.1) -> float:
-    """What `warmup_cosine` multiplies the learning rate by after i steps.
-
-    Args:
-        i: steps taken.
-        warmup: steps of the warm-up.
-        steps: where the cosine ends.
-        floor: what the cosine ends at.
-    """
-    if i < warmup:
-        return (i + 1) / warmup
-    progress = min(1.0, (i - warmup) / max(1, steps - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return torch.optim.lr_scheduler.LambdaLR(opt, factor)
 
 
 @torch.no_grad()
@@ -99,11 +88,10 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
 class _Checkpoints:
     """Saves and resumes one run's checkpoints, on one rank or on all ranks at once."""
 
-    def __init__(self, step: TrainStep, batches, folder, keep: int, extra: dict | None):
+    def __init__(self, step: TrainStep, batches, folder, keep: int):
         self.step = step
         self.folder = folder
         self.keep = keep
-        self.extra = extra
         self.saved_step = -1
         self.kind = type(batches).__name__
         self.state: dict[str, Any] = dict(
@@ -149,7 +137,7 @@ class _Checkpoints:
             return
         reducer = self.step.reducer
         path = checkpoint_path(self.folder, self.step.count, self.step.optimizers)
-        save_checkpoint(path, step=self.step.count, extra=self.extra, **self.state)
+        save_checkpoint(path, step=self.step.count, **self.state)
         if reducer is None or reducer.rank == 0:
             prune_checkpoints(self.folder, self.keep, path)
         self.saved_step = self.step.count
@@ -167,7 +155,6 @@ def train(
     checkpoint_every: int = 0,
     keep: int = 3,
     resume: bool | str | pathlib.Path = False,
-    extra: dict | None = None,
 ) -> Generator[Reading, None, None]:
     """Take optimizer steps until `steps` have been taken in all, with a reading after each.
 
@@ -199,7 +186,6 @@ def train(
         resume: continue from the newest checkpoint there, bit-identically; without one, begin. A
             path: continue from this checkpoint. One that is damaged is a CheckpointError, whose
             `older` are the paths of those that are not.
-        extra: plain values that each checkpoint keeps. Default: none.
 
     Yields:
         A Reading after each step, without a wait for the device; the last one waits for it.
@@ -217,7 +203,7 @@ def train(
         (5, 640, True)
     """
     check_log(log)
-    checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
+    checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep)
     if resume:
         checkpoints.resume(resume)
     reducer = step.reducer

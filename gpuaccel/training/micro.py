@@ -7,10 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ArgumentError, described
 
@@ -18,18 +16,9 @@ from ..errors import ArgumentError, described
 def split(batch, parts: int) -> list:
     """`batch` in pieces along dim 0, whose sizes differ by one at most, as torch.tensor_split.
 
-    There are `parts` pieces, or one for each row where there are fewer rows.
-
-    Args:
-        batch: a tensor, or tensors in tuples, lists and dicts, nested. Each piece has all that has
-            no rows: numbers, strings, None, () tensors, NumPy arrays. A list of tuples, lists or
-            dicts is split already, into micro-batches that may differ in number and shape; it is
-            returned as it is.
-
-    Raises:
-        ArgumentError: when the tensors disagree in dim 0, have no rows, or stand in an object of
-            another kind.
-    """
+    There are `parts` pieces, or one for each row where there are fewer rows. Each piece has all
+    that has no rows: numbers, strings, None, () tensors, NumPy arrays. A list of tuples, lists or
+    dicts is split already, into micro-batches that may differ in number and shape."""
     if is_split(batch):
         return batch
     rows = _rows(batch, "", {})
@@ -37,8 +26,8 @@ def split(batch, parts: int) -> list:
         # Names tensors that stand elsewhere.
         _pieces(batch, 1)
         raise ArgumentError(
-            "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0; got "
-            f"{described(batch)}{_contents(batch)}"
+            "a batch is a tensor or a tuple, list or dict of tensors with rows in dim 0 "
+            f"(torch.as_tensor makes one of an array); got {described(batch)}"
         )
     if len(set(rows.values())) > 1:
         raise ArgumentError(
@@ -52,16 +41,6 @@ def split(batch, parts: int) -> list:
             "one without a batch calls step(None))"
         )
     return _pieces(batch, min(parts, count))
-
-
-def _contents(batch) -> str:
-    """What stands in a batch without rows, for a message: " of a ndarray and a str"."""
-    leaves = tree_leaves(batch)
-    kinds = " and ".join(dict.fromkeys(map(described, leaves)))
-    words = f" of {kinds or 'nothing'}" if isinstance(batch, (tuple, list, dict)) else ""
-    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        words += "; torch.as_tensor makes a tensor of an array"
-    return words
 
 
 def _rows(value, name: str, rows: dict[str, int]) -> dict[str, int]:
@@ -102,11 +81,7 @@ def _like(value: tuple | list, items: list):
 
 
 def with_dicts(batch):
-    """The batch with dicts in the place of other mappings, such as transformers' BatchEncoding.
-
-    Args:
-        batch: any, or a list of micro-batches.
-    """
+    """The batch with dicts in the place of other mappings, such as transformers' BatchEncoding."""
     if isinstance(batch, Mapping):
         return {key: with_dicts(item) for key, item in batch.items()}
     if isinstance(batch, (tuple, list)):

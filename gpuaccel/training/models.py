@@ -33,6 +33,10 @@ from ..errors import ArgumentError, check_choice
 from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swiglu
 
 Family = Literal["llama", "gpt2", "poly"]
+# Base of the rotary frequencies.
+ROPE_THETA = 10_000.0
+# Added to the variance of the norms.
+NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,7 @@ class Config:
         T: longest sequence.
         head_dim: default: hidden / heads; heads * head_dim may differ from hidden.
         tied: one tensor for embedding and output layer; always so in gpt2.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: added to the variance of the norms.
         family: "llama", "gpt2" or "poly".
-        degree: of polynomial attention.
-        window: of polynomial attention; None: all positions before.
 
     Raises:
         ArgumentError: for sizes that do not fit each other.
@@ -68,11 +68,7 @@ class Config:
     T: int
     head_dim: int = 0
     tied: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
     family: Family = "llama"
-    degree: int = 3
-    window: int | None = None
 
     def __post_init__(self):
         if not self.head_dim:
@@ -89,18 +85,15 @@ class Config:
         if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
         check_choice("family", self.family, Family)
-        if self.family == "poly" and (
-            self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden
-        ):
+        if self.family != "llama" and self.kv_heads != self.heads:
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention "
-                f"has {self.heads} key/value heads, as many as heads, of hidden / heads = "
-                f"{self.hidden / self.heads:g} channels"
+                f"kv_heads is {self.kv_heads}; family {self.family} has {self.heads}, as many as "
+                "heads"
             )
-        if self.family == "gpt2" and (self.kv_heads != self.heads or not self.tied):
+        if self.family == "poly" and self.heads * self.head_dim != self.hidden:
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, "
-                f"{self.heads}, and is tied"
+                f"head_dim is {self.head_dim}; family poly has hidden / heads = "
+                f"{self.hidden / self.heads:g}"
             )
 
     def build(self) -> nn.Module:
@@ -108,7 +101,7 @@ class Config:
         return GPT2(self) if self.family == "gpt2" else Transformer(self)
 
 
-Preset = Literal["tiny", "llama-350m", "gpt2-124m", "gpt2-xl", "poly-7m"]
+Preset = Literal["tiny", "llama-350m", "gpt2-124m", "poly-7m"]
 PRESETS: dict[Preset, Config] = {
     "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
     "llama-350m": Config(
@@ -126,17 +119,6 @@ PRESETS: dict[Preset, Config] = {
         tied=True,
         family="gpt2",
     ),
-    "gpt2-xl": Config(
-        vocab=50304,
-        hidden=1600,
-        intermediate=6400,
-        layers=48,
-        heads=25,
-        kv_heads=25,
-        T=1024,
-        tied=True,
-        family="gpt2",
-    ),
     "poly-7m": Config(
         vocab=256, hidden=256, intermediate=768, layers=8, heads=8, kv_heads=8, T=512, family="poly"
     ),
@@ -147,7 +129,7 @@ def preset(name: Preset, **changes: Any) -> Config:
     """A configuration by its name, with some fields changed.
 
     Args:
-        name: "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m".
+        name: "tiny", "llama-350m", "gpt2-124m" or "poly-7m".
         **changes: field of Config -> value.
 
     Returns:
@@ -167,14 +149,10 @@ def preset(name: Preset, **changes: Any) -> Config:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
-def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
+def rotary_table(T: int, head_dim: int, theta: float = ROPE_THETA) -> Tensor:
     """(2, T, head_dim) fp32: [cos, cos] and [-sin, sin] of each position's angles.
 
-    Args:
-        T: number of positions.
-        head_dim: width of a head, even.
-        theta: base of the frequencies theta^(-2 i / head_dim), in radians per position.
-    """
+    The frequencies are theta^(-2 i / head_dim), in radians per position."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
     cos = angle.cos()
@@ -183,14 +161,8 @@ def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
-
-    The pair becomes (a cos - b sin, b cos + a sin).
-
-    Args:
-        x: (B, heads, T, head_dim).
-        table: rotary_table of at least T positions.
-    """
+    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position: it becomes
+    (a cos - b sin, b cos + a sin). x: (B, heads, T, head_dim)."""
     cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
@@ -208,23 +180,18 @@ class Block(nn.Module):
         self.head_dim = c.head_dim
         q_dim = c.heads * c.head_dim
         kv_dim = c.kv_heads * c.head_dim
-        self.input_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.input_norm = nn.RMSNorm(c.hidden, eps=NORM_EPS)
         self.w_q = nn.Linear(c.hidden, q_dim, bias=False)
         self.w_k = nn.Linear(c.hidden, kv_dim, bias=False)
         self.w_v = nn.Linear(c.hidden, kv_dim, bias=False)
         self.w_o = nn.Linear(q_dim, c.hidden, bias=False)
-        self.post_attn_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.post_attn_norm = nn.RMSNorm(c.hidden, eps=NORM_EPS)
         self.gate = nn.Linear(c.hidden, c.intermediate, bias=False)
         self.up = nn.Linear(c.hidden, c.intermediate, bias=False)
         self.down = nn.Linear(c.intermediate, c.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        """The block's output.
-
-        Args:
-            x: (B, T, H).
-            rope: rotary_table of at least T positions.
-        """
+        """(B, T, H) -> (B, T, H). rope: rotary_table of at least T positions."""
         h = self.input_norm(x)
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -246,8 +213,8 @@ class PolyBlock(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
-        self.attention = PolyAttention(c.hidden, c.heads, c.degree, c.window, max_positions=c.T)
+        self.norm = nn.RMSNorm(c.hidden, eps=NORM_EPS)
+        self.attention = PolyAttention(c.hidden, c.heads, max_positions=c.T)
         self.glu = RichardsGLU(c.hidden, c.intermediate)
 
     def forward(self, x: Tensor, rope=None) -> Tensor:
@@ -283,9 +250,9 @@ class Transformer(nn.Module):
         llama = config.family == "llama"
         block = Block if llama else PolyBlock
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
-        self.final_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.final_norm = nn.RMSNorm(config.hidden, eps=NORM_EPS)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-        rope = rotary_table(config.T, config.head_dim, config.rope_theta) if llama else None
+        rope = rotary_table(config.T, config.head_dim) if llama else None
         self.register_buffer("rope", rope, persistent=False)
         for name, p in self.named_parameters():
             # Polynomial attention and RichardsGLU initialise their weights themselves.
@@ -325,10 +292,10 @@ class GPT2Block(nn.Module):
         super().__init__()
         self.head_dim = c.head_dim
         width = c.heads * c.head_dim
-        self.ln_1 = nn.LayerNorm(c.hidden, eps=c.norm_eps)
+        self.ln_1 = nn.LayerNorm(c.hidden, eps=NORM_EPS)
         self.qkv = nn.Linear(c.hidden, 3 * width)
         self.proj = nn.Linear(width, c.hidden)
-        self.ln_2 = nn.LayerNorm(c.hidden, eps=c.norm_eps)
+        self.ln_2 = nn.LayerNorm(c.hidden, eps=NORM_EPS)
         self.up = nn.Linear(c.hidden, c.intermediate)
         self.down = nn.Linear(c.intermediate, c.hidden)
 
@@ -352,7 +319,7 @@ class GPT2(nn.Module):
         self.config = config
         self.encoder = Encoder(config.vocab, config.hidden, config.T)
         self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.final_norm = nn.LayerNorm(config.hidden, eps=NORM_EPS)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         for name, p in self.blocks.named_parameters():
             if p.dim() == 2:

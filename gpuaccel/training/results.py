@@ -24,33 +24,25 @@ class StepOutput:
 
     loss: Tensor
     tokens: Tensor | None
-    norm: Tensor | None
-    clipped_norm: Tensor | None = None
-    scale: Tensor | None = None
-    finite: Tensor | None = None
-
-
-@dataclass
-class ClipResult:
-    """The fields of StepOutput that clipping computes; all None without clipping."""
-
     norm: Tensor | None = None
     clipped_norm: Tensor | None = None
     scale: Tensor | None = None
     finite: Tensor | None = None
 
-    @classmethod
-    def of_norm(cls, norm: Tensor, max_norm: float) -> "ClipResult":
-        scale = reference_scale(norm, max_norm)
-        return cls(norm, norm * scale, scale, torch.isfinite(norm))
 
-    @classmethod
-    def of_optimizer(cls, opt: DeviceOptimizer) -> "ClipResult":
-        """The clip result of the latest step() of a ga.AdamW, as copies that stay valid."""
-        if opt.clip_state is None:
-            return cls()
-        state = opt.clip_state.clone()
-        return cls(state.norm, state.clipped_norm, state.scale, state.finite)
+def clipped_here(norm: Tensor, max_norm: float) -> dict[str, Tensor]:
+    """The fields of StepOutput about clipping, of torch.nn.utils.clip_grad_norm_."""
+    scale = reference_scale(norm, max_norm)
+    fields = {"norm": norm, "clipped_norm": norm * scale, "scale": scale}
+    return {**fields, "finite": torch.isfinite(norm)}
+
+
+def clipped_by(opt: DeviceOptimizer) -> dict[str, Tensor]:
+    """The same of the latest step() of a ga.AdamW, as copies that stay valid."""
+    if opt.clip_state is None:
+        return {}
+    state = opt.clip_state.clone()
+    return {name: getattr(state, name) for name in ("norm", "clipped_norm", "scale", "finite")}
 
 
 @dataclass
@@ -72,13 +64,6 @@ class Totals:
     micro_batches: int | Tensor = 0
 
     def add(self, loss: Tensor, tokens: Tensor | None, rows: int):
-        """One more micro-batch.
-
-        Args:
-            loss: () fp32.
-            tokens: () integer; None where loss_fn returns means.
-            rows: sequences in it.
-        """
         self.loss = loss if self.loss is None else self.loss + loss
         if self.tokens is None:
             self.tokens = tokens

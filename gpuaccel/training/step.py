@@ -43,7 +43,7 @@ from ..optim import AdamW, Arena, DeviceOptimizer, Products
 from .checkpoint import as_list
 from .micro import rows_of, split, with_dicts
 from .replay import Replay, ReplayMode, StepGraphs, replay_options
-from .results import ClipResult, StepOutput, Totals
+from .results import StepOutput, Totals, clipped_by, clipped_here
 from .step_checks import (
     check_clip,
     check_kinds,
@@ -376,10 +376,7 @@ class TrainStep:
     def _eager_step(self, batch, mark=_no_mark) -> StepOutput:
         """The step, operation by operation. A graph captures the same calls.
 
-        Args:
-            batch: as for a call.
-            mark: called with the name of each stage at its end.
-        """
+        mark: called with the name of each stage at its end."""
         with self._accumulation_window():
             totals = self._accumulate(self._split(batch), self.reducer, mark)
             output = self._update(totals, mark)
@@ -399,18 +396,7 @@ class TrainStep:
         self.arena.gradients.clear()
 
     def _split(self, batch) -> list:
-        """This rank's micro-batches.
-
-        Args:
-            batch: as for a call.
-
-        Returns:
-            A list of what loss_fn gets as `micro`.
-
-        Raises:
-            ArgumentError: for a batch without rows, or, in ordered mode, with more micro-batches
-                than the step was made for.
-        """
+        """This rank's micro-batches: a list of what loss_fn gets as `micro`."""
         if self.reducer is None:
             return split(batch, self.micro_batches)
         if batch is None:
@@ -426,14 +412,7 @@ class TrainStep:
     def _accumulate(self, micros, reducer: ReducerBase | None, mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards `.grad` is the sum.
 
-        Args:
-            micros: what _split() returned.
-            reducer: None in a warm-up, which this rank runs by itself.
-            mark: called with the name of each stage at its end.
-
-        Returns:
-            The loss, tokens, rows and number of these micro-batches.
-        """
+        reducer: None in a warm-up, which this rank runs by itself."""
         totals = Totals()
         # What a backward outside of the step has left may be bf16: it is added to in fp32.
         self.arena.gradients.collect()
@@ -457,17 +436,9 @@ class TrainStep:
     def _micro(
         self, micro, parts: int, mark=_no_mark, reducer: ReducerBase | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward and backward of one micro-batch.
+        """Forward and backward of one of `parts` micro-batches: its loss in fp32, and its tokens.
 
-        Args:
-            micro: what loss_fn gets.
-            parts: number of micro-batches of this step.
-            mark: called with the name of each stage at its end.
-            reducer: of the last backward, which sends the sums while it runs.
-
-        Returns:
-            Its loss in fp32, and its tokens (None where loss_fn returned a mean).
-        """
+        reducer: of the last backward, which sends the sums while it runs."""
         loss, tokens = self._forward(micro)
         if self.reducer is not None:
             # The gradient is divided in _update(), by the micro-batches of all ranks.
@@ -533,14 +504,13 @@ class TrainStep:
     ) -> StepOutput:
         """From the sums of this rank's micro-batches to the new weights.
 
-        Args:
-            totals: what _accumulate() returned.
-            mark: called with the name of each stage at its end.
-            optimizers: those that take a step. Default: all.
-        """
+        optimizers: those that take a step. Default: all."""
         if self.reducer is not None:
-            totals = self._all_reduce(self.reducer, totals)
-        loss = self._mean_loss(totals)
+            loss, tokens, rows, micro_batches = self.reducer.reduce(
+                totals.loss, totals.tokens, totals.rows, totals.micro_batches
+            )
+            totals = Totals(loss, tokens, rows, micro_batches.clamp(min=1))
+        mean_loss = self._mean_loss(totals)
         divisor = self._divisor(totals)
         mark("accumulate")
         clip = self._clip_and_step(
@@ -549,27 +519,11 @@ class TrainStep:
         tokens = totals.tokens
         if self.reducer is not None:
             tokens = self.reducer.as_counted(tokens)
-        return StepOutput(loss, tokens, **vars(clip))
-
-    def _all_reduce(self, reducer: ReducerBase, totals: Totals) -> Totals:
-        """The totals of all ranks; arena.grads holds the sum over all ranks afterwards.
-
-        Args:
-            reducer: of this step.
-            totals: of this rank.
-        """
-        loss, tokens, rows, micro_batches = reducer.reduce(
-            totals.loss, totals.tokens, totals.rows, totals.micro_batches
-        )
-        return Totals(loss, tokens, rows, micro_batches.clamp(min=1))
+        return StepOutput(mean_loss, tokens, **clip)
 
     @torch.no_grad()
     def _mean_loss(self, totals: Totals) -> Tensor:
-        """The mean loss per token; where loss_fn returns means, their mean.
-
-        Args:
-            totals: of all ranks.
-        """
+        """The mean loss per token; where loss_fn returns means, their mean."""
         # A rank alone has a micro-batch, and reduce() returns a tensor.
         assert totals.loss is not None
         if totals.tokens is not None:
@@ -580,11 +534,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _divisor(self, totals: Totals) -> Tensor | None:
-        """What to divide the summed gradient by; None: each loss was divided before backward.
-
-        Args:
-            totals: of all ranks.
-        """
+        """What to divide the summed gradient by; None: each loss was divided before backward."""
         if totals.tokens is not None and self.divide in (None, "tokens"):
             return totals.tokens.clamp(min=1)
         if totals.tokens is not None and self.divide == "sequences":
@@ -598,7 +548,7 @@ class TrainStep:
         assert isinstance(totals.micro_batches, Tensor)
         return totals.micro_batches
 
-    def _clip_and_step(self, divisor: Tensor | None, mark, optimizers) -> ClipResult:
+    def _clip_and_step(self, divisor: Tensor | None, mark, optimizers) -> dict[str, Tensor]:
         opt = self._clipping_opt
         if opt is not None:
             opt.gradient_divisor = divisor
@@ -607,15 +557,15 @@ class TrainStep:
             finally:
                 opt.gradient_divisor = None
             mark("optimizer")
-            return ClipResult.of_optimizer(opt)
+            return clipped_by(opt)
         if divisor is not None:
             grads = [p.grad for p in self.arena.params if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, 1.0 / divisor)
-        result = ClipResult()
+        result = {}
         if self.max_norm is not None:
             norm = nn.utils.clip_grad_norm_(self.arena.parameters(), self.max_norm)
-            result = ClipResult.of_norm(norm, self.max_norm)
+            result = clipped_here(norm, self.max_norm)
             mark("clip")
         for optimizer in optimizers:
             optimizer.step()
@@ -623,7 +573,7 @@ class TrainStep:
         first, *others = self.optimizers
         if self.max_norm is None and isinstance(first, DeviceOptimizer) and not others:
             # A ga.AdamW over parameters, which may have clipped by itself.
-            return ClipResult.of_optimizer(first)
+            return clipped_by(first)
         return result
 
     # ---- state and control ----

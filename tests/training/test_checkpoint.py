@@ -1,6 +1,5 @@
 """Checkpoints: a resumed run is bit-identical; no kill and no bad file harms a run."""
 
-import contextlib
 import copy
 import errno
 import json
@@ -30,7 +29,6 @@ from gpuaccel.training.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from gpuaccel.training.checkpoint_file import read_checkpoint
 from gpuaccel.training.data import Batches
 
 
@@ -392,45 +390,13 @@ def refuse(path, match, run=None, **changes):
     assert run.everything() == before
 
 
-def tensor_ends(path):
-    """name -> (first, last + 1) byte in the file."""
-    with safe_open(path, "pt") as file:
-        assert file.metadata()
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    return {
-        name: tuple(start + offset for offset in entry["data_offsets"])
-        for name, entry in json.loads(data[8:start]).items()
-        if name != "__metadata__"
-    }
-
-
 def test_truncated(saved):
-    data, ends = saved.read_bytes(), tensor_ends(saved)
-    name, (first, last) = max(ends.items(), key=lambda item: item[1])
-    for size in (0, 3, 8, 100, len(data) // 2, first + 1, len(data) - 1):
+    data = saved.read_bytes()
+    for size in (0, 3, 8, 100, len(data) // 2, len(data) - 1):
         saved.write_bytes(data[:size])
         refuse(saved, "cannot be read as safetensors")
-    refuse(
-        saved,
-        f"tensor {re.escape(name)} should end at byte {len(data)}, the file has {len(data) - 1}",
-    )
     saved.write_bytes(data + b"x")
     refuse(saved, "cannot be read as safetensors")
-
-
-def test_a_flipped_bit_in_a_tensor_is_found(saved):
-    data, ends = saved.read_bytes(), tensor_ends(saved)
-    for name in (
-        "model.head.weight",
-        "optim.norm.bias.exp_avg_sq",
-        "rng.cpu",
-        "model.norm.num_batches_tracked",
-    ):
-        damaged = bytearray(data)
-        damaged[(ends[name][0] + ends[name][1]) // 2] ^= 4
-        saved.write_bytes(damaged)
-        refuse(saved, "is damaged: it has sha256 [0-9a-f]{64}, expected [0-9a-f]{64}$")
 
 
 def test_a_flipped_bit_anywhere_is_found(saved):
@@ -445,7 +411,10 @@ def test_a_flipped_bit_anywhere_is_found(saved):
         damaged = bytearray(data)
         damaged[offset] ^= 1 << generator.randrange(8)
         saved.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=re.escape(str(saved))):
+        # What damage to a header does is found by whoever reads it first.
+        words = " is damaged: it has sha256 [0-9a-f]{64}, expected [0-9a-f]{64}$"
+        match = re.escape(str(saved)) + (words if offset >= header else "")
+        with pytest.raises(CheckpointError, match=match):
             load_checkpoint(saved, **run.parts())
     assert run.everything() == before
 
@@ -533,226 +502,14 @@ def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- files whose digests fit, and whose content does not -----------------------------------------
-
-ABSENT = object()
-DEEP = "100,000 lists, each in the one before"
-WRONG = {
-    "absent": ABSENT,
-    "None": None,
-    "text": "a",
-    "list": [[1]],
-    "dict": {},
-    "huge number": 10**400,
-    "tuple of a number": {"!tuple": 5},
-    "unknown kind": {"!x": []},
-    "uneven tensor": {"!tensor": ["F32", [[1], [1, 2]]]},
-    "nested too deep": DEEP,
-}
-
-
-def as_json(value) -> str:
-    return json.dumps(value).replace(json.dumps(DEEP), "[" * 100_000 + "]" * 100_000)
-
-
-def with_value(content, where, value):
-    """A copy of a JSON value with another one at a path into it."""
-    content = copy.deepcopy(content)
-    inner = content
-    for key in where[:-1]:
-        inner = inner[key]
-    if value is ABSENT:
-        del inner[where[-1]]
-    else:
-        inner[where[-1]] = value
-    return content
-
-
-def values_in(value, where=()):
-    """(path, value) of every value in a JSON value; of a list the first three."""
-    items = value.items() if isinstance(value, dict) else ()
-    for key, item in enumerate(value[:3]) if isinstance(value, list) else items:
-        yield (*where, key), item
-        yield from values_in(item, (*where, key))
-
-
-class Edited:
-    """A checkpoint whose content is edited, and whose digests are then computed again.
-
-    content: what is in the metadata: "state" and "step"; of a folder its manifest."""
-
-    def __init__(self, path):
-        self.path = path
-        if path.is_dir():
-            self.content = json.loads((path / checkpoint_file.MANIFEST).read_bytes())
-            del self.content["sha256"]
-            return
-        self.tensors = load_file(path)
-        with safe_open(path, "pt") as file:
-            self.metadata = file.metadata()
-        del self.metadata["sha256"]
-        self.content = {key: self.metadata.pop(key) for key in ("state", "step")}
-        self.content["state"] = json.loads(self.content["state"])
-
-    def write(self, content):
-        if self.path.is_dir():
-            text = as_json(content)
-            with contextlib.suppress(RecursionError):
-                sha256 = checkpoint_file._manifest_sha256(json.loads(text))
-                text = json.dumps({**json.loads(text), "sha256": sha256})
-            (self.path / checkpoint_file.MANIFEST).write_text(text)
-        else:
-            self.write_file(self.tensors, content)
-
-    def write_file(self, tensors, content):
-        content = {key: v if isinstance(v, str) else as_json(v) for key, v in content.items()}
-        checkpoint_file._write(self.path, tensors, {**self.metadata, **content})
-
-    def write_tensors(self, changes):
-        tensors = {**self.tensors, **changes}
-        self.write_file({name: t for name, t in tensors.items() if t is not ABSENT}, self.content)
-
-
-def in_two_shards(path):
-    """The folder that two ranks would have written; the optimizer's state lies in ranges."""
-    contents = read_checkpoint(path)
-    tensors = {name: contents.tensor(name) for name in contents.entries}
-    cut = [name for name, t in tensors.items() if name.startswith("optim.") and t.numel() > 1]
-    folder = path.with_suffix(".sharded")
-    folder.mkdir()
-    written = {}
-    for rank in range(2):
-        parts = {name: tensors[name].reshape(-1).tensor_split(2)[rank] for name in cut}
-        parts |= {n: t for n, t in tensors.items() if n not in cut and len(n) % 2 == rank}
-        firsts = {name: rank * (tensors[name].numel() // 2) for name in cut}
-        name = checkpoint_file.shard_name(rank, 2)
-        written[name] = checkpoint_file.write_shard(folder / name, parts, firsts)
-    with safe_open(path, "pt") as file:
-        state = json.loads(file.metadata()["state"])
-    shapes = {name: contents.entries[name] for name in cut}
-    checkpoint_file.write_manifest(folder, written, 3, state, shapes)
-    return folder
-
-
-@pytest.fixture(params=["file", "folder"])
-def edited(request, saved):
-    return Edited(saved if request.param == "file" else in_two_shards(saved))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_value_of_another_kind_anywhere_is_refused(edited, wrong):
-    """In every value of the metadata, one at a time. `extra` may be anything, the step any whole
-    number, and a text of the scheduler any text."""
-    value = WRONG[wrong]
-    run = make("adamw", seed=8)
-    before = run.everything()
-    taken = []
-    for where, old in values_in(edited.content):
-        if old == value:
-            continue
-        edited.write(with_value(edited.content, where, value))
-        try:
-            load_checkpoint(edited.path, **run.parts())
-        except CheckpointError as error:
-            assert str(edited.path) in str(error)
-            assert run.everything() == before, where
-        else:
-            taken.append(where)
-            is_text = where[:2] == ("state", "scheduler") and type(value) is type(old) is str
-            is_step = where == ("step",) and isinstance(value, int)
-            assert is_text or is_step or where == ("state", "extra"), where
-            run = make("adamw", seed=8)
-            before = run.everything()
-    assert len(taken) < 10 < 100 < len(list(values_in(edited.content)))
-
-
-def last_state(state, first, last):
-    """A torch generator's state with other bytes in [first, last)."""
-    state = state.clone()
-    state[first:last] = 255
-    return state
-
-
-@pytest.mark.parametrize(
-    "name, change",
-    [
-        ("model.head.weight", lambda t: ABSENT),
-        ("optim.head.weight.exp_avg", lambda t: ABSENT),
-        ("optim.head.weight.exp_avg", lambda t: t.view(8, 16)),
-        ("optim.head.weight.exp_avg", lambda t: t.double()),
-        ("optim.head.weight.other", lambda t: torch.ones(2)),
-        ("rng.cpu", lambda t: ABSENT),
-        ("rng.cpu", lambda t: t[:-1]),
-        ("rng.cpu", lambda t: t.float()),
-        ("rng.cpu", lambda t: t[None]),
-        ("rng.cpu", lambda t: last_state(t, 0, 100)),
-        ("rng.cuda", lambda t: torch.zeros(17, dtype=torch.uint8)),
-        ("rng.cuda", lambda t: torch.zeros(16)),
-        ("rng.cuda", lambda t: torch.full((16,), 255, dtype=torch.uint8)),
-        ("rng.rank1", lambda t: torch.zeros(5, dtype=torch.uint8)),
-        ("rng.rank1", lambda t: torch.zeros(5056, dtype=torch.uint8)),
-    ],
-)
-def test_a_tensor_that_is_none_of_the_run_is_refused(saved, name, change):
-    edited = Edited(saved)
-    edited.write_tensors({name: change(edited.tensors.get(name))})
-    refuse(saved, ".")
-
-
-PYTHON = ("state", "random", "!dict", 0, 1, "!tuple")
-NUMPY = ("state", "random", "!dict", 1, 1, "!tuple")
-
-
-@pytest.mark.parametrize(
-    "where, value",
-    [
-        ((*PYTHON, 0), 2),
-        ((*PYTHON, 1, "!tuple", -1), 625),
-        ((*PYTHON, 1, "!tuple", 0), -1),
-        ((*PYTHON, 1, "!tuple", 0), 2**32),
-        ((*PYTHON, 1, "!tuple"), [1] * 624),
-        ((*NUMPY, 0), "PCG64"),
-        ((*NUMPY, 1), [1] * 625),
-        ((*NUMPY, 1), [1] * 623),
-        ((*NUMPY, 1, 0), 2**32),
-        ((*NUMPY, 2), 625),
-        ((*NUMPY, 2), -5),
-        (("state", "batches", "values", "!dict", 1, 1), 2.5),
-        (("state", "batches", "values", "!dict", 1, 1), True),
-        (("state", "batches", "values", "!dict", 0, 1), -1),
-        (("state", "batches", "values", "!dict", 2, 1), 10**30),
-        (("state", "optimizer", "groups", 0, "names", 0), "head.weight"),
-        (("state", "optimizer", "groups", 0, "options", "!dict", 0, 1), True),
-    ],
-)
-def test_a_value_of_the_right_kind_that_no_run_has_is_refused(edited, where, value):
-    edited.write(with_value(edited.content, where, value))
-    refuse(edited.path, ".")
-
-
-def test_the_error_says_which_value(edited):
-    options = ("state", "optimizer", "groups", 1, "options", "!dict", 0)
-    edited.write(with_value(edited.content, ("state", "optimizer", "groups", 1, "names"), 3))
-    refuse(edited.path, r"is damaged: .*state.optimizer.groups\[1\].names is 3, expected list")
-    edited.write(with_value(edited.content, options, ["lr", "fast"]))
-    refuse(edited.path, r"parameter group 1\['lr'\] is 'fast', expected a value such as 0\.0")
-
-
-@pytest.mark.parametrize("value", [ABSENT, -1, 1, 1.5, "a", None, 10**400, [], DEEP])
-def test_first_elements_of_ranges_that_do_not_fit_are_refused(saved, value):
-    folder = in_two_shards(saved)
-    name = checkpoint_file.shard_name(1, 2)
-    tensors = load_file(folder / name)
-    with safe_open(folder / name, "pt") as file:
-        offsets = json.loads(file.metadata()[checkpoint_file.TORCH_OFFSETS])
-    where = ("optim.head.weight.exp_avg", "saved_offsets", 0)
-    offsets = as_json(with_value(offsets, where, value))
-    metadata = {"format": checkpoint_file.SHARDS_FORMAT, checkpoint_file.TORCH_OFFSETS: offsets}
-    sha256 = checkpoint_file._write(folder / name, tensors, metadata)
-    edited = Edited(folder)
-    edited.write(with_value(edited.content, ("files", name), sha256))
-    refuse(folder, ".")
+def test_a_file_of_another_version_whose_digest_fits(saved):
+    tensors = load_file(saved)
+    with safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+    state = json.loads(metadata["state"])
+    del metadata["sha256"], state["optimizer"]["groups"]
+    checkpoint_file._write(saved, tensors, {**metadata, "state": json.dumps(state)})
+    refuse(saved, r"is damaged: its content is not what save_checkpoint writes \(.*groups")
 
 
 class Stubborn:
@@ -784,89 +541,10 @@ def test_a_state_that_is_refused_while_it_is_loaded_is_put_back(tmp_path, stubbo
 # ---- disks and kills -----------------------------------------------------------------------------
 
 
-def test_a_read_only_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    path = save_checkpoint(checkpoint_path(folder, 1), model=Net())
-    before = path.read_bytes()
-    folder.chmod(0o500)
-    # Permission bits do not bind root: there `open` itself refuses.
-    if os.access(folder, os.W_OK):
-
-        def refused(*args, **kwargs):
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-        monkeypatch.setattr("builtins.open", refused)
-    try:
-        with pytest.raises(
-            CheckpointError, match=f"{re.escape(str(path))} cannot be written .Permission denied"
-        ):
-            save_checkpoint(path, model=Net())
-    finally:
-        monkeypatch.undo()
-        folder.chmod(0o700)
-    assert path.read_bytes() == before and os.listdir(folder) == [path.name]
-
-
 def test_a_folder_that_is_a_file(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_checkpoint(checkpoint_path(tmp_path / "runs", 1), model=Net())
-
-
-def check_full_disk(folder):
-    path = save_checkpoint(checkpoint_path(folder, 1), model=Net(), step=1)
-    before = path.read_bytes()
-    with pytest.raises(
-        CheckpointError, match="No space left on device.*; what was there before is untouched"
-    ):
-        save_checkpoint(path, model=Net(width=1 << 15))  # 4 MiB
-    assert path.read_bytes() == before and os.listdir(folder) == [path.name]
-    assert load_checkpoint(latest_checkpoint(folder), model=Net())["step"] == 1
-
-
-def test_a_full_disk_played(tmp_path, monkeypatch):
-    class Full:
-        def __init__(self, file):
-            self.file, self.left = file, 1 << 20
-
-        def write(self, data):
-            self.left -= len(data)
-            if self.left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self.file.write(data)
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-    monkeypatch.setattr(files, "open", lambda *args: Full(open(*args)), raising=False)
-    check_full_disk(tmp_path)
-
-
-def test_a_full_disk_mounted(tmp_path):
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip(
-            "mounting a small file system needs root on Linux; the test above has a full disk "
-            "without a mount"
-        )
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(
-            f"no mount here ({mounted.stderr.decode().strip()}); the test above has a full disk "
-            "without one"
-        )
-    try:
-        check_full_disk(tmp_path)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.slow
@@ -897,27 +575,59 @@ def test_another_process_killed_at_any_moment_then_resumed(tmp_path, other_proce
     assert other_process.stdout.readline().strip() == str(expected)
 
 
-def test_a_save_that_fails_anywhere_leaves_the_old_file(tmp_path, monkeypatch):
-    path = save_checkpoint(tmp_path / "c", model=Net(), step=1)
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
+class Full:
+    """A file on a disk with room for 1,000 bytes more."""
 
-            def fail(*args):
-                raise OSError(errno.EIO, "Input/output error")
+    def __init__(self, file):
+        self.file, self.left = file, 1000
 
-            patch.setattr(os, name, fail)
-            with pytest.raises(CheckpointError, match="Input/output error"):
-                save_checkpoint(path, model=Net(), step=2)
-        assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]
+    def write(self, data):
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+def raises(error):
+    def function(*args, **kwargs):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "module, name, function, error",
+    [
+        (files, "open", raises(PermissionError(errno.EACCES, "Permission denied")), "Permission"),
+        (files, "open", lambda *args: Full(open(*args)), "No space left on device"),
+        (os, "fsync", raises(OSError(errno.EIO, "Input/output error")), "Input/output error"),
+        (os, "replace", raises(OSError(errno.EIO, "Input/output error")), "Input/output error"),
+        (checkpoint_file, "host_bytes", raises(KeyboardInterrupt), None),
+    ],
+)
+def test_a_save_that_fails_anywhere_leaves_the_old_file(
+    module, name, function, error, tmp_path, monkeypatch
+):
+    path = save_checkpoint(checkpoint_path(tmp_path, 1), model=Net(), step=1)
+    before = path.read_bytes()
+    message = f"{re.escape(str(path))} cannot be written .{error}.*; what was there before is unt"
     with monkeypatch.context() as patch:
-
-        def interrupted(*args):
-            raise KeyboardInterrupt
-
-        patch.setattr(checkpoint_file, "host_bytes", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, name, function, raising=False)
+        with pytest.raises(
+            CheckpointError if error else KeyboardInterrupt, match=error and message
+        ):
             save_checkpoint(path, model=Net(), step=2)
-    assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    assert load_checkpoint(latest_checkpoint(tmp_path), model=Net())["step"] == 1
 
 
 def test_latest_and_prune(tmp_path):

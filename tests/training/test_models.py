@@ -13,7 +13,6 @@ from gpuaccel.backends import backend, use_backend
 from gpuaccel.errors import ArgumentError
 from gpuaccel.training.models import (
     GPT2,
-    PRESETS,
     Config,
     Transformer,
     flops_per_token,
@@ -23,17 +22,6 @@ from gpuaccel.training.models import (
     rotate,
 )
 
-NINE = {
-    "w_q.weight",
-    "w_k.weight",
-    "w_v.weight",
-    "w_o.weight",
-    "gate.weight",
-    "up.weight",
-    "down.weight",
-    "input_norm.weight",
-    "post_attn_norm.weight",
-}
 SMALL = dict(vocab=17, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=12)
 
 
@@ -63,65 +51,28 @@ def separate_forward(model, tokens):
     return model.lm_head(model.final_norm(x))
 
 
-def results(model, forward, tokens, frozen=False):
-    """The logits, and the gradient of each parameter that has got one."""
-    for name, p in model.named_parameters():
-        p.grad = None
-        p.requires_grad_(not (frozen and "norm" in name))
+def results(model, forward, tokens):
+    """The logits, and the gradient of each parameter."""
+    model.zero_grad()
     y = forward(tokens)
     y.float().square().mean().backward()
-    return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return y.detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_a_transformer_with_its_additions_in_the_norms_computes_the_formulas(device, dtype, frozen):
+def test_a_transformer_computes_the_formulas(device, dtype):
     model = small().to(device, dtype)
     tokens = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
-    y, grads = results(model, model, tokens, frozen)
+    y, grads = results(model, model, tokens)
     with use_backend("torch"):
-        want, want_grads = results(
-            model, lambda tokens: separate_forward(model, tokens), tokens, frozen
-        )
-    assert grads.keys() == want_grads.keys() and (frozen != ("final_norm.weight" in grads))
+        want, want_grads = results(model, lambda tokens: separate_forward(model, tokens), tokens)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.04}[dtype]
     for name, a, b in (("y", y, want), *((n, grads[n], want_grads[n]) for n in grads)):
         # Without our kernels not one operation differs.
         if device == "cpu" and backend().name == "torch":
             assert torch.equal(a, b), name
         assert float((a - b).abs().max()) <= tolerance * float(b.abs().max()), name
-
-
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_a_hook_on_a_block_or_a_norm_sees_what_the_module_computes(device):
-    model = small(layers=3).to(device)
-    tokens = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
-    want = model(tokens)
-    seen = []
-    for module in (model.blocks[1], model.blocks[0].post_attn_norm, model.final_norm):
-        module.register_forward_hook(lambda module, given, y: seen.append(y))
-    y = model(tokens)
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)
-    assert [type(t) for t in seen] == [torch.Tensor] * 3
-    assert [tuple(t.shape) for t in seen] == [(2, 12, 16)] * 3
-    torch.testing.assert_close(model.lm_head(seen[-1]), y)
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].family == "llama"])
-def test_a_block_has_the_nine_tensors(name):
-    with torch.device("meta"):
-        model = Transformer(preset(name))
-    for block in model.blocks:
-        assert {n for n, _ in block.named_parameters()} == NINE
-    assert {n for n, _ in model.named_parameters() if not n.startswith("blocks.")} == {
-        "embedding.weight",
-        "final_norm.weight",
-        "lm_head.weight",
-    }
-    assert not [n for n, _ in model.named_buffers() if n in model.state_dict()], (
-        "the rotary table is no part of a checkpoint"
-    )
 
 
 def test_parameter_counts_of_the_presets():
@@ -135,17 +86,16 @@ def test_parameter_counts_of_the_presets():
     assert tuple(large.blocks[0].w_k.weight.shape) == (256, 1024)
     block = 2 * 128 + 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384
     assert sum(p.numel() for p in tiny.parameters()) == 256 * 128 * 2 + 128 + 4 * block
+    named = dict(tiny.named_parameters())
+    assert tiny.state_dict().keys() == named.keys(), "the rotary table is in no checkpoint"
 
 
-@pytest.mark.parametrize(
-    "name, count, hidden", [("gpt2-124m", 124_439_808, 768), ("gpt2-xl", 1_557_611_200, 1600)]
-)
-def test_parameter_counts_of_gpt2(name, count, hidden):
+def test_parameter_count_of_gpt2():
     """As published, and the 47 rows that fill up the vocabulary."""
     with torch.device("meta"):
-        model = preset(name).build()
-    assert isinstance(model, GPT2) and model.encoder.wte.weight.shape == (50304, hidden)
-    assert sum(p.numel() for p in model.parameters()) == count + 47 * hidden
+        model = preset("gpt2-124m").build()
+    assert isinstance(model, GPT2) and model.encoder.wte.weight.shape == (50304, 768)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808 + 47 * 768
 
 
 def test_the_polynomial_model_has_seven_million_parameters_and_learns():
@@ -173,8 +123,6 @@ def test_the_polynomial_model_has_seven_million_parameters_and_learns():
         opt.step()
         opt.zero_grad()
     assert losses[-1] < 0.5 * losses[0], losses[::10]
-    with pytest.raises(ArgumentError, match="polynomial attention has 4 key/value heads"):
-        preset("poly-7m", heads=4, kv_heads=2, head_dim=64)
 
 
 def test_gpt2_computes_what_transformers_computes():
@@ -242,10 +190,8 @@ def test_gpt2_computes_what_transformers_computes():
         (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
         (dict(head_dim=5), "head_dim is 5; rotary positions need an even one"),
         (dict(family="gpt3"), "family is 'gpt3'; expected one of llama, gpt2, poly"),
-        (
-            dict(family="gpt2"),
-            "kv_heads is 2 and tied False; GPT-2 has as many as heads, 4, and is tied",
-        ),
+        (dict(family="gpt2"), "kv_heads is 2; family gpt2 has 4, as many as heads"),
+        (dict(family="poly", kv_heads=4, head_dim=8), "head_dim is 8; family poly has .* = 4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
@@ -256,7 +202,7 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(
         ArgumentError,
-        match="preset is 'huge'; expected one of tiny, llama-350m, gpt2-124m, gpt2-xl, poly-7m",
+        match="preset is 'huge'; expected one of tiny, llama-350m, gpt2-124m, poly-7m",
     ):
         preset("huge")
     assert preset("tiny", layers=1).layers == 1 and preset("tiny").layers == 4
@@ -283,66 +229,6 @@ def test_rotary_positions_turn_each_pair_by_position_times_frequency(T, half, th
     got = rotate(x.float(), rotary_table(T + 3, 2 * half, theta)).double()
     d = (got - torch.cat([want.real, want.imag], -1)).abs()
     assert d.max() < 1e-5, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
-
-
-def rotated_by_halves(x, table):
-    """The usual way: (a, b) -> (a cos - b sin, b cos + a sin) on two halves, joined by cat."""
-    half = x.shape[-1] // 2
-    cos, sin = (
-        table[0, : x.shape[-2], half:].to(x.dtype),
-        table[1, : x.shape[-2], half:].to(x.dtype),
-    )
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 3, 7, 8), (1, 1, 1, 2), (2, 2, 16, 64)])
-def test_rotate_is_the_formula_with_cat_in_value_and_gradient(shape, dtype):
-    table = rotary_table(16, shape[-1], 10_000.0)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
-    got, want = rotate(one, table), rotated_by_halves(two, table)
-    assert got.dtype == want.dtype == dtype and got.shape == want.shape
-    close = (
-        {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
-    )
-    torch.testing.assert_close(got, want, **close)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    (got * weight).sum().backward(), (want * weight).sum().backward()
-    torch.testing.assert_close(one.grad, two.grad, **close)
-
-
-def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
-    q = torch.randn(2, 5, 3 * 8).unflatten(-1, (3, 8)).transpose(1, 2)
-    table = rotary_table(9, 8, 10_000.0)
-    assert not q.is_contiguous()
-    torch.testing.assert_close(rotate(q, table), rotated_by_halves(q, table), rtol=1e-6, atol=1e-6)
-
-
-def test_rotary_positions_are_those_of_transformers_llama():
-    llama = pytest.importorskip(
-        "transformers.models.llama.modeling_llama",
-        reason="transformers, of the extra `test`, is not installed",
-    )
-    heads = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    rotary = llama.LlamaRotaryEmbedding(llama.LlamaConfig(**heads))
-    q, k = torch.randn(2, 4, 30, 16), torch.randn(2, 2, 30, 16)
-    cos, sin = rotary(q, torch.arange(30)[None])
-    table = rotary_table(32, 16, 10_000.0)
-    for x, want in zip((q, k), llama.apply_rotary_pos_emb(q, k, cos, sin)):
-        torch.testing.assert_close(rotate(x, table), want, rtol=0, atol=2e-5)
-
-
-def test_attention_scores_depend_on_the_distance_only():
-    table = rotary_table(30, 8, 10_000.0)
-    q, k = torch.randn(8).expand(1, 1, 30, 8), torch.randn(8).expand(1, 1, 30, 8)
-    scores = (rotate(q, table) @ rotate(k, table).transpose(-1, -2))[0, 0]
-    for distance in (0, 1, 7):
-        line = torch.diagonal(scores, -distance)
-        assert torch.allclose(line, line[0].expand_as(line), atol=1e-4), (
-            f"distance {distance}: from {line.min()} to {line.max()}"
-        )
 
 
 @pytest.mark.parametrize(

@@ -52,25 +52,6 @@ def bert(dropout):
     return transformers.BertForMaskedLM(config), batch
 
 
-def vit(dropout):
-    config = transformers.ViTConfig(
-        image_size=8,
-        patch_size=4,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        num_labels=5,
-        hidden_dropout_prob=dropout,
-    )
-
-    def batch(k):
-        images = torch.randn(4, 3, 8, 8, generator=generator(k))
-        return {"pixel_values": images, "labels": torch.arange(4) + k % 2}
-
-    return transformers.ViTForImageClassification(config), batch
-
-
 def t5(dropout):
     """Encoder and decoder; three layers share the embedding."""
     config = transformers.T5Config(
@@ -92,33 +73,6 @@ def mamba(dropout):
         vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False
     )
     return transformers.MambaForCausalLM(config), text
-
-
-def whisper(dropout):
-    config = transformers.WhisperConfig(
-        vocab_size=VOCAB,
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_source_positions=10,
-        max_target_positions=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        dropout=dropout,
-    )
-
-    def batch(k):
-        sound = torch.randn(4, 8, 20, generator=generator(k))
-        return {"input_features": sound, "labels": tokens(50 + k, T=6)}
-
-    return transformers.WhisperForConditionalGeneration(config), batch
 
 
 def wav2vec2(dropout):
@@ -199,7 +153,7 @@ def adapters(dropout):
     return model, text
 
 
-MODELS = [bert, vit, t5, mamba, whisper, wav2vec2, experts, adapters]
+MODELS = [bert, t5, mamba, wav2vec2, experts, adapters]
 
 
 def seed(k):

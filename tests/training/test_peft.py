@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CUDA, EVERYWHERE, KERNELS, close, generator
+from helpers import EVERYWHERE, KERNELS, close, generator
 from torch import nn
 
 # Nothing is downloaded. Before transformers and peft are imported.
@@ -312,15 +312,6 @@ def test_an_arena_that_was_made_before_the_adapter_is_named():
         ga.TrainStep(model, opt, loss_fn)
 
 
-def test_an_adapter_that_was_added_after_the_arena_is_named():
-    model = adapted(Mlp)
-    opt = optimizer(model)
-    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up"]))
-    model.set_adapter("second")
-    with pytest.raises(ArgumentError, match="lora_A.second.weight is not in the arena"):
-        ga.TrainStep(model, opt, loss_fn)
-
-
 def test_a_model_without_a_trained_adapter_has_nothing_to_lay_out():
     settings = peft.LoraConfig(r=2, target_modules=["up"], inference_mode=True)
     with pytest.raises(ArgumentError, match="PeftModel has no trainable parameter"):
@@ -338,23 +329,3 @@ def test_another_adapter_between_two_replays_is_refused(device):
         model.set_adapter("second")
         with pytest.raises(CaptureError, match="lora_dropout.second did not exist at the capture"):
             step(tokens(1, device))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
-def test_a_compiled_step_is_that_of_torch(device):
-    kind = llama
-    losses, _, factors = by_torch(kind, "block")
-    model = adapted(kind, device)
-    opt = optimizer(model, "block", LIMITS[kind])
-    torch._dynamo.reset()
-    try:
-        with ga.TrainStep(
-            model, opt, loss_fn, micro_batches=2, compile=True, deterministic=True
-        ) as step:
-            for k, loss in enumerate(losses):
-                assert step(tokens(k, device)).loss.item() == pytest.approx(loss, rel=1e-4)
-    finally:
-        torch._dynamo.reset()
-    for name, p in trained(model).items():
-        torch.testing.assert_close(p.cpu(), factors[name], rtol=1e-3, atol=2e-5, msg=name)

@@ -253,6 +253,10 @@ def rest(model):
             lambda m: [torch.optim.SGD(rest(m)), torch.optim.SGD([nn.Parameter(torch.ones(3))])],
             "group 0 of the optimizer holds a tensor of shape (3,) that is not the model's",
         ),
+        (
+            lambda m: torch.optim.SGD(m.bfloat16().parameters()),
+            "parameter 0.weight (torch.bfloat16); expected tensors of arena.parameters(), the fp32",
+        ),
     ],
 )
 def test_each_trained_tensor_is_in_one_optimizer(opt, message):
@@ -340,9 +344,11 @@ def test_a_batch_may_be_nested_and_hold_what_has_no_rows():
         ),
         ((torch.ones(6), Item(torch.ones(6))), "the batch holds an Item, whose tensors would not"),
         ((torch.ones(6), {torch.ones(6)}), "the batch holds a set, whose tensors would not"),
-        (Item(torch.ones(6)), "the batch holds an Item, whose tensors"),
-        ((3, torch.tensor(1.0)), "tensors with rows in dim 0; got a tuple"),
-        ({"a": torch.ones(6), "b": torch.ones(2)}, "6 in batch['a'], 2 in batch['b']"),
+        (
+            (3, torch.tensor(1.0)),
+            "rows in dim 0 (torch.as_tensor makes one of an array); got a tuple",
+        ),
+        (torch.zeros(0, 2), "a batch of 0 rows has no micro-batch"),
     ],
 )
 def test_a_batch_that_cannot_be_split_is_named(bad, message):

@@ -43,14 +43,11 @@ def torchs_or_ours(model, adds, **options):
 
 
 class Program:
-    """A model, its loss, its batches, and what happens before step k."""
+    """A model, its loss, and its batches."""
 
     make = staticmethod(layers)
     loss = staticmethod(square)
     batch = staticmethod(rows)
-
-    def before(self, k, model):
-        pass
 
 
 class WeightNorm(Program):
@@ -65,11 +62,6 @@ class WeightNorm(Program):
     def loss(self, model, x):
         with parametrize.cached():
             return square(model, x) + square(model, x + 1)
-
-
-class Scripted(Program):
-    def make(self):
-        return nn.Sequential(torch.jit.script(layers()), nn.Linear(8, 2))
 
 
 class Checkpointed(Program):
@@ -159,37 +151,21 @@ class InnerLoop(Program):
         return inner({name: p - 0.1 * grads[name] for name, p in params.items()})
 
 
-class ExchangedData(Program):
-    """vector_to_parameters assigns `.data`."""
-
-    def before(self, k, model):
-        if k % 10 == 5:
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
-
-
-def in_a_loop(program, adds):
+def trained(program, adds):
+    """adds: None without an arena, "loop" or "step"."""
     torch.manual_seed(0)
     model = program.make()
     opt, _ = torchs_or_ours(model, adds, lr=1e-2, weight_decay=0.1)
     torch.manual_seed(5)
+    if adds == "step":
+        with ga.TrainStep(model, opt, program.loss, micro_batches=2) as step:
+            for k in range(STEPS):
+                step(program.batch(k))
+        return model.state_dict()
     for k in range(STEPS):
-        program.before(k, model)
         for micro in program.batch(k).split(2):
             (program.loss(model, micro) / 2).backward()
         opt.step(), opt.zero_grad()
-    return model.state_dict()
-
-
-def in_a_step(program, adds, replay="eager"):
-    torch.manual_seed(0)
-    model = program.make()
-    opt, _ = torchs_or_ours(model, adds, lr=1e-2, weight_decay=0.1)
-    torch.manual_seed(5)
-    with ga.TrainStep(model, opt, program.loss, micro_batches=2, replay=replay) as step:
-        for k in range(STEPS):
-            program.before(k, model)
-            step(program.batch(k))
     return model.state_dict()
 
 
@@ -197,28 +173,17 @@ def in_a_step(program, adds, replay="eager"):
     "program",
     [
         WeightNorm,
-        Scripted,
         Checkpointed,
         TiedWithPadding,
         CustomFunction,
         GradientPenalty,
         InnerLoop,
-        ExchangedData,
     ],
 )
 def test_what_modules_and_losses_do_counts_as_in_torch(program):
-    want = in_a_loop(program(), None)
-    for train in (in_a_loop, in_a_step):
-        got = train(program(), "arena")
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
-def test_a_scripted_module_is_replayed():
-    with ga.use_backend("simt"):
-        got = in_a_step(Scripted(), "arena", ga.training.Replay(policy="require"))
-    torch.testing.assert_close(got, in_a_loop(Scripted(), None), rtol=1e-4, atol=1e-5)
+    want = trained(program(), None)
+    for adds in ("loop", "step"):
+        torch.testing.assert_close(trained(program(), adds), want, rtol=1e-4, atol=1e-5)
 
 
 # ---- averages of weights -------------------------------------------------------------------------
@@ -258,69 +223,6 @@ def averaged(adds, ema):
 @pytest.mark.parametrize("adds", ["loop", "step"])
 def test_swa_and_ema_are_torchs(adds, ema):
     torch.testing.assert_close(averaged(adds, ema), averaged(None, ema), rtol=1e-4, atol=1e-5)
-
-
-class ScheduleFree:
-    """Schedule-free averaging around an optimizer (Defazio et al., 2024): z takes the steps, x is
-    their average, and the model trains at y between the two.
-
-    Args:
-        opt: holds y; its own state is that of z.
-        written: called after y was written, not by `opt`.
-    """
-
-    def __init__(self, opt, written, beta=0.9):
-        self.opt, self.written, self.beta, self.steps = opt, written, beta, 0
-        self.params = [p for group in opt.param_groups for p in group["params"]]
-        self.z = [p.detach().clone() for p in self.params]
-
-    @torch.no_grad()
-    def move(self, weight):
-        for p, z in zip(self.params, self.z):
-            p.data.lerp_(z, weight)
-        self.written()
-
-    def eval(self):
-        self.move(1 - 1 / self.beta)
-
-    def train(self):
-        self.move(1 - self.beta)
-
-    @torch.no_grad()
-    def step(self):
-        self.steps += 1
-        means = [p.lerp(z, 1 - 1 / self.beta) for p, z in zip(self.params, self.z)]
-        for p, z in zip(self.params, self.z):
-            p.data.copy_(z)
-        self.opt.step()
-        for p, z, x in zip(self.params, self.z, means):
-            z.copy_(p)
-            p.data.copy_(x.lerp_(z, 1 / self.steps).lerp(z, 1 - self.beta))
-        self.written()
-
-
-def schedule_free(adds, dtype=torch.float32):
-    torch.manual_seed(0)
-    model = layers().to(dtype)
-    opt, arena = torchs_or_ours(model, adds, lr=0.02, weight_decay=0.1)
-    free = ScheduleFree(opt, arena.publish if arena else lambda: None)
-    losses = []
-    for k in range(20):
-        square(model, rows(k).to(dtype)).backward()
-        free.step(), opt.zero_grad()
-        if k % 5 == 4:
-            free.eval()
-            losses.append(square(model, rows(99).to(dtype)).detach())
-            free.train()
-    return losses, {name: p.float() for name, p in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_schedule_free_averaging_is_torchs(dtype, bound):
-    """Also around the fp32 masters of bf16 weights, which publish() rounds."""
-    torch.testing.assert_close(
-        schedule_free("loop", dtype), schedule_free(None), rtol=0, atol=bound
-    )
 
 
 # ---- optimizers and loops ------------------------------------------------------------------------

@@ -30,10 +30,6 @@ CASES = {
         "opt is the function loss_fn; expected an optimizer, a list of optimizers, or None. A loss "
         "has a name: ga.TrainStep(model, loss_fn=...)",
     ),
-    "a criterion in the optimizer's place": (
-        lambda model: ga.TrainStep(model, nn.CrossEntropyLoss()),
-        "opt is a CrossEntropyLoss (a module); expected an optimizer",
-    ),
     "a list of something else": (
         lambda model: ga.TrainStep(model, [sgd(model), model]),
         "opt holds a Linear (a module); expected an optimizer, a list of optimizers, or None",
@@ -41,20 +37,6 @@ CASES = {
     "no optimizer in a list": (
         lambda model: ga.TrainStep(model, []),
         "opt is an empty list; expected an optimizer, a list of optimizers, or None",
-    ),
-    "parameters in the optimizer's place": (
-        lambda model: ga.TrainStep(model, model.parameters()),
-        "opt is a generator; expected an optimizer, a list of optimizers, or None",
-    ),
-    "a list with a scheduler that needs a metric": (
-        lambda model: ga.TrainStep(
-            model, scheduler=[torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(model))]
-        ),
-        "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one",
-    ),
-    "an optimizer's class": (
-        lambda model: ga.TrainStep(model, ga.AdamW),
-        "opt is the class AdamW; expected an optimizer",
     ),
     "an optimizer that calls the loss": (
         lambda model: ga.TrainStep(model, torch.optim.LBFGS(model.parameters())),
@@ -66,21 +48,9 @@ CASES = {
         ),
         "scheduler is ReduceLROnPlateau, which needs a metric in each step; expected one",
     ),
-    "the arena in the optimizer's place": (
-        lambda model: ga.TrainStep(nn.Linear(2, 2), Arena(model)),
-        "opt is an Arena; expected an optimizer",
-    ),
     "a step of parameters": (
         lambda model: ga.TrainStep(model.parameters()),
         "model is a generator; expected a module",
-    ),
-    "a step of an arena": (
-        lambda model: ga.TrainStep(Arena(model)),
-        "model is an Arena; expected a module",
-    ),
-    "model and optimizer swapped": (
-        lambda model: ga.TrainStep(sgd(model), model),
-        "model is an SGD (an optimizer); expected a module",
     ),
     "a criterion as loss_fn": (
         lambda model: ga.TrainStep(model, loss_fn=nn.MSELoss()),
@@ -98,10 +68,6 @@ CASES = {
     "a number of micro-batches as text": (
         lambda model: ga.TrainStep(model, micro_batches="4"),
         "micro_batches is '4'; expected a whole number of 1 or more",
-    ),
-    "half a micro-batch": (
-        lambda model: ga.TrainStep(model, micro_batches=2.5),
-        "micro_batches is 2.5; expected a whole number of 1 or more",
     ),
     "autocast as a switch": (
         lambda model: ga.TrainStep(model, autocast=True),
@@ -124,51 +90,22 @@ CASES = {
         lambda model: Arena(model.parameters()),
         "module is a generator; expected a module, not its parameters: ga.Arena(model)",
     ),
-    "an arena of a list": (
-        lambda model: Arena([*model.parameters()]),
-        "module is a list; expected a module, not its parameters: ga.Arena(model)",
-    ),
     "an arena of a tensor": (
         lambda model: Arena(model.weight),
         "module is a tensor of shape (2, 2); expected a module",
-    ),
-    "an arena of an optimizer": (
-        lambda model: Arena(sgd(model)),
-        "module is an SGD (an optimizer); expected a module",
-    ),
-    "an arena of an arena": (
-        lambda model: Arena(Arena(nn.Linear(2, 2))),
-        "module is an Arena; expected a module",
     ),
     "an arena of a class": (
         lambda model: Arena(nn.Linear),
         "module is the class Linear; expected a module",
     ),
-    "an arena of nothing": (lambda model: Arena(None), "module is None; expected a module"),
     "decay as a number": (
         lambda model: Arena(model, decay=0.1),
         "decay is a float; expected a function of (name, parameter), or None",
-    ),
-    "rates as a dict": (
-        lambda model: Arena(model, lr_scale={"weight": 2.0}),
-        "lr_scale is a dict; expected a function of (name, parameter), or None",
     ),
     "an optimizer of a model": (
         lambda model: ga.AdamW(model),
         "params is a Linear (a module); expected parameters or an arena: model.parameters(), or "
         "ga.Arena(model)",
-    ),
-    "an optimizer of a model of layers": (
-        lambda model: ga.AdamW(nn.Sequential(model)),
-        "params is a Sequential (a module); expected parameters or an arena",
-    ),
-    "Lion of a model": (
-        lambda model: ga.optim.Lion(model),
-        "params is a Linear (a module); expected parameters or an arena",
-    ),
-    "an optimizer of an optimizer": (
-        lambda model: ga.AdamW(sgd(model)),
-        "params is an SGD (an optimizer); expected parameters or an arena",
     ),
     "an optimizer of nothing": (
         lambda model: ga.AdamW(None),
@@ -186,10 +123,6 @@ CASES = {
     "clipping of parameter groups": (
         lambda model: ga.clip_grad_norm_(sgd(model).param_groups, 1.0),
         "parameters holds a dict; expected tensors, or pairs of a name and a tensor",
-    ),
-    "clipping of a list of models": (
-        lambda model: ga.clip_grad_norm_([model], 1.0),
-        "parameters holds a Linear (a module); expected tensors",
     ),
     "clipping with the arguments swapped": (
         lambda model: ga.clip_grad_norm_(1.0, model.parameters()),
@@ -231,27 +164,6 @@ def test_containers_of_parameters_are_parameters():
     assert not params[0].eq(1).any()
 
 
-def changed(change):
-    """An arena whose module was changed after it was made."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    arena = Arena(model)
-    change(model)
-    return arena
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda m: m[1].weight.requires_grad_(), "parameter 1.weight is not in the arena"),
-        (lambda m: m.append(nn.Linear(2, 2)), "parameter 2.weight is not in the arena"),
-    ],
-)
-def test_what_is_trained_is_what_was_trainable_when_the_arena_was_made(change, message):
-    arena = changed(change)
-    with pytest.raises(ArgumentError, match=message):
-        ga.TrainStep(arena.module, ga.AdamW(arena))
-
-
 def test_a_model_without_tokens_is_told_to_bring_a_loss():
     model = nn.Linear(4, 3)
     message = r"returned \(8, 3\) for targets of \(8, 3\).*For another loss pass loss_fn"
@@ -260,36 +172,20 @@ def test_a_model_without_tokens_is_told_to_bring_a_loss():
 
 
 @pytest.mark.parametrize(
-    "batch, contents",
+    "batch, words",
     [
-        (np.ones((6, 2)), "got a ndarray; torch.as_tensor makes a tensor of an array"),
-        ((np.ones((6, 2)),), "got a tuple of a ndarray; torch.as_tensor makes"),
-        ((np.ones((6, 2)), "text"), "got a tuple of a ndarray and a str; torch.as_tensor makes"),
-        ({"x": [1, 2], "y": torch.tensor(1.0)}, "got a dict of an int and a tensor of shape ()"),
-        ((), "got a tuple of nothing"),
-        ("text", "got a str"),
+        (np.ones((6, 2)), "a ndarray"),
+        ({"x": [1, 2], "y": torch.tensor(1.0)}, "a dict"),
+        ((), "a tuple"),
     ],
 )
-def test_a_batch_without_rows_is_told_what_stands_in_it(batch, contents):
+def test_a_batch_without_rows_is_refused(batch, words):
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    with ga.TrainStep(model, loss_fn=loss_fn) as step, pytest.raises(ArgumentError) as caught:
+    message = rf"with rows in dim 0 \(torch.as_tensor makes one of an array\); got {words}$"
+    with ga.TrainStep(model, loss_fn=loss_fn) as step, pytest.raises(ArgumentError, match=message):
         step(batch)
-    assert "tensors with rows in dim 0" in str(caught.value)
-    assert contents in str(caught.value) and torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize("own_arena", [True, False])
-def test_a_closed_step_takes_no_step(own_arena):
-    model = ga.preset("tiny", layers=1, hidden=32).build()
-    step = ga.TrainStep(model, None if own_arena else ga.AdamW(Arena(model)))
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    step((tokens, tokens))
-    step.close()
-    before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ArgumentError, match="this TrainStep is closed; make a new one"):
-        step((tokens, tokens))
-    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])
