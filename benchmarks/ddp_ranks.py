@@ -1,7 +1,7 @@
 """What each rank does in benchmarks/ddp.py: make variants of a step, take steps, report.
 
 >>> rank = Rank(0, Bench(preset("llama-350m")))                 # in each process of RankWorkers
->>> rank.make("DDP", Variant("torch", compiled=True, options={}))
+>>> rank.make("DDP", Variant("torch", replayed=True, options={}))
 >>> rank.times("DDP", 4, 3)                                     # ms of 3 steps of 4 micro-batches
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import common  # noqa: F401 (finds gpuaccel)
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
@@ -63,20 +62,16 @@ class Bench:
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a step.
+    """One variant of a step, which is compiled.
 
     make: "torch", "FSDP2" (torch's, too) or "ours"
+    replayed: from a CUDA graph; torch's can then be launched, too
     options: arguments of DDP or of ga.Distributed; None: no communication
-    optimize_ddp: torch.compile splits the model at DDP's buckets (DDPOptimizer)
-    counts: numbers of micro-batches; (): all of the benchmark's
     """
 
     make: str
-    compiled: bool = False
     replayed: bool = False
     options: dict | None = None
-    optimize_ddp: bool = False
-    counts: tuple = ()
 
 
 class WithLoss(torch.nn.Module):
@@ -115,7 +110,7 @@ class Peer:
     def __init__(self, rank, bench, variant):
         self.bench = bench
         self.shards = variant.make == "FSDP2"
-        compiled = variant.compiled and bench.compile
+        compiled = bench.compile
         reduces = variant.options is not None
         if self.shards:
             self.module = fully_sharded(bench, compiled, mesh_of(bench.device, not reduces))
@@ -189,10 +184,9 @@ class Captured(Peer):
     torch's notes on CUDA graphs ask of DDP that it is made on the stream that captures, and takes
     at least 11 synchronized steps there. Its buckets stay the same after that, and it times no step
     before the hundredth. Capture is "thread_local", so that NCCL's watchdog may query its events.
-    With optimize_ddp the model is compiled in as many graphs as DDP has buckets, and each bucket is
-    reduced when its graph's backward has ended; without, the model is one graph. Gradients are
-    zeroed in place or set to None, whichever is faster. At the end weights and optimizer are reset:
-    the first run() is the first step."""
+    torch.compile splits the model at DDP's buckets, and each bucket is reduced when its part's
+    backward has ended. Gradients are zeroed in place or set to None, whichever is faster. At the
+    end weights and optimizer are reset: the first run() is the first step."""
 
     def __init__(self, rank, bench, variant):
         self.graphs = {}
@@ -205,8 +199,8 @@ class Captured(Peer):
             self.stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             self.stream.wait_stream(torch.cuda.current_stream())
             capturing = torch.cuda.stream(self.stream)
-        counts = variant.counts or bench.micro_batches
-        with capturing, torch._dynamo.config.patch(optimize_ddp=variant.optimize_ddp):
+        counts = bench.micro_batches
+        with capturing:
             super().__init__(rank, bench, variant)
             # What the graphs read.
             self.batch = rank_batch(bench, rank)
@@ -232,6 +226,17 @@ class Captured(Peer):
         torch._foreach_copy_([t[: len(batch[0])] for t in self.batch], list(batch))
         self.graphs[count].replay()
         self.loss = self.graphs[count].total.clone()
+
+    def launch(self, batch, count: int):
+        """The same step, launched from Python."""
+        torch._foreach_copy_([t[: len(batch[0])] for t in self.batch], list(batch))
+        if self.stream is None:
+            self.loss = self.launched(count, self.to_none)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.loss = self.launched(count, self.to_none)
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def _none_is_faster(self, count) -> bool:
         """Whether setting gradients to None is faster than zeroing them. All ranks agree.
@@ -345,7 +350,7 @@ class Ours:
             model,
             self.optimizer,
             micro_batches=max(bench.micro_batches),
-            compile=variant.compiled and bench.compile,
+            compile=bench.compile,
             replay=Replay(policy="require") if graph else "eager",
             distributed=(
                 Distributed(broadcast_buffers=False, **variant.options) if reduces else None
@@ -356,6 +361,8 @@ class Ours:
     def run(self, batch, count: int):
         self.step.micro_batches = count
         self.loss = self.step(batch).loss
+
+    launch = run
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated()
@@ -402,7 +409,7 @@ class Rank:
             make = Captured if variant.replayed else Peer
         made = self.variants[name] = make(self.rank, self.bench, variant)
         self.steps[name], first_loss = 0, None
-        for count in variant.counts or self.bench.micro_batches:
+        for count in self.bench.micro_batches:
             self._step(name, count)
             self._finish()
             first_loss = float(made.loss) if first_loss is None else first_loss
@@ -451,13 +458,29 @@ class Rank:
         self.variants[name].run(self.batches[count], count)
         self.steps[name] += 1
 
-    def times(self, name, count: int, calls: int, alone: bool = False) -> list[float]:
-        """Milliseconds of steps that are queued back to back.
+    def times(
+        self, name, count: int, calls: int, alone: bool = False, launched: bool = False
+    ) -> list[float]:
+        """Milliseconds of steps that are queued back to back; launched: of one of them, by the
+        host's clock.
 
         alone: on the first GPU, while the others rest"""
         if alone and self.rank:
             return []
-        return step_times(lambda: self._step(name, count), calls, self.cuda)
+        if not launched:
+            return step_times(lambda: self._step(name, count), calls, self.cuda)
+
+        def many():
+            for _ in range(calls):
+                self.variants[name].launch(self.batches[count], count)
+                self.steps[name] += 1
+            self._finish()
+
+        # The first one is not counted: a new shape may be compiled.
+        self.variants[name].launch(self.batches[count], count)
+        self.steps[name] += 1
+        self._finish()
+        return [host_milliseconds(many) / calls]
 
     def last(self, name) -> list:
         """[hash of the weights' bits, last loss, number of steps]."""
