@@ -102,7 +102,6 @@ def write(name: str, results: dict, parts=(), script: str | None = None, **facts
         **environment(),
         **facts,
         "power": power.reading(gpus),
-        "most_GiB_in_use": power.most_GiB(),
     }
     path = RESULTS / folder_of(result["gpu"]) / f"{name}.json"
     before = json.loads(path.read_text()) if path.is_file() else {}

@@ -1,7 +1,7 @@
 """Data-parallel steps against one GPU, torch's DDP and FSDP2: python benchmarks/ddp.py
 
 Needs 2 GPUs or more, and about three minutes for each number of ranks. Stages: core, launched,
-more, bandwidth, bits; `--only core launched` takes about 130 seconds on two H100s.
+more, bandwidth; `--only core launched` takes about 130 seconds on two H100s.
 
 llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped
 at 1.0. All steps are compiled, and replayed from one CUDA graph or launched from Python. torch
@@ -15,8 +15,8 @@ core: `one GPU`, the reference of the rates, a step without communication on one
 others rest; DDP, FSDP2, all-reduce and sharded, replayed.
 launched: DDP, FSDP2 and all-reduce.
 more: all-reduce by NCCL and in bf16, ordered.
-bandwidth: collectives alone. bits: are they equal on all ranks, replayed and launched, and (ordered)
-on N GPUs and one?
+bandwidth: all-reduces alone.
+The weights of all ranks are compared bit by bit at the end of each stage.
 
 The variants of a stage are measured in turns. Times are those of steps that are queued back to
 back, of replayed ones once the clocks have settled, and a step's time is that of its slowest rank.
@@ -39,7 +39,7 @@ import torch
 from common import Clock, measuring_here, plain, write
 from ddp_ranks import Bench, Rank, Variant
 from power import measuring
-from tables import Column, Table, integer, number, ratio, share, show, tenths, yes_or_no
+from tables import Column, Table, integer, number, ratio, share, show, tenths
 from workers import RankWorkers, WorkerError
 
 from gpuaccel.training.models import Transformer
@@ -146,11 +146,7 @@ class Run:
             workers, variant = self.variants[key]
             self.workers.send(workers, "make", key, variant)
         for key in pending:
-            what = f"making of {': '.join(key)}"
-            self.part(what, self._made, key)
-            if what in self.results["failed"]:
-                why_not = self.results.setdefault("why_not", {}).setdefault(key[0], {})
-                why_not[key[1]] = self.results["failed"][what]
+            self.part(f"making of {': '.join(key)}", self._made, key)
         self.clock.say(f"made: {', '.join(map(str, pending))}")
 
     def _made(self, key):
@@ -222,15 +218,14 @@ class Run:
 
     def end(self, key):
         """After all steps of a variant: finite losses, and the same bits on all ranks."""
-        (group, name), (workers, variant) = key, self.variants[key]
+        workers, variant = self.variants[key]
         answers = self.workers.ask(workers, "last", key)
-        assert all(math.isfinite(loss) for _, loss, _ in answers), f"last losses {answers}"
+        assert all(math.isfinite(loss) for _, loss in answers), f"last losses {answers}"
         # A rank of FSDP2 has weights of its own.
-        if variant.options is not None and variant.make != "FSDP2":
-            equal = len({weights for weights, *_ in answers}) == 1
-            checks = self.results.setdefault("equal_on_all_ranks", {}).setdefault(group, {})
-            checks[name] = {"equal": equal, "steps": answers[0][2]}
-            assert equal, f"the ranks' weights are not bit-identical: {answers}"
+        equal = len({weights for weights, _ in answers}) == 1
+        assert equal or variant.options is None or variant.make == "FSDP2", (
+            f"the ranks' weights are not bit-identical: {answers}"
+        )
 
     def drop(self, keys):
         """Free the memory of these variants."""
@@ -258,57 +253,20 @@ class Run:
         self.race(MORE)
         self.drop(MORE)
 
-    # ---- the network, and bits ----
-
     def bandwidth(self):
-        """Bus bandwidth in GB/s, as nccl-tests count it: what crosses a link of each GPU.
-
-        A size's bytes times 2 (N - 1) / N over the time; for the halves of an all-reduce,
-        (N - 1) / N; for the all-to-all of two, 1 / 2."""
+        """Bus bandwidth of all-reduces alone in GB/s, as nccl-tests count it: what crosses a link of
+        each GPU, a size's bytes times 2 (N - 1) / N over the time."""
         with torch.device("meta"):
             model = Transformer(self.bench.config)
         arena = 4 * sum(p.numel() for p in model.parameters())
-        halves, ranks = ("all_reduce", "reduce_scatter", "all_gather"), self.workers.ranks
-        pairs = ("all_to_all",) if ranks % 2 == 0 else ()
-        sizes = {
-            f"{size >> 20} MiB": (size, ("all_reduce", *pairs))
-            for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
-            if size < arena
-        }
-        sizes["a bucket"] = (min(arena, 32 << 20), (*halves, *pairs))
-        sizes["the arena in bf16"] = (arena // 2, ("all_reduce",))
-        sizes["the arena"] = (arena, halves)
-        answers = self.workers.ask(HOME, "bandwidth", sizes, 5)
-        rows = {}
-        for name, (size, operations) in sizes.items():
-            rows[name] = {"bytes": size}
-            for operation in operations:
-                times = slowest([answer[name][operation] for answer in answers])
-                ms = statistics.median(times)
-                passes = 2 if operation == "all_reduce" else 1
-                others = 2 if operation == "all_to_all" else ranks
-                rate = size / ms / 1e6 * passes * (others - 1) / others
-                rows[name][operation] = {"ms": ms, "bus_GB_per_s": rate}
-        self.results["bandwidth"] = rows
-
-    def bits(self):
-        answers = self.workers.ask(HOME, "bits")
-        first = answers[0]
-        checks = {
-            name: {
-                "equal on all ranks": all(answer[name] == first[name] for answer in answers),
-                "replayed equal to launched": first[name]["replayed"] == first[name]["eager"],
-            }
-            for name in ("all-reduce", "ordered", "sharded")
-        }
-        alone = first["one GPU"]["eager"]
-        checks["ordered"]["equal to one GPU"] = first["ordered"]["eager"] == alone
-        self.results["bits"] = {
-            "steps": self.bench.bits_steps,
-            "layers": self.bench.bits_layers,
-            "variants": checks,
-            "losses": {name: launches["eager"][1] for name, launches in first.items()},
-        }
+        sizes = {f"{MiB} MiB": MiB << 20 for MiB in (16, 32, 64, 256) if MiB << 20 < arena}
+        sizes |= {"the arena in bf16": arena // 2, "the arena": arena}
+        answers = self.workers.ask(HOME, "bandwidth", sizes)
+        rows = self.results["bandwidth"] = {}
+        for name, size in sizes.items():
+            ms = statistics.median(slowest([answer[name] for answer in answers]))
+            rate = size / ms / 1e6 * 2 * (1 - 1 / self.workers.ranks)
+            rows[name] = {"bytes": size, "all_reduce": {"ms": ms, "bus_GB_per_s": rate}}
 
     # ---- all of it ----
 
@@ -337,7 +295,7 @@ class Run:
                         row["times_torch"] = row["tokens_per_s_per_gpu"] / max(rates)
 
 
-STAGES = ("core", "launched", "more", "bandwidth", "bits")
+STAGES = ("core", "launched", "more", "bandwidth")
 
 
 def error_sentence(text: str) -> str:
@@ -374,27 +332,24 @@ STEPS = [
     Column("1: against torch", "1 times_torch", ratio),
     Column("peak GiB", "peak_GiB", tenths),
     Column("optimizer GiB", "optimizer_GiB", number),
-    Column("failed", "why_not"),
 ]
 
 
 def tables(results: dict) -> dict[str, Table]:
     """ "replayed" and "launched": steps with 4 micro-batches and with 1; "one GPU": the same steps
-    without communication. "bits", "collectives", "failed"."""
+    without communication. "collectives": all-reduces alone. "failed"."""
     made = {}
     for r in results.values():
         rows = step_rows(r)
-        bits = [Column("bit-identical", "what"), Column("", "equal", yes_or_no)]
         failed = [{"what": what, "why": why} for what, why in r["failed"].items()]
         made |= {
             "replayed": Table(STEPS, [row for row in rows if row["replayed"] and not row["alone"]]),
             "launched": Table(STEPS, [row for row in rows if not row["replayed"] | row["alone"]]),
             "one GPU": Table(STEPS, [row for row in rows if row["alone"]]),
-            "bits": Table(bits, bit_rows(r)),
             "collectives": collectives_table(r),
             "failed": Table([Column("what", "what"), Column("why", "why")], failed),
         }
-    return {name: table for name, table in made.items() if table.rows}
+    return made
 
 
 def step_rows(r: dict) -> list[dict]:
@@ -402,9 +357,9 @@ def step_rows(r: dict) -> list[dict]:
     rows = []
     for group, counts in r["groups"].items():
         replayed = "captured" in group or "replayed" in group
-        memory, why_not = r.get("memory", {}).get(group, {}), r.get("why_not", {}).get(group, {})
-        for name in dict.fromkeys([*(n for some in counts.values() for n in some), *why_not]):
-            row = {"step": f"{group}: {name}", **memory.get(name, {}), "why_not": why_not.get(name)}
+        memory = r.get("memory", {}).get(group, {})
+        for name in dict.fromkeys(name for rows in counts.values() for name in rows):
+            row = {"step": f"{group}: {name}", **memory.get(name, {})}
             row |= {"replayed": replayed, "alone": name.startswith(ONE)}
             for micro_batches, measured in counts.items():
                 row |= {f"{micro_batches} {key}": m for key, m in measured.get(name, {}).items()}
@@ -412,30 +367,13 @@ def step_rows(r: dict) -> list[dict]:
     return rows
 
 
-def bit_rows(r: dict) -> list[dict]:
-    rows = []
-    if "bits" in r:
-        after = f"after {r['bits']['steps']} deterministic steps"
-        for name, checks in r["bits"]["variants"].items():
-            for what, equal in checks.items():
-                rows.append({"what": f"{name}: {what}, {after}", "equal": equal})
-    for group, some in r.get("equal_on_all_ranks", {}).items():
-        for name, m in some.items():
-            what = f"{group}, {name}: equal on all ranks, after {m['steps']} steps"
-            rows.append({"what": what, "equal": m["equal"]})
-    return rows
-
-
 def collectives_table(r: dict) -> Table:
-    """Each alone, in GB/s of bus bandwidth."""
     rows = [
-        {"size": name, "MiB": m["bytes"] // 2**20}
-        | {op: values["bus_GB_per_s"] for op, values in m.items() if op != "bytes"}
+        {"size": name, "MiB": m["bytes"] // 2**20, **m["all_reduce"]}
         for name, m in r.get("bandwidth", {}).items()
     ]
-    operations = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-    columns = [Column("GB/s", "size"), Column("MiB", "MiB", integer)]
-    return Table([*columns, *(Column(f"`{op}`", op, number) for op in operations)], rows)
+    columns = [Column("all-reduce of", "size"), Column("MiB", "MiB", integer)]
+    return Table([*columns, Column("GB/s", "bus_GB_per_s", number)], rows)
 
 
 # ---- the script ---------------------------------------------------------------------------------

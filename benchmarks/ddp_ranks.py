@@ -6,7 +6,6 @@
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import time
@@ -23,7 +22,6 @@ from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
 from workers import TIMEOUT, Stuck
 
 from gpuaccel.distributed.agreement import weight_hashes
-from gpuaccel.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from gpuaccel.distributed.config import Distributed
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
@@ -47,7 +45,6 @@ class Bench:
 
     rows: sequences per micro-batch and GPU
     graph: replayed variants use a CUDA graph; not on CPUs (for tests)
-    bits_layers, bits_steps: of the steps whose bits are compared
     """
 
     config: Config
@@ -56,8 +53,6 @@ class Bench:
     device: str = "cuda"
     compile: bool = True
     graph: bool = True
-    bits_layers: int = 4
-    bits_steps: int = 4
 
 
 @dataclass(frozen=True)
@@ -368,7 +363,9 @@ class Ours:
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        return step_hash(self.step)
+        """Of all weights' bits; sharded, each rank has its own masters, and they do not count."""
+        sharded = self.step.reducer is not None and self.step.reducer.sharded
+        return digest(weight_hashes(self.step.arena, masters=not sharded))
 
     def close(self):
         self.step.close(alone=True)
@@ -386,8 +383,6 @@ class Rank:
         self.bench = bench
         self.cuda = bench.device == "cuda"
         self.variants = {}
-        # Steps that each variant has taken.
-        self.steps = {}
         batch = rank_batch(bench, rank)
         self.batches = {
             count: tuple(t[: bench.rows * count] for t in batch) for count in bench.micro_batches
@@ -408,9 +403,9 @@ class Rank:
         else:
             make = Captured if variant.replayed else Peer
         made = self.variants[name] = make(self.rank, self.bench, variant)
-        self.steps[name], first_loss = 0, None
+        first_loss = None
         for count in self.bench.micro_batches:
-            self._step(name, count)
+            made.run(self.batches[count], count)
             self._finish()
             first_loss = float(made.loss) if first_loss is None else first_loss
         moments = [
@@ -454,10 +449,6 @@ class Rank:
         reset_peaks()
         return torch.cuda.memory_allocated()
 
-    def _step(self, name, count):
-        self.variants[name].run(self.batches[count], count)
-        self.steps[name] += 1
-
     def times(
         self, name, count: int, calls: int, alone: bool = False, launched: bool = False
     ) -> list[float]:
@@ -468,24 +459,24 @@ class Rank:
         if alone and self.rank:
             return []
         if not launched:
-            return step_times(lambda: self._step(name, count), calls, self.cuda)
+            run = functools.partial(self.variants[name].run, self.batches[count], count)
+            return step_times(run, calls, self.cuda)
+
+        launch = functools.partial(self.variants[name].launch, self.batches[count], count)
 
         def many():
-            for _ in range(calls):
-                self.variants[name].launch(self.batches[count], count)
-                self.steps[name] += 1
+            repeat(launch, calls)
             self._finish()
 
         # The first one is not counted: a new shape may be compiled.
-        self.variants[name].launch(self.batches[count], count)
-        self.steps[name] += 1
+        launch()
         self._finish()
         return [host_milliseconds(many) / calls]
 
     def last(self, name) -> list:
-        """[hash of the weights' bits, last loss, number of steps]."""
+        """[hash of the weights' bits, last loss]."""
         made = self.variants[name]
-        return [made.hash(), float(made.loss), self.steps[name]]
+        return [made.hash(), float(made.loss)]
 
     def drop(self, *names):
         """Close these variants, as far as they are there."""
@@ -497,104 +488,23 @@ class Rank:
     def clear(self):
         self.drop(*self.variants)
 
-    # ---- the network alone ----
+    def bandwidth(self, sizes: dict) -> dict:
+        """name -> milliseconds of some all-reduces. Each is the mean of COLLECTIVES, which on a GPU
+        are one CUDA graph, as in a replayed step: the host's speed does not count.
 
-    def bandwidth(self, sizes: dict, calls: int) -> dict:
-        """name -> operation -> milliseconds of one collective, measured `calls` times.
+        sizes: name -> bytes"""
+        buffer = torch.zeros(max(sizes.values()) // 4, device=self.bench.device)
+        return {name: self._all_reduces(buffer[: size // 4]) for name, size in sizes.items()}
 
-        Each time is the mean of COLLECTIVES, which on a GPU are one CUDA graph, as in a replayed
-        step: the host's speed does not count. "all_to_all" is between two ranks, of an even number.
-
-        sizes: name -> (bytes, operations)"""
-        largest = max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks
-        buffer = torch.zeros(largest, device=self.bench.device)
-        received = torch.zeros_like(buffer)
-        half = self.ranks // 2
-        pairs = [dist.new_group([r, r + half]) for r in range(half)]
-        results = {}
-        for name, (size, operations) in sizes.items():
-            t = buffer[: size // 4 // self.ranks * self.ranks]
-            part = t[self.rank * len(t) // self.ranks : (self.rank + 1) * len(t) // self.ranks]
-            runs = {
-                "all_reduce": lambda: dist.all_reduce(t),
-                "reduce_scatter": lambda: reduce_scatter(part, t),
-                "all_gather": lambda: all_gather(t, part if self.cuda else part.clone()),
-                "all_to_all": lambda: all_to_all(
-                    received[: len(t)], t, group=pairs[self.rank % half]
-                ),
-            }
-            results[name] = {
-                operation: self._collective_times(runs[operation], calls)
-                for operation in operations
-            }
-        for pair in pairs:
-            dist.destroy_process_group(pair)
-        return results
-
-    def _collective_times(self, run, calls) -> list[float]:
-        several = functools.partial(repeat, run, COLLECTIVES)
+    def _all_reduces(self, t) -> list[float]:
+        run = functools.partial(dist.all_reduce, t)
         # The first one connects the ranks.
         run()
+        several = functools.partial(repeat, run, COLLECTIVES)
         recording = Recording(several, torch.cuda.Stream() if self.cuda else None, None)
-        times = step_times(recording.replay, calls, self.cuda)
+        times = step_times(recording.replay, 5, self.cuda)
         recording.close()
         return [ms / COLLECTIVES for ms in times]
-
-    # ---- bits ----
-
-    def bits(self) -> dict:
-        """A few deterministic steps of a shallower model.
-
-        Returns how the ranks add -> how they launch -> [hash of the weights, losses]."""
-        results = {"one GPU": {"eager": self._trained(None, False)}}
-        for name, options in (
-            ("all-reduce", {}),
-            ("ordered", {"ordered": True}),
-            ("sharded", {"sharded": True}),
-        ):
-            results[name] = {
-                "eager": self._trained(options, False),
-                "replayed": self._trained(options, True),
-            }
-        return results
-
-    def _trained(self, options, replayed: bool) -> list:
-        """options None: this rank alone takes all micro-batches, in global order: micro-batch m of
-        rank r is number m * ranks + r."""
-        bench, micro_batches, losses = self.bench, 2, []
-        layers = min(bench.bits_layers, bench.config.layers)
-        config = dataclasses.replace(bench.config, layers=layers)
-        model = build(config, torch.bfloat16, bench.device)
-        optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
-        graph = replayed and bench.graph
-        alone = options is None
-        step = TrainStep(
-            model,
-            optimizer,
-            micro_batches=micro_batches * (self.ranks if alone else 1),
-            replay=Replay(policy="require") if graph else "eager",
-            deterministic=True,
-            distributed=None if alone else Distributed(**options),
-        )
-        for index in range(bench.bits_steps):
-            rows = micro_batches * self.ranks * bench.rows
-            batch = token_batch(config.vocab, rows, config.T, index, bench.device)
-            if not alone:
-                shape = (micro_batches, self.ranks, bench.rows, config.T)
-                batch = [t.view(shape)[:, self.rank].reshape(-1, config.T) for t in batch]
-            losses.append(float(step(tuple(batch)).loss))
-        result = [step_hash(step), losses]
-        step.close(alone=True)
-        del step, optimizer, model
-        if self.cuda:
-            release()
-        return result
-
-
-def step_hash(step: TrainStep) -> str:
-    """Of all weights' bits; sharded, each rank has its own masters, and they do not count."""
-    sharded = step.reducer is not None and step.reducer.sharded
-    return digest(weight_hashes(step.arena, masters=not sharded))
 
 
 def digest(numbers: torch.Tensor) -> str:

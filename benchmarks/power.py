@@ -1,4 +1,4 @@
-"""Power, clock, temperature and memory of the GPUs while a benchmark measures.
+"""Power, clock and temperature of the GPUs while a benchmark measures.
 
 One `nvidia-smi` beside the benchmark writes a line for each GPU every 50 ms. measuring() marks the
 time of a measurement, in any process; workers hand their marks over when they are closed. A reading
@@ -51,7 +51,7 @@ class Sampler:
         self._command = command or nvidia_smi()
         self._process = None
         self._lock = threading.Lock()
-        # (seconds by time.time(), values by NAMES, GPU, MiB in use)
+        # (seconds by time.time(), values by NAMES, GPU)
         self._samples: list[tuple] = []
 
     def __enter__(self):
@@ -93,15 +93,6 @@ class Sampler:
                 if sample[2] in gpus and any(a <= sample[0] <= b for a, b in spans)
             ]
 
-    def most_MiB(self) -> float | None:
-        """The most memory that all processes together had on one GPU that CUDA sees here."""
-        gpus = visible_gpus()
-        with self._lock:
-            return max(
-                (MiB for *_, gpu, MiB in self._samples if gpu in gpus and MiB is not None),
-                default=None,
-            )
-
 
 def reading(gpus: int = 1) -> dict | None:
     """Medians during all measurements; None where nothing was read.
@@ -113,16 +104,10 @@ def reading(gpus: int = 1) -> dict | None:
     if not samples:
         return None
     medians = {}
-    for key, values in zip(NAMES, zip(*(values for _, values, *_ in samples))):
+    for key, values in zip(NAMES, zip(*(values for _, values, _ in samples))):
         known = [value for value in values if value is not None]
         medians[key] = statistics.median(known) if known else None
     return {**medians, "samples": len(samples)}
-
-
-def most_GiB() -> float | None:
-    """The most memory in use on one GPU so far, of all processes; None where it was not read."""
-    MiB = _running[-1].most_MiB() if _running else None
-    return MiB and MiB / 2**10
 
 
 def visible_gpus() -> list[int]:
@@ -138,10 +123,10 @@ def parsed(line: str) -> tuple | None:
     when, *values = (cell.strip() for cell in line.split(","))
     try:
         seconds = datetime.datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp()
-        *medians, memory, gpu = (number(value) for value in values)
+        *medians, gpu = (number(value) for value in values)
     except ValueError:
         return None
-    return (seconds, medians, gpu, memory) if len(medians) == len(NAMES) else None
+    return (seconds, medians, gpu) if len(medians) == len(NAMES) else None
 
 
 def number(text: str) -> float | None:
@@ -150,7 +135,10 @@ def number(text: str) -> float | None:
 
 
 def nvidia_smi() -> list[str]:
-    fields = ",".join((*FIELDS, "memory.used", "index"))
-    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"] + [
-        f"--loop-ms={EVERY}"
+    fields = ",".join((*FIELDS, "index"))
+    return [
+        "nvidia-smi",
+        f"--query-gpu={fields}",
+        "--format=csv,noheader,nounits",
+        f"--loop-ms={EVERY}",
     ]

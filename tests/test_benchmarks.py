@@ -598,8 +598,8 @@ import datetime, pathlib, sys, time
 while True:
     now = datetime.datetime.now().strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
     watts = 500 if pathlib.Path(sys.argv[1]).exists() else 600
-    print(f"{now}, {watts}.25, 700.00, 1755, 61, 2048, 0")
-    print(f"{now}, [N/A], [N/A], 100, 30, 4096, 1", flush=True)
+    print(f"{now}, {watts}.25, 700.00, 1755, 61, 0")
+    print(f"{now}, [N/A], [N/A], 100, 30, 1", flush=True)
     time.sleep(0.01)
 """
 
@@ -619,9 +619,9 @@ def test_power_and_clock_are_read_while_a_variant_is_measured(scripts, tmp_path,
 
     command = [sys.executable, "-c", NVIDIA_SMI, str(slower)]
     slower.touch()
-    with power.Sampler(command):
+    with power.Sampler(command) as sampler:
         deadline = time.monotonic() + 60
-        while power.most_GiB() is None and time.monotonic() < deadline:
+        while not sampler.samples([(0, time.time())], [0]) and time.monotonic() < deadline:
             time.sleep(0.01)
         timing.in_turns({"torch": torch_}, 2)
         # A line from before the change may fall into the first 20 ms.
@@ -631,11 +631,10 @@ def test_power_and_clock_are_read_while_a_variant_is_measured(scripts, tmp_path,
         reading = power.reading()
         assert reading["W"] == 600.25 and reading["limit_W"] == 700 and reading["SM_MHz"] == 1755
         assert power.reading(gpus=2)["samples"] >= 2 * reading["samples"] - 2
-        assert power.most_GiB() == 4.0
-        # Another process has GPU 1.
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-        assert power.most_GiB() == 2.0
-    assert power.reading() is None and power.most_GiB() is None
+        # Another process has GPU 0.
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert power.reading()["W"] is None and power.reading()["SM_MHz"] == 100
+    assert power.reading() is None
     # Where there is no nvidia-smi.
     with power.Sampler(["no-such-program"]):
         assert power.reading() is None
@@ -1089,18 +1088,13 @@ def variants(ddp):
 @pytest.mark.slow
 def test_ddp_runs(ddp, variants, scripts):
     config = dataclasses.replace(SMALL, hidden=64, intermediate=128, layers=2)
-    off = dict(device="cpu", compile=False, graph=False, bits_layers=1, bits_steps=2)
+    off = dict(device="cpu", compile=False, graph=False)
     bench = scripts("ddp_ranks").Bench(config, rows=2, micro_batches=(4, 1), **off)
     kept = []
     r = ddp.measure(bench, 2, keep=lambda r: kept.append(list(r["stages"])), variants=variants)
     assert kept[-1] == list(ddp.STAGES) and [] in kept and r["failed"] == {}
     groups = (ddp.CAPTURED, ddp.CAPTURED_FSDP, ddp.REPLAYED, ddp.COMPILED, ddp.FSDP)
     assert r["groups"].keys() == {*groups, ddp.OURS_COMPILED}
-    checks = r["bits"]["variants"]
-    assert all(equal for variant in checks.values() for equal in variant.values())
-    assert "equal to one GPU" in checks["ordered"]
-    equal = [m for some in r["equal_on_all_ranks"].values() for m in some.values()]
-    assert len(equal) == 7 and all(m["equal"] for m in equal)
     for mine, peers in (
         (ddp.REPLAYED, {ddp.CAPTURED: "DDP", ddp.CAPTURED_FSDP: "FSDP2"}),
         (ddp.OURS_COMPILED, {ddp.COMPILED: "DDP", ddp.FSDP: "FSDP2"}),
@@ -1157,7 +1151,7 @@ class ScriptedWorkers:
         return [[one * count] * calls for one in ms] + [[]] * alone
 
     def last(self, key):
-        return [["one", 2.0, 8], ["other" if key[1] == "ordered" else "one", 2.0, 8]]
+        return [["one", 2.0], ["other" if key[1] == "ordered" else "one", 2.0]]
 
 
 def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, variants, scripts):
@@ -1174,6 +1168,7 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, variants, scripts)
     assert row["of_one_gpu"] == pytest.approx(2 / 3)
     assert r["groups"][ddp.REPLAYED]["4"].keys() >= {"one GPU", "one GPU, again", "ordered"}
     assert r["memory"][ddp.REPLAYED]["ordered"] == {"optimizer_GiB": 2.0}
+    assert len(table(scripts, "ddp", {"2": r})["failed"].rows) == 4
     failed = r["failed"]
     assert failed.pop(f"times of {ddp.REPLAYED}, sharded, 1") == str(error)
     assert failed.pop(f"times of {ddp.REPLAYED}, sharded, 4") == str(error)
@@ -1181,9 +1176,6 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, variants, scripts)
     assert failed.pop(what).startswith("the first loss is 9.0")
     message = failed.pop(f"end of {ddp.REPLAYED}: ordered")
     assert message.startswith("the ranks' weights are not bit-identical") and not failed
-    made = table(scripts, "ddp", {"2": r})
-    reasons = column(made["failed"], "why")
-    assert not reasons or reasons[what].startswith("the first loss is 9.0")
 
 
 @pytest.mark.slow
