@@ -173,38 +173,42 @@ def compiled_variants(config, shapes) -> dict:
 
 def speed(config, shapes=SHAPES, here=False) -> dict:
     """Milliseconds, tokens per second and GPU busy time, by shape and variant."""
-    clock, results = Clock(), {}
+    clock = Clock()
+    compiled: dict[str, dict] = {f"{rows} x {T}": {} for rows, T in shapes}
+    # Memory is for the compiled ones or for the others.
     with Workers(compiled_variants(config, shapes), here) as workers:
         workers.ready()
         clock.say("compiled")
-        steps = {PLAIN: Plain(config), EAGER: ours(config, "eager"), REPLAY: ours(config)}
-        for rows, T in shapes:
-            shape = f"{rows} x {T}"
-            batch = token_batch(config.vocab, rows, T)
-            runs = {name: functools.partial(step, batch) for name, step in steps.items()}
-            for run in runs.values():
-                run()
-                run()
-            calls = CALLS[REPLAYED]
-            times = in_turns({n: functools.partial(queued, run, calls) for n, run in runs.items()})
-            busy = {name: busy_ms(run) for name, run in runs.items()}
+        for shape, times in compiled.items():
             for kind in (REPLAYED, LAUNCHED):
                 keys = [key for key in workers.names if key[0] == shape and key[2] in (None, kind)]
                 for key in keys:
                     workers.ask(key, "alone", kind)
-                timers = workers.timers(keys, CALLS[kind])
-                for (_, name, _), ms in in_turns(timers).items():
+                for (_, name, _), ms in in_turns(workers.timers(keys, CALLS[kind])).items():
                     times[f"{name}, {kind}, compiled"] = ms
-            row = results[shape] = {}
-            for name, ms in times.items():
-                row[name] = {
-                    "ms": ms,
-                    "tokens_per_s": rows * T / ms * 1e3,
-                    "times_plain": times[PLAIN] / ms,
-                }
-                if busy.get(name):
-                    row[name]["gpu_busy"] = min(1.0, busy[name] / ms)
+            workers.close(*(key for key in workers.names if key[0] == shape))
             clock.say(shape)
+    steps = {PLAIN: Plain(config), EAGER: ours(config, "eager"), REPLAY: ours(config)}
+    results: dict[str, dict] = {}
+    for (rows, T), (shape, times) in zip(shapes, compiled.items()):
+        batch = token_batch(config.vocab, rows, T)
+        runs = {name: functools.partial(step, batch) for name, step in steps.items()}
+        for run in runs.values():
+            run()
+            run()
+        timers = {n: functools.partial(queued, run, CALLS[REPLAYED]) for n, run in runs.items()}
+        times = {**in_turns(timers), **times}
+        busy = {name: busy_ms(run) for name, run in runs.items()}
+        results[shape] = {
+            name: {
+                "ms": ms,
+                "tokens_per_s": rows * T / ms * 1e3,
+                "times_plain": times[PLAIN] / ms,
+                "gpu_busy": min(1.0, busy[name] / ms) if busy.get(name) else None,
+            }
+            for name, ms in times.items()
+        }
+        clock.say(shape)
     return results
 
 
