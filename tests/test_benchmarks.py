@@ -87,8 +87,6 @@ def scripts(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
     for name, value in {
         "synchronize": None,
-        "mem_get_info": (0, 0),
-        "set_sync_debug_mode": None,
         "max_memory_allocated": 2**30,
         "max_memory_reserved": 2**30,
         "reset_peak_memory_stats": None,
@@ -208,18 +206,11 @@ def test_the_charts_show_the_stored_results(scripts):
         assert len(numbers) > 5 and numbers <= there, f"{name}: run python benchmarks/report.py"
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.stem in ("step", "graphs")], ids=str)
-def test_recorded_steps_are_within_their_limit_and_replay_to_the_bit(path):
-    results = json.loads(path.read_text())["results"]
-    if path.stem == "step":
-        for T, r in results.items():
-            for name, row in (*r["rows"].items(), *r.get("launched", {}).items()):
-                assert 0 < row["of_limit"] <= 1, f"T = {T}, {name}: {row['of_limit']}"
-        return
-    # As docs/benchmarks.md says.
-    assert not any(n for pair in results["bits"]["exact"].values() for n in pair.values())
-    for name, grown in results["memory"].items():
-        assert max(grown[key] for key in ("allocated", "reserved", "device")) <= 0, name
+@pytest.mark.parametrize("path", [p for p in RESULTS if p.stem == "step"], ids=str)
+def test_recorded_steps_are_within_their_limit(path):
+    for T, r in json.loads(path.read_text())["results"].items():
+        for name, row in (*r["rows"].items(), *r.get("launched", {}).items()):
+            assert 0 < row["of_limit"] <= 1, f"T = {T}, {name}: {row['of_limit']}"
 
 
 # ---- scripts at a tiny size ---------------------------------------------------------------------
@@ -354,24 +345,15 @@ def test_a_model_of_transformers_learns_alike_in_torch_and_ours(of_transformers,
 @needs_simt
 def test_graphs_runs(on_simt):
     on_simt("step_variants", CALLS={"replayed": 1, "launched": 1})
-    graphs = on_simt("graphs", STEPS=6, NAN_STEP=4)
-    bits = graphs.bits(SMALL, (8, 6))
-    exact = {"losses": 0, "weights": 0}
-    assert bits["exact"] == {"eager, replay": exact, "replay, replay": exact}
-    assert bits["graphs"] == 2 and bits["skipped"] == 1 and bits["clipped"] > 2
+    graphs = on_simt("graphs")
     host = graphs.host(SMALL, 1, 8)
     for row in host.values():
         # Not known of a CPU.
         row.update(launches=1, graph_launches=1, syncs=0)
-    results = {
-        "bits": bits,
-        "speed": graphs.speed(SMALL, ((1, 8),), here=True),
-        "host": host,
-        "memory": graphs.memory(SMALL, SMALL, (2, 2), 1),
-    }
+    results = {"speed": graphs.speed(SMALL, ((1, 8),), here=True), "host": host}
     made = table(on_simt, "graphs", results)
-    assert len(made["speed"].rows) == 7 and len(made["checks"].rows) == 6
-    assert made["checks"].rows and not table(on_simt, "graphs", {"bits": bits})["speed"].rows
+    assert len(made["speed"].rows) == 7 and len(made["host"].rows) == 3
+    assert not table(on_simt, "graphs", {"host": host})["speed"].rows
 
 
 @pytest.mark.slow
