@@ -1,7 +1,7 @@
 """What every benchmark needs: the device, the facts about the machine, and result files.
 
->>> record("dispatch", {"curves": curves}, tables)        # curves(), then the result file and tables
->>> record("step", {"256": short}, tables, GiB=70)        # short(config) of a model that fits
+>>> record("dispatch", {"curves": curves}, tables)    # curves(), then the result file and tables
+>>> record("step", {"256": short}, tables, GiB=70)    # short(config) of a model that fits
 """
 
 import argparse

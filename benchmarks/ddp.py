@@ -254,8 +254,8 @@ class Run:
         self.drop(MORE)
 
     def bandwidth(self):
-        """Bus bandwidth of all-reduces alone in GB/s, as nccl-tests count it: what crosses a link of
-        each GPU, a size's bytes times 2 (N - 1) / N over the time."""
+        """Bus bandwidth of all-reduces alone in GB/s, as nccl-tests count it: what crosses a link
+        of each GPU, a size's bytes times 2 (N - 1) / N over the time."""
         with torch.device("meta"):
             model = Transformer(self.bench.config)
         arena = 4 * sum(p.numel() for p in model.parameters())

@@ -10,8 +10,8 @@ of the special functions at 16 per clock and multiprocessor, at the clock that n
 meanwhile. Both counts are those of the header of kernels_cu/richards.cu. torch, compiled: the curve
 as its formula stands, or with the line in x evaluated once ("folded", as our kernel does),
 whichever is faster. Its backward is the time of forward and backward less that of forward.
-attention: PolyAttention, the layer, at T = 2,048, 16 heads of 64, bf16, forward and backward. torch,
-compiled: products in bf16 and T x T matrices that are shifted along the diagonal by padding.
+attention: PolyAttention, the layer, at T = 2,048, 16 heads of 64, bf16, forward and backward.
+torch, compiled: products in bf16 and T x T matrices that are shifted along the diagonal by padding.
 steps: whole training steps of poly-7m, T = 512, by batch, as in step_variants.py. torch: the same
 model in its own operations, fp32 weights under bf16 autocast.
 

@@ -202,9 +202,9 @@ class Peer(Variant):
 class Bf16Peer(Peer):
     """torch's step with bf16 weights and their fp32 masters.
 
-    Each micro-batch's gradients are bf16 and added in fp32, by one compiled function, or launched by
-    autograd. The optimizer updates the masters, and one call rounds them to the weights. Autocast
-    has the loss in fp32."""
+    Each micro-batch's gradients are bf16 and added in fp32, by one compiled function; in launched
+    steps maybe by autograd. The optimizer updates the masters, and one call rounds them to the
+    weights. Autocast has the loss in fp32."""
 
     COMPILED = "a compiled function, in fp32"
     BY_AUTOGRAD = "autograd, in bf16"
