@@ -12,10 +12,9 @@ Without any, all of them are measured and the result is written.
    torch: the curve as its formula stands, and with the line in x evaluated once ("folded", as our
    kernel does), in eager mode and compiled. Their backward is the time of forward and backward less
    that of forward.
-2. attention: PolyAttention at T = 2,048, 16 heads of 64, bf16, forward and backward, the core
-   (poly_attention) and the whole layer: on tensor cores (v2), on fp32 units (v1), and in torch,
-   with products in bf16 and T x T matrices that are shifted along the diagonal by padding; eager
-   and compiled. Beside them reference_poly_attention (fp32, gathered), and flash attention, another
+2. attention: PolyAttention at T = 2,048, 16 heads of 64, bf16, forward and backward, the core and
+   the whole layer: on tensor cores (v2), on fp32 units (v1), and in torch, with products in bf16
+   and T x T matrices that are shifted along the diagonal by padding; eager and compiled. Beside them reference_poly_attention (fp32, gathered), and flash attention, another
    function. Peaks of memory at T = 2,048 and 4,096.
 3. layers: both layers of poly-7m and whole training steps, T = 512, by batch. Ours: bf16 weights
    with fp32 masters, ga.AdamW, replayed. torch: the same model in its own operations,
@@ -67,7 +66,7 @@ from torch_layers import (
 )
 from workers import Workers
 
-from gpuaccel.nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
+from gpuaccel.nn.poly_attention import PolyAttention, reference_poly_attention, reference_query
 from gpuaccel.nn.richards_glu import (
     GATE,
     RichardsCurve,
@@ -129,6 +128,13 @@ def plain_kernels():
         poly.plan = plan
 
 
+def attend(inputs, dy, degree: int, window: int | None) -> tuple:
+    """y of the core, and the gradients of all six inputs, by our launches."""
+    inputs, window = [t.detach() for t in inputs], window or dy.shape[1]
+    y = poly.launch_forward(*inputs, degree, window)
+    return y, *poly.launch_backward(dy, *inputs, degree, window)
+
+
 def with_plain_kernels(run):
     with plain_kernels():
         return run()
@@ -162,7 +168,7 @@ class Pointwise:
         self.N = N
         self.hidden = hidden
         activation = RichardsCurve(**VALUES, device=DEVICE)
-        gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, nu=0.8, T=1.05, device=DEVICE)
+        gate = RichardsCurve(GATE, bounded=True, nu=0.8, T=1.05, device=DEVICE)
         self.curves = {"glu": (activation, gate)}
         if alone:
             self.curves["curve"] = (activation,)
@@ -230,8 +236,7 @@ class Pointwise:
             y = halves[0]
             for half, curve in zip(halves, curves):
                 values = reference_values(curve.theta, curve.setting)
-                tanh, birch = curve.setting[10] != 0, curve.setting[11] != 0
-                factor = reference_richards(half, values, tanh, birch)
+                factor = reference_richards(half, values)
                 y = factor if kind == "curve" else y * factor
             dx, *more = torch.autograd.grad(y, (wide, *thetas), dy[rows].double())
             parts.append((y.detach(), dx))
@@ -347,19 +352,15 @@ class Attention:
     def data(self, T: int):
         """q_tilde, q, k, v, pe, coefficients as the layer makes them of random projections; dy."""
         q, k, v, dy = (random(self.B, T, HEADS, HEAD, seed=seed) for seed in range(4))
-        tensors = (self.layer.query(q), q, k, v, self.layer.pe, self.layer.coefficients)
+        q_tilde = reference_query(q, self.layer.curve)
+        tensors = (q_tilde, q, k, v, self.layer.pe, self.layer.coefficients)
         return [t.detach().clone().requires_grad_() for t in tensors], dy
 
     def core(self, T: int) -> dict:
         """variant -> forward and backward of the core, gradients of all six inputs."""
         inputs, dy = self.data(T)
         q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in inputs[1:4])
-        functions = {
-            OURS: poly_attention,
-            PLAIN: poly_attention,
-            EAGER: torch_attention,
-            COMPILED: self.compiled,
-        }
+        functions = {EAGER: torch_attention, COMPILED: self.compiled}
         if self.long:
             functions[GATHERED] = reference_poly_attention
 
@@ -370,8 +371,9 @@ class Attention:
             attend = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return gradients(attend, (q, k, v), dy.transpose(1, 2))
 
-        runs = {name: functools.partial(both, function) for name, function in functions.items()}
-        runs[PLAIN] = functools.partial(with_plain_kernels, runs[PLAIN])
+        ours = lambda: attend(inputs, dy, self.layer.degree, self.window)
+        runs = {OURS: ours, PLAIN: lambda: with_plain_kernels(ours)}
+        runs |= {name: functools.partial(both, function) for name, function in functions.items()}
         if self.window is None:
             runs[FLASH] = flash
         return runs
@@ -413,8 +415,8 @@ class Attention:
         exact = [torch.cat(some) if some[0].dim() == 4 else sum(some) for some in zip(*parts)]
         del parts, wide
         values = {
-            OURS: lambda: both(poly_attention, inputs, dy),
-            PLAIN: lambda: with_plain_kernels(lambda: both(poly_attention, inputs, dy)),
+            OURS: lambda: attend(inputs, dy, self.layer.degree, self.window),
+            PLAIN: lambda: with_plain_kernels(values[OURS]),
             EAGER: lambda: both(torch_attention, inputs, dy),
             COMPILED: lambda: both(self.compiled, inputs, dy),
         }

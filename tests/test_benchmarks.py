@@ -884,14 +884,14 @@ def test_dispatch_runs(dispatch, scripts):
     ids=["wrong", "different"],
 )
 def test_dispatch_names_a_wrong_case_and_goes_on(dispatch, monkeypatch, spoil, message):
-    right, calls, done = dispatch.poly_attention, [], []
+    right, calls, done = dispatch.attend, [], []
 
-    def spoiled(*args):
+    def spoiled(inputs, *args):
         calls.append(1)
-        y = right(*args)
-        return spoil(y, len(calls)) if len(args[0]) == 1 else y
+        y, *gradients = right(inputs, *args)
+        return spoil(y, len(calls)) if len(y) == 1 else y, *gradients
 
-    monkeypatch.setattr(dispatch, "poly_attention", spoiled)
+    monkeypatch.setattr(dispatch, "attend", spoiled)
     cases = {"attention": {"batch 1": (1, None, False), "batch 2": (2, None, False)}}
     keep = lambda part, result: done.append(list(result))
     with pytest.raises(RuntimeError, match=f"^attention, batch 1: {message}") as error:

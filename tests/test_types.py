@@ -82,7 +82,6 @@ MISSPELT = {
     'ga.launch(print, backend="glo")': "gloo",
     'ga.preset("tinny")': "tiny",
     'ga.training.Config(8, 8, 8, 1, 1, 1, 8, family="lama")': "llama",
-    'ga.nn.RichardsCurve("sigmod")': "sigmoid",
     'ga.make_dataset(tokenizer="bytes")': "byte",
 }
 
