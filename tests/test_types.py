@@ -75,7 +75,6 @@ MISSPELT = {
     'ga.TrainStep(model, divide="token")': "tokens",
     'ga.TrainStep(model, replay="graphs")': "graph",
     'ga.training.Replay(policy="required")': "require",
-    'ga.GraphedStep(print, model, new_shapes="captured")': "capture",
     'ga.GraphedStep(print, model, policy="Auto")': "auto",
     'ga.use_backend("sim")': "simt",
     'ga.use_backend("torch", policy="requires")': "require",

@@ -121,7 +121,6 @@ def make(
     opt=None,
     schedule=8,
     policy="require",
-    new_shapes="capture",
     max_graphs=8,
     **options,
 ):
@@ -130,7 +129,7 @@ def make(
     model = net().to(device, dtype)
     opt = AdamW(Arena(model), **{"lr": LR, "weight_decay": 0.1, "max_norm": LIMIT, **(opt or {})})
     if replay == "graph":
-        replay = Replay(policy, new_shapes, max_graphs)
+        replay = Replay(policy, max_graphs)
     step = TrainStep(
         model,
         opt,

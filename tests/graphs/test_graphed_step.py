@@ -669,7 +669,6 @@ def test_what_is_given_as_warm_up_runs_instead_of_fn(device):
     "options, message",
     [
         ({"policy": "maybe"}, "policy is 'maybe'; expected one of auto, require"),
-        ({"new_shapes": "ignore"}, "new_shapes is 'ignore'"),
         ({"max_graphs": 0}, "max_graphs is 0; expected a whole number of 1 or more"),
         ({"max_graphs": 1.5}, "max_graphs is 1.5"),
         ({"state": ["model"]}, "state holds a str; expected modules, optimizers and tensors"),

@@ -342,21 +342,6 @@ def test_three_lengths_in_two_graphs_have_eagers_bits(device, counts):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_new_shape_is_refused_in_words_where_that_was_asked_for(device):
-    short, long = batches(device, n=2)
-    message = r"4x16 int64.*captured are 4x8 int64, 4x8 int64, 4 float32.*new_shapes is 'refuse'"
-    with make(device, "graph", new_shapes="refuse") as step:
-        step(short)
-        with (
-            unchanged(step.model, step.optimizers[0], device),
-            pytest.raises(CaptureError, match=message),
-        ):
-            step(long)
-        assert step.count == 1
-        step(short)
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_eval_and_frozen_weights_are_other_kinds_of_step(device, counts):
     def between(step, k):
         step.model.train(k not in (2, 3))
@@ -580,15 +565,13 @@ def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, coun
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
+def test_what_was_captured_ahead_is_replayed(device, counts):
     (batch,) = batches(device, n=1)
-    with make(device, "graph", deterministic=True, new_shapes="refuse") as step:
+    with make(device, "graph") as step:
         step.capture(batch)
+        assert counts.captures == 1 and step.count == 0
         step(batch)
-        assert len(step.graphs) == 1
-        step.optimizers[0].max_norm = None
-        with pytest.raises(CaptureError, match="in another mode"):
-            step(batch)
+        assert counts.captures == 1 and step.count == 1
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
