@@ -156,26 +156,6 @@ def test_every_kind_of_result_is_written_anew():
         follows(fn, torch.randn(5, 5))
 
 
-def test_operations_on_many_tensors_at_once_are_repeated():
-    weights, grads = [torch.zeros(n) for n in (1, 3, 5)], [torch.ones(n) for n in (1, 3, 5)]
-
-    def fn():
-        torch._foreach_mul_(weights, 0.5)
-        torch._foreach_add_(weights, torch._foreach_mul(grads, 2.0))
-        torch._foreach_copy_(grads, weights)
-        return torch._foreach_norm(weights)
-
-    tape, norms = taped(fn)
-    want, g = 0.0, 1.0
-    for k in range(4):
-        if k:
-            tape.replay()
-        want = want * 0.5 + 2 * g
-        g = want
-        assert all(w.eq(want).all() for w in weights) and all(x.eq(want).all() for x in grads), k
-        assert [n.item() for n in norms] == pytest.approx([want * n**0.5 for n in (1, 3, 5)])
-
-
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("training", [True, False], ids=["forward and backward", "no gradients"])
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -296,17 +276,6 @@ def test_the_random_state_that_a_function_sets_is_set_in_every_replay(fn):
     for mine in got:
         assert all(map(torch.equal, mine, fn(x)))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_another_threads_random_state_is_not_recorded():
-    def fn():
-        thread = threading.Thread(target=torch.manual_seed, args=(5,))
-        thread.start()
-        thread.join()
-        return torch.rand(3)
-
-    tape, _ = taped(fn)
-    assert [step.name for step in tape.steps] == ["rand"]
 
 
 def test_a_state_that_an_operation_sets_is_part_of_the_operation():

@@ -316,15 +316,6 @@ def test_an_error_in_a_warm_up_is_not_hidden_by_one_of_the_restore():
     assert not opt.state[model.weight]
 
 
-def test_a_learning_rate_of_none_is_no_number_to_freeze():
-    model = nn.Linear(8, 8)
-    opt = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
-    opt.param_groups[0]["lr"] = None
-    step = ga.GraphedStep(lambda x: model(x).sum(), [model, opt])
-    step.capture(torch.rand(4, 8))
-    assert step.replay == "graph"
-
-
 # ---- what makes a graph's key, and errors in words -----------------------------------------------
 
 
@@ -375,13 +366,6 @@ def test_a_method_is_the_same_loss_each_time_it_is_set():
         step(torch.rand(4, 8))
         step.loss_fn = trainer.loss
     assert len(step.graphs) == 1
-
-
-def test_a_closed_step_captures_nothing():
-    step = ga.TrainStep(nn.Linear(8, 8), loss_fn=lambda m, x: m(x).sum(), replay="graph")
-    step.close()
-    with pytest.raises(CaptureError, match="the step was closed"):
-        step.capture(torch.rand(4, 8))
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])
