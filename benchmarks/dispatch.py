@@ -72,8 +72,6 @@ from gpuaccel.nn.richards_glu import (
     RichardsCurve,
     launch_backward,
     launch_forward,
-    launch_glu_backward,
-    launch_glu_forward,
     reference_richards,
     reference_values,
 )
@@ -213,14 +211,9 @@ class Pointwise:
         """forward, backward: our launches."""
         thetas = [curve.theta.detach() for curve in self.curves[kind]]
         settings = [curve.setting for curve in self.curves[kind]]
-        if kind == "glu":
-            forward = lambda: launch_glu_forward(x, thetas, settings)
-            kept = forward()[1]
-            backward = lambda: launch_glu_backward(dy, x, thetas, kept, settings)
-        else:
-            forward = lambda: launch_forward(x, thetas[0], settings[0])
-            kept = forward()[1]
-            backward = lambda: launch_backward(dy, x, thetas[0], kept, settings[0])
+        forward = lambda: launch_forward(x, thetas, settings)
+        kept = forward()[1]
+        backward = lambda: launch_backward(dy, x, thetas, kept, settings)
         return {"forward": forward, "backward": backward}
 
     def exact(self, kind, x, dy) -> tuple:

@@ -195,84 +195,49 @@ def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
     return dthetas
 
 
-def _blocks(name, rows, width, dtype) -> int:
-    """Thread blocks for a matrix whose rows are read in 16-byte groups."""
-    return -(-rows * -(-width * dtype.itemsize // 16) // (THREADS * _groups(name, dtype)))
+def _shape(name: str, x: Tensor, thetas) -> tuple[str, int, tuple[int, ...], int]:
+    """(kernel, width of a row, sizes for the kernel, thread blocks) of a "forward" or "backward"."""
+    sizes: tuple[int, ...]
+    if len(thetas) == 1:
+        kind, width, sizes = "richards", x.numel(), (x.numel(),)
+    else:
+        width = x.shape[-1] // 2
+        kind, sizes = "glu", (x.numel() // x.shape[-1], width)
+    groups = x.numel() // (width * len(thetas)) * -(-width * x.itemsize // 16)
+    return f"{kind}_{name}", width, sizes, -(-groups // (THREADS * _groups(name, x.dtype)))
 
 
-def launch_forward(x: Tensor, theta: Tensor, setting) -> tuple[Tensor, Tensor]:
-    """Launch richards_forward.
+def launch_forward(x: Tensor, thetas, settings) -> tuple[Tensor, Tensor]:
+    """Launch richards_forward, or of two curves glu_forward.
 
     Args:
-        x: contiguous, not empty. theta: fp32.
+        x: contiguous, not empty; of two curves (..., 2 hidden). thetas: fp32.
 
     Returns:
-        Y and the curve, (1, CURVE), for the backward.
+        Y, as x, or h, (..., hidden); and the curves, (1 or 2, CURVE), for the backward.
     """
-    curves = torch.empty(1, CURVE, dtype=torch.float32, device=x.device)
-    y = torch.empty_like(x)
-    curve_kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[
-        _blocks("forward", 1, x.numel(), x.dtype), THREADS
-    ](y, curves, x, theta, pack_settings(setting), x.numel())
+    name, width, sizes, blocks = _shape("forward", x, thetas)
+    curves = torch.empty(len(thetas), CURVE, dtype=torch.float32, device=x.device)
+    y = torch.empty_like(x) if len(thetas) == 1 else x.new_empty(*x.shape[:-1], width)
+    curve_kernel(name, x.dtype, _whole(width, x, y))[blocks, THREADS](
+        y, curves, x, *thetas, pack_settings(*settings), *sizes
+    )
     return y, curves
 
 
-def launch_backward(
-    dy: Tensor, x: Tensor, theta: Tensor, curves: Tensor, setting
-) -> tuple[Tensor, Tensor]:
-    """Launch richards_backward and richards_finish.
+def launch_backward(dy: Tensor, x: Tensor, thetas, curves: Tensor, settings) -> tuple[Tensor, ...]:
+    """Launch richards_backward, or of two curves glu_backward, and richards_finish.
 
     Returns:
-        Dx and dtheta.
+        Dx, and dtheta of each curve.
     """
+    name, width, sizes, blocks = _shape("backward", x, thetas)
     dx = torch.empty_like(x)
-    sums = torch.empty(
-        _blocks("backward", 1, x.numel(), x.dtype), SUMS, dtype=torch.float32, device=x.device
+    sums = torch.empty(blocks, len(thetas) * SUMS, dtype=torch.float32, device=x.device)
+    curve_kernel(name, x.dtype, _whole(width, x, dy, dx))[blocks, THREADS](
+        dx, sums, dy, x, curves, *sizes
     )
-    curve_kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](
-        dx, sums, dy, x, curves, x.numel()
-    )
-    (dtheta,) = finish_curves(sums, curves, [theta], [setting])
-    return dx, dtheta
-
-
-def launch_glu_forward(x: Tensor, thetas, settings) -> tuple[Tensor, Tensor]:
-    """Launch glu_forward.
-
-    Args:
-        x: (N, 2 hidden), contiguous, not empty.
-
-    Returns:
-        H, (N, hidden), and the curves, (2, CURVE), for the backward.
-    """
-    N = x.shape[0]
-    hidden = x.shape[1] // 2
-    curves = torch.empty(2, CURVE, dtype=torch.float32, device=x.device)
-    h = torch.empty(N, hidden, dtype=x.dtype, device=x.device)
-    curve_kernel("glu_forward", x.dtype, _whole(hidden, x, h))[
-        _blocks("forward", N, hidden, x.dtype), THREADS
-    ](h, curves, x, *thetas, pack_settings(*settings), N, hidden)
-    return h, curves
-
-
-def launch_glu_backward(
-    dh: Tensor, x: Tensor, thetas, curves: Tensor, settings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch glu_backward and richards_finish.
-
-    Returns:
-        Dx, and dtheta of both curves.
-    """
-    N, hidden = dh.shape
-    dx = torch.empty_like(x)
-    sums = torch.empty(
-        _blocks("backward", N, hidden, x.dtype), 2 * SUMS, dtype=torch.float32, device=x.device
-    )
-    curve_kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), THREADS](
-        dx, sums, dh, x, curves, N, hidden
-    )
-    dtheta_activation, dtheta_gate = finish_curves(sums, curves, thetas, settings)
-    return dx, dtheta_activation, dtheta_gate
+    return dx, *finish_curves(sums, curves, thetas, settings)
 
 
 # ---- the operations that autograd and torch.compile see ------------------------------------------
@@ -288,7 +253,8 @@ def richards_kernels(dtype) -> list[Kernel]:
     ]
 
 
-def _kernels_run(x, *thetas) -> bool:
+def _kernels_run(x, *args) -> bool:
+    thetas = args[: len(args) // 2]
     return (
         takes(x.device)
         and x.dtype in FLOAT_DTYPES
@@ -302,25 +268,18 @@ def in_fp32(*parameters):
     return [p.detach().float().contiguous() for p in parameters]
 
 
-def _forward(x, theta, setting):
-    return launch_forward(x.contiguous(), *in_fp32(theta), setting)
+# Of one curve and of two: (x, thetas, settings), and what the backward has beside them.
 
 
-def _backward(dy, x, theta, curve, setting):
-    return launch_backward(dy.contiguous(), x.contiguous(), *in_fp32(theta), curve, setting)
+def _forward(x, *args):
+    n = len(args) // 2
+    return launch_forward(x.contiguous(), in_fp32(*args[:n]), args[n:])
 
 
-def _glu_forward(x, theta_a, theta_g, *settings):
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    h, curves = launch_glu_forward(rows, in_fp32(theta_a, theta_g), settings)
-    return h.view(*x.shape[:-1], -1), curves
-
-
-def _glu_backward(dh, x, theta_a, theta_g, curves, *settings):
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    dh = dh.reshape(len(rows), -1).contiguous()
-    dx, *dthetas = launch_glu_backward(dh, rows, in_fp32(theta_a, theta_g), curves, settings)
-    return dx.view(x.shape), *dthetas
+def _backward(dy, x, *args):
+    n = len(args) // 2
+    thetas = in_fp32(*args[:n])
+    return launch_backward(dy.contiguous(), x.contiguous(), thetas, args[n], args[n + 1 :])
 
 
 _richards = define(
@@ -328,7 +287,7 @@ _richards = define(
     "x theta",
     "float[] setting",
     reference=_reference,
-    can_run=lambda x, theta, setting: _kernels_run(x, theta),
+    can_run=_kernels_run,
     launch=_forward,
     launch_backward=_backward,
     fake=lambda x, theta, setting: (
@@ -342,9 +301,9 @@ _richards_glu = define(
     "x theta_a theta_g",
     "float[] setting_a, float[] setting_g",
     reference=_reference_glu,
-    can_run=lambda x, theta_a, theta_g, *settings: _kernels_run(x, theta_a, theta_g),
-    launch=_glu_forward,
-    launch_backward=_glu_backward,
+    can_run=_kernels_run,
+    launch=_forward,
+    launch_backward=_backward,
     fake=lambda x, *_: (
         x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
         x.new_empty(2, CURVE, dtype=torch.float32),

@@ -211,7 +211,7 @@ def test_the_numbers_of_a_curve_are_those_that_the_kernels_keep(device):
         RichardsCurve(GATE, bounded=True, T=3.0),
     ):
         x, theta = torch.randn(3, device=device), curve.theta.detach().to(device)
-        _, kept = launch_forward(x, theta, curve.setting)
+        _, kept = launch_forward(x, [theta], [curve.setting])
         numbers = reference_numbers(theta, curve.setting)
         assert torch.allclose(numbers, kept[0], rtol=1e-5, atol=1e-6), (numbers, kept)
 
