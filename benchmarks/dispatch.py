@@ -127,7 +127,7 @@ def plain_kernels():
 
 
 def attend(inputs, dy, degree: int, window: int | None) -> tuple:
-    """y of the core, and the gradients of all six inputs, by our launches."""
+    """y of the core, and the gradients of all four inputs, by our launches."""
     inputs, window = [t.detach() for t in inputs], window or dy.shape[1]
     y = poly.launch_forward(*inputs, degree, window)
     return y, *poly.launch_backward(dy, *inputs, degree, window)
@@ -343,22 +343,27 @@ class Attention:
         release()
 
     def data(self, T: int):
-        """q_tilde, q, k, v, pe, coefficients as the layer makes them of random projections; dy."""
+        """q_tilde, qkv, pe, coefficients as the layer makes them of random projections; dy."""
         q, k, v, dy = (random(self.B, T, HEADS, HEAD, seed=seed) for seed in range(4))
-        q_tilde = reference_query(q, self.layer.curve)
-        tensors = (q_tilde, q, k, v, self.layer.pe, self.layer.coefficients)
+        q_tilde, qkv = reference_query(q, self.layer.curve), torch.stack([q, k, v], 2)
+        tensors = (q_tilde, qkv, self.layer.pe, self.layer.coefficients)
         return [t.detach().clone().requires_grad_() for t in tensors], dy
 
+    def core_of(self, function, inputs):
+        """y by a peer, which takes q, k and v one by one."""
+        q_tilde, qkv, *others = inputs
+        return function(q_tilde, *qkv.unbind(2), *others, self.layer.degree, self.window)
+
     def core(self, T: int) -> dict:
-        """variant -> forward and backward of the core, gradients of all six inputs."""
+        """variant -> forward and backward of the core, gradients of all four inputs."""
         inputs, dy = self.data(T)
-        q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in inputs[1:4])
+        q, k, v = (t.transpose(1, 2).requires_grad_() for t in inputs[1].detach().unbind(2))
         functions = {EAGER: torch_attention, COMPILED: self.compiled}
         if self.long:
             functions[GATHERED] = reference_poly_attention
 
         def both(function):
-            return gradients(lambda: function(*inputs, self.layer.degree, self.window), inputs, dy)
+            return gradients(lambda: self.core_of(function, inputs), inputs, dy)
 
         def flash():
             attend = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -394,18 +399,18 @@ class Attention:
 
         Returns (variant -> {"y", "dq_tilde", ...}, elements that differ between the runs)."""
         inputs, dy = self.data(T)
-        names = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")
+        names = ("y", "dq_tilde", "dqkv", "dpe", "dcoefficients")
 
         def both(function, inputs, dy):
-            y = function(*inputs, self.layer.degree, self.window)
+            y = self.core_of(function, inputs)
             return (y.detach(), *torch.autograd.grad(y, inputs, dy))
 
         parts = []
         for b in range(self.B):
-            sequence = [t[b : b + 1] if t.dim() == 4 else t for t in inputs]
+            sequence = [t[b : b + 1] if t.dim() > 3 else t for t in inputs]
             wide = [t.detach().double().requires_grad_() for t in sequence]
             parts.append(both(reference_poly_attention, wide, dy[b : b + 1].double()))
-        exact = [torch.cat(some) if some[0].dim() == 4 else sum(some) for some in zip(*parts)]
+        exact = [torch.cat(some) if some[0].dim() > 3 else sum(some) for some in zip(*parts)]
         del parts, wide
         values = {
             OURS: lambda: attend(inputs, dy, self.layer.degree, self.window),

@@ -224,40 +224,25 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def _rows(t: Tensor) -> tuple[Tensor, int]:
-    """(memory, stride) of a tensor (B, T, H, d) for the kernels.
+def _prepared(q_tilde, qkv, window):
+    """Arguments of every launch: memory of q~, q, k, v; T, H, window, and the struct Rows.
 
-    memory starts at the first row. stride counts elements between rows of all heads.
-    A tensor without such a stride is copied."""
-    B, T, H, d = t.shape
-    stride = t.stride(1) if T > 1 else t.stride(0) if B > 1 else H * d
-    fits = (
-        t.stride(3) == 1
-        and (H == 1 or t.stride(2) == d)
-        and (B == 1 or t.stride(0) == T * stride)
-        and stride >= H * d
-    )
-    if not fits or t.data_ptr() % 16 or stride * t.element_size() % 16:
-        t = _aligned(t)
-        stride = H * d
-    return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
+    q, k and v are rows of qkv, 3 H d elements apart, as their gradients are."""
+    _, T, _, H, d = qkv.shape
+    flat = _aligned(qkv).view(-1)
+    memories = _aligned(q_tilde), *(flat[i * H * d :] for i in range(3))
+    return memories, T, H, min(window, T), _ROWS(H * d, *[3 * H * d] * 4)
 
 
-def _prepared(q_tilde, q, k, v, window, grad_stride=0):
-    """Arguments of every launch: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
-    T, H = q.shape[1:3]
-    memories, strides = zip(*map(_rows, (q_tilde, q, k, v)))
-    return memories, T, H, min(window, T), _ROWS(*strides, grad_stride)
-
-
-def _launch(name, q, degree, config, grid, outputs, inputs):
+def _launch(name, qkv, degree, config, grid, outputs, inputs):
     """Launch a kernel. config: (version, stages)."""
     version, stages = config
-    kernel = attention_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, *config)
+    d = qkv.shape[-1]
+    kernel = attention_kernel(f"{name}_v{version}", qkv.dtype, d, degree, *config)
     if version == 1:
         shape = (grid, 256)
     else:
-        shape = (grid, 128 * (version - 1), shared_bytes(name, q.shape[-1], stages, version))
+        shape = (grid, 128 * (version - 1), shared_bytes(name, d, stages, version))
     kernel[shape](*outputs, *inputs)
 
 
@@ -277,9 +262,7 @@ def backward_blocks(version: int, T: int, window: int, heads: int, groups: int) 
 
 def launch_forward(
     q_tilde: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     pe: Tensor,
     coefficients: Tensor,
     degree: int,
@@ -290,7 +273,8 @@ def launch_forward(
     """Launch poly_forward.
 
     Args:
-        q_tilde, q, k, v: (B, T, H, d).
+        q_tilde: (B, T, H, d).
+        qkv: (B, T, 3, H, d).
         pe: (at least T, d).
         coefficients: (3,) fp32, contiguous.
         config: (version, stages); None: plan().
@@ -299,28 +283,24 @@ def launch_forward(
     Returns:
         Y, (B, T, H, d).
     """
-    B, T, H, d = q.shape
-    memories, *sizes, rows = _prepared(q_tilde, q, k, v, window)
-    config = config or plan("poly_forward", q)
-    y = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
-    blocks = -(-T // (32, 64, 128)[config[0] - 1]) * B * H
-    inputs = (*memories, _aligned(pe), coefficients, gate, *sizes, rows)
-    _launch("poly_forward", q, degree, config, blocks, (y,), inputs)
+    memories, T, H, window, rows = _prepared(q_tilde, qkv, window)
+    config = config or plan("poly_forward", qkv)
+    y = torch.empty_like(memories[0])
+    blocks = -(-T // (32, 64, 128)[config[0] - 1]) * len(qkv) * H
+    inputs = (*memories, _aligned(pe), coefficients, gate, T, H, window, rows)
+    _launch("poly_forward", qkv, degree, config, blocks, (y,), inputs)
     return y
 
 
 def launch_backward(
     dy: Tensor,
     q_tilde: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     pe: Tensor,
     coefficients: Tensor,
     degree: int,
     window: int,
     config=None,
-    into: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Launch the backward, then poly_finish.
 
@@ -328,37 +308,28 @@ def launch_backward(
 
     Args:
         dy: (B, T, H, d). The other tensors and config: as in launch_forward.
-        into: (B, T, 3, H, d), contiguous, whose parts dq, dk and dv become; None: three new
-            tensors.
 
     Returns:
-        dq_tilde, dq, dk, dv, dpe, dcoefficients.
+        dq_tilde, dqkv, dpe, dcoefficients.
     """
-    B, T, H, d = q.shape
-    grad_stride = H * d * (1 if into is None else 3)
-    memories, *sizes, rows = _prepared(q_tilde, q, k, v, window, grad_stride)
+    memories, T, H, window, rows = _prepared(q_tilde, qkv, window)
+    d, heads = qkv.shape[-1], len(qkv) * H
+    sizes = (T, H, window)
     pe = _aligned(pe)
-    window = sizes[-1]
-    heads = B * H
     inputs = (_aligned(dy), *memories, pe, coefficients)
-    new = functools.partial(torch.empty, B, T, H, d, dtype=q.dtype, device=q.device)
-    dq_tilde = new()
-    if into is None:
-        dq, dk, dv = new(), new(), new()
-    else:
-        dq, dk, dv = (into.view(-1)[i * H * d :] for i in range(3))
-    config = config or plan("poly_backward", q)
+    dq_tilde = torch.empty_like(memories[0])
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    dq, dk, dv = (dqkv.view(-1)[i * H * d :] for i in range(3))
+    config = config or plan("poly_backward", qkv)
     version = config[0]
     groups = min(heads, GROUPS)
     side = 32 if version == 1 else 64
     tiles = -(-T // side) * heads
     diagonals = -(-window // side)
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
-    sums = torch.empty(tiles, 2, dtype=torch.float32, device=q.device)
-    partial = torch.empty(
-        halves * groups, diagonals * side, d, dtype=torch.float32, device=q.device
-    )
-    launch = functools.partial(_launch, q=q, degree=degree, config=config)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=qkv.device)
+    sums, partial = new(tiles, 2), new(halves * groups, diagonals * side, d)
+    launch = functools.partial(_launch, qkv=qkv, degree=degree, config=config)
     if version == 1:
         launch(
             "poly_backward_q",
@@ -381,7 +352,7 @@ def launch_backward(
             inputs=(*inputs, *sizes, heads, groups, rows),
         )
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
-    finish = attention_kernel("poly_finish", q.dtype, d, degree, min(version, 2), config[1])
+    finish = attention_kernel("poly_finish", qkv.dtype, d, degree, min(version, 2), config[1])
     finish[1 - (-dpe.numel() // 256), 256](
         dpe,
         dcoefficients,
@@ -393,7 +364,7 @@ def launch_backward(
         len(partial),
         tiles,
     )
-    return dq_tilde, *((dq, dk, dv) if into is None else into.unbind(2)), dpe, dcoefficients
+    return dq_tilde, dqkv, dpe, dcoefficients
 
 
 # ---- launchers of the layer: all between its linear layers ----
@@ -437,18 +408,17 @@ def launch_layer(
     Returns:
         Out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves.
     """
-    q, k, v = qkv.unbind(2)
-    B, T, H, d = q.shape
+    qkv = _aligned(qkv)
+    B, T, _, H, d = qkv.shape
     coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
-    memory, stride = _rows(q)
-    curves = torch.empty(2, CURVE, dtype=torch.float32, device=q.device)
-    e = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    q_tilde = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
-    gate_kernel("poly_query_gate", q.dtype, d)[-(-B * T // ROWS) * H, THREADS](
+    curves = torch.empty(2, CURVE, dtype=torch.float32, device=qkv.device)
+    e = torch.empty(B, T, H, dtype=torch.float32, device=qkv.device)
+    q_tilde = torch.empty(B, T, H, d, dtype=qkv.dtype, device=qkv.device)
+    gate_kernel("poly_query_gate", qkv.dtype, d)[-(-B * T // ROWS) * H, THREADS](
         q_tilde,
         e,
         curves,
-        memory,
+        qkv,
         seen.contiguous(),
         alpha,
         beta,
@@ -456,9 +426,9 @@ def launch_layer(
         pack_settings(settings[:10], settings[10:]),
         B * T,
         H,
-        stride,
+        3 * H * d,
     )
-    y = launch_forward(q_tilde, q, k, v, pe, coefficients, degree, window, gate=e)
+    y = launch_forward(q_tilde, qkv, pe, coefficients, degree, window, gate=e)
     return y.view(B, T, H * d), e, q_tilde, curves
 
 
@@ -488,17 +458,14 @@ def launch_layer_backward(
     Returns:
         The gradients of the tensors from qkv to theta_query.
     """
-    q, k, v = qkv.unbind(2)
-    B, T, H, d = q.shape
-    seen = seen.contiguous()
+    qkv, seen = _aligned(qkv), seen.contiguous()
+    B, T, _, H, d = qkv.shape
     coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
-    memory, stride = _rows(q)
     blocks = -(-B * T // ROWS) * H
-    dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
-    sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=q.device)
-    by_head = torch.empty(blocks, 2, dtype=torch.float32, device=q.device)
-    gate_kernel("poly_gate_backward", q.dtype, d)[blocks, THREADS](
+    sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=qkv.device)
+    by_head = torch.empty(blocks, 2, dtype=torch.float32, device=qkv.device)
+    gate_kernel("poly_gate_backward", qkv.dtype, d)[blocks, THREADS](
         dy,
         dseen,
         sums,
@@ -513,11 +480,11 @@ def launch_layer_backward(
         B * T,
         H,
     )
-    dq_tilde, *_, dpe, dcoefficients = launch_backward(
-        dy, q_tilde, q, k, v, pe, coefficients, degree, window, into=dqkv
+    dq_tilde, dqkv, dpe, dcoefficients = launch_backward(
+        dy, q_tilde, qkv, pe, coefficients, degree, window
     )
-    gate_kernel("poly_query_backward", q.dtype, d)[blocks, THREADS](
-        dqkv, sums, dalpha, dbeta, dq_tilde, memory, by_head, curves, B * T, H, stride, 3 * H * d
+    gate_kernel("poly_query_backward", qkv.dtype, d)[blocks, THREADS](
+        dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, curves, B * T, H, 3 * H * d, 3 * H * d
     )
     dthetas = finish_curves(sums, curves, thetas, (settings[:10], settings[10:]))
     return dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *dthetas
@@ -540,18 +507,17 @@ def attention_kernels(q, degree) -> list[Kernel]:
 
 def _can_run(qkv, seen, pe, *others) -> bool:
     *parameters, _, degree, _ = others
-    q = qkv[:, :, 0]
     return (
-        takes(q.device)
-        and q.dtype in FLOAT_DTYPES
-        and q.numel() > 0
-        and seen.dtype == pe.dtype == q.dtype
+        takes(qkv.device)
+        and qkv.dtype in FLOAT_DTYPES
+        and qkv.numel() > 0
+        and seen.dtype == pe.dtype == qkv.dtype
         and all(p.dtype != torch.float64 for p in parameters)
         and usable(
-            q.device,
-            *attention_kernels(q, degree),
+            qkv.device,
+            *attention_kernels(qkv, degree),
             curve_kernel("richards_finish"),
-            *(gate_kernel(name, q.dtype, q.shape[-1]) for name in GATE_KERNELS),
+            *(gate_kernel(name, qkv.dtype, qkv.shape[-1]) for name in GATE_KERNELS),
         )
     )
 

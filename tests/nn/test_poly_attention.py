@@ -24,13 +24,14 @@ from gpuaccel.nn.poly_attention import (
 )
 
 module = importlib.import_module("gpuaccel.nn.poly_attention")
-NAMES = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")
+NAMES = ("y", "dq_tilde", "dqkv", "dpe", "dcoefficients")
 # Version of the kernels, stages of their loads.
 V1, V2, V2_LATER, V3 = (1, 1), (2, 2), (2, 1), (3, 2)
 
 
-def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
+def by_query(q_tilde, qkv, pe, coefficients, degree, window):
     """The formula, one query at a time: what a query does not see is not there."""
+    q, k, v = qkv.unbind(2)
     a, b, scale = coefficients
     B, T, H, _ = q.shape
     y = []
@@ -49,20 +50,22 @@ def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
 
 
 def given(device, dtype, B, T, H, d, seed=0, more=1):
-    """q~, q, k, v (three of them columns of one product), PE with `more` rows than needed,
-    coefficients; and dy."""
+    """q~, qkv, PE with `more` rows than needed, coefficients; and dy."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
         return torch.randn(shape, generator=generator)
 
     qkv, noise = random(B, T, 3, H, d).to(dtype), random(B, T, H, d)
-    q, k, v = qkv.to(device).unbind(2)
     q_tilde = (qkv[:, :, 0].float() / math.sqrt(d) + 0.1 * noise).to(device, dtype)
     pe = (2.0 / math.sqrt(d) * random(T + more, d)).to(device, dtype)
-    return [q_tilde, q, k, v, pe, torch.tensor([1.1, 0.3, 0.2], device=device)], random(
-        B, T, H, d
-    ).to(device, dtype)
+    coefficients = torch.tensor([1.1, 0.3, 0.2], device=device)
+    dy = random(B, T, H, d).to(device, dtype)
+    return [q_tilde, qkv.to(device), pe, coefficients], dy
+
+
+def by_reference(q_tilde, qkv, *others):
+    return reference_poly_attention(q_tilde, *qkv.unbind(2), *others)
 
 
 def wanted(inputs, dy, degree, window, f=by_query):
@@ -200,9 +203,7 @@ def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree
         dtype
     )  # else millions of terms cancel in dcoefficients, and only rounding is left to be compared
     found = launched(inputs, dy, degree, window, how)
-    for name, mine, theirs in zip(
-        NAMES, found, wanted(inputs, dy, degree, window, reference_poly_attention)
-    ):
+    for name, mine, theirs in zip(NAMES, found, wanted(inputs, dy, degree, window, by_reference)):
         close(mine, theirs, (1e-5 if dtype == torch.float32 else 1e-2), name)
     same(found, launched(inputs, dy, degree, window, how))
 
@@ -220,19 +221,16 @@ def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree
 def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_matter(
     device, how, dtype, d
 ):
-    (q_tilde, q, k, v, pe, coefficients), dy = given(device, dtype, 2, 70, 2, d)
-    y, *grads = launched((q_tilde, q, k, v, pe, coefficients), dy, 3, 6, how)
-    alone = launched((q_tilde[1:], q[1:], k[1:], v[1:], pe, coefficients), dy[1:], 3, 6, how)
-    for name, one, all in zip(NAMES[:5], alone, (y, *grads)):
+    (q_tilde, qkv, pe, coefficients), dy = given(device, dtype, 2, 70, 2, d)
+    y, *grads = launched((q_tilde, qkv, pe, coefficients), dy, 3, 6, how)
+    alone = launched((q_tilde[1:], qkv[1:], pe, coefficients), dy[1:], 3, 6, how)
+    for name, one, all in zip(NAMES[:3], alone, (y, *grads)):
         assert torch.equal(one, all[1:]), name
-    k, v, pe = k.clone(), v.clone(), pe.clone()
-    k[:, :20], v[:, 69:], pe[6:] = (
-        100.0,
-        -7.0,
-        50.0,
-    )  # before, after, farther than what queries 30 .. 60 see
+    # Before, after, farther than what queries 30 .. 60 see.
+    qkv, pe = qkv.clone(), pe.clone()
+    qkv[:, :20, 1], qkv[:, 69:, 2], pe[6:] = 100.0, -7.0, 50.0
     assert torch.equal(
-        launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60]
+        launch_forward(q_tilde, qkv, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60]
     )
 
 
@@ -246,7 +244,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
     ids=str,
 )
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device, how, dtype, d):
+def test_a_gate_multiplies_rows(device, how, dtype, d):
     inputs, dy = given(device, dtype, 2, 70, 3, d)
     want, gate = (
         launched(inputs, dy, 3, 6, how),
@@ -261,16 +259,13 @@ def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device,
         1e-6 if dtype == torch.float32 else 5e-3,
         "y",
     )
-    into = torch.full((2, 70, 3, 3, d), math.nan, dtype=dtype, device=device)
-    same((want[0], *launch_backward(dy, *inputs, 3, 6, how, into)), want)
-    assert torch.equal(into, torch.stack(want[2:5], 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
 def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
     inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
-    for i in (0, 4):  # not where 16 bytes can be loaded from
+    for i in (0, 2):  # not where 16 bytes can be loaded from
         inputs[i] = torch.cat([inputs[i].new_zeros(1), inputs[i].flatten()])[1:].view_as(inputs[i])
     with ga.use_backend("simt"):
         want = launched(inputs, dy, 3, 5, how)
