@@ -1178,16 +1178,24 @@ REFUSED = {
         {"tokens": torch.tensor([[0, 1, -7], [2, 5, 4]], dtype=torch.int32)},
         r"token -7 at \(0, 2\)",
     ),
+    "token beyond 32 bits": (
+        {"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])},
+        r"token 4294967296 at \(1, 1\)",
+    ),
     "seed negative": ({"seed": -1}, "seed is -1; expected a whole number from 0"),
+    "seed large": ({"seed": 2**64}, "seed is 18446744073709551616"),
     "no position": (
         {"tokens": torch.tensor(3), "dout": torch.ones(4)},
         r"tokens have shape \(\); expected \(\.\.\., T\)",
     ),
+    "seed 1.5": ({"seed": 1.5}, "seed is 1.5"),
     "step 1.5": ({"seed": 1, "step": 1.5}, "step is 1.5"),
+    "step large": ({"seed": 1, "step": 2**31}, "step is 2147483648"),
     "step on the device fp32": (
         {"seed": 1, "step": torch.ones(1)},
         r"step is .*torch\.float32.*expected",
     ),
+    "micro_batch large": ({"seed": 1, "micro_batch": 2**31}, "micro_batch is"),
     "dwte requires grad": ({"dwte": torch.ones(5, 4, requires_grad=True)}, "dwte requires grad"),
     "segments of a larger vocabulary": (
         {"segments": reference_segments(torch.tensor([0, 1, 2, 7, 7, 8]), 9)},
