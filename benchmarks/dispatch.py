@@ -14,8 +14,9 @@ Without any, all of them are measured and the result is written.
    that of forward.
 2. attention: PolyAttention at T = 2,048, 16 heads of 64, bf16, forward and backward, the core and
    the whole layer: on tensor cores (v2), on fp32 units (v1), and in torch, with products in bf16
-   and T x T matrices that are shifted along the diagonal by padding; eager and compiled. Beside them reference_poly_attention (fp32, gathered), and flash attention, another
-   function. Peaks of memory at T = 2,048 and 4,096.
+   and T x T matrices that are shifted along the diagonal by padding; eager and compiled. Beside
+   them reference_poly_attention (fp32, gathered), and flash attention, another function. Peaks of
+   memory at T = 2,048 and 4,096.
 3. layers: both layers of poly-7m and whole training steps, T = 512, by batch. Ours: bf16 weights
    with fp32 masters, ga.AdamW, replayed. torch: the same model in its own operations,
    bf16 autocast, foreach clip, fused AdamW, launched from Python; its blocks compiled (they share

@@ -196,7 +196,7 @@ def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
 
 
 def _shape(name: str, x: Tensor, thetas) -> tuple[str, int, tuple[int, ...], int]:
-    """(kernel, width of a row, sizes for the kernel, thread blocks) of a "forward" or "backward"."""
+    """(kernel, width of a row, its sizes, thread blocks) of a "forward" or "backward"."""
     sizes: tuple[int, ...]
     if len(thetas) == 1:
         kind, width, sizes = "richards", x.numel(), (x.numel(),)
