@@ -275,34 +275,6 @@ def test_a_users_own_error_arrives_as_it_is(device, policy, nth):
     healthy(device)
 
 
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
-    calls, broken = [], True
-
-    def loss(model, micro):
-        total, tokens = loss_fn(model, micro)
-        calls.append(None)
-        # The second micro-batch of the third run: the capture.
-        if broken and len(calls) == 6:
-            raise ValueError("my own")
-        return total, tokens
-
-    (batch,) = batches(device, n=1)
-    with make(device, "graph", loss=loss, policy="auto") as step:
-        with (
-            unchanged(step.model, step.optimizers[0], device),
-            pytest.raises(ValueError, match="^my own$"),
-        ):
-            step(batch)
-        assert (
-            step.replays == "graph" and step.count == 0 and not any(step.arena.gradients.received())
-        )
-        broken = False
-        step(batch)
-        agree(everything(step.model, step.optimizers[0], device), first_step(device))
-    healthy(device)
-
-
 @pytest.mark.parametrize("how", ["whole", "list"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_policy_auto_goes_on_in_eager_with_one_warning_and_eagers_bits(device, how, counts):
