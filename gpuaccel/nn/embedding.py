@@ -224,11 +224,7 @@ def _none_seen(device) -> Tensor:
 
 
 def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -> Tensor:
-    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
-
-    Args:
-        wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens.
-    """
+    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
     check_tokens(tokens, len(wte.weight))
     if tokens.device != wte.weight.device:
         raise ArgumentError(

@@ -59,11 +59,7 @@ class FusedForward:
 
     @staticmethod
     def supports(layer: nn.Module) -> bool:
-        """Whether this can take the place of the layer's forward.
-
-        Args:
-            layer: any module.
-        """
+        """Whether this can take the place of the layer's forward."""
         raise NotImplementedError
 
     @staticmethod
