@@ -439,18 +439,7 @@ class GraphedStep(Generic[P, R]):
 
         A replay launches the second graph after the first. Has no effect outside of a capture. For
         an fn that uses several streams at its end: in a graph with parallel branches every kernel
-        starts about 0.3 us later, including those before the branches.
-
-        Example:
-            >>> weight = torch.zeros(3)
-            >>> def fn(x):
-            ...     weight.add_(x)                 # one stream
-            ...     step.split()
-            ...     return weight.sum()            # here several
-            >>> step = ga.GraphedStep(fn, weight)
-            >>> float(step(torch.ones(3)))
-            3.0
-        """
+        starts about 0.3 us later, including those before the branches."""
         if self._recorder is not None:
             self._recorder.split()
 
