@@ -348,27 +348,6 @@ def test_close_takes_the_joint_product_away(joined):
     assert len(joined) == 1, "and it comes again"
 
 
-def test_a_deep_copy_has_plain_layers_with_weights_of_their_own(joined):
-    model, x = heads(), inputs()
-    arena = Arena(model)
-    with products_add(arena):
-        twin = copy.deepcopy(model)
-        for name in NAMES:
-            layer = getattr(twin, name)
-            assert type(layer) is nn.Linear and not fused_forward(layer)
-            assert (
-                torch.equal(layer.weight, getattr(model, name).weight)
-                and layer.weight.data_ptr() != getattr(model, name).weight.data_ptr()
-            )
-        objective(twin(x)).backward()
-        assert not joined and not arena.grads.any(), (
-            "the copy's gradient went into the original's sums"
-        )
-        assert all(p.grad is not None for p in twin.parameters())
-        model(x)
-        assert len(joined) == 1
-
-
 def test_every_block_of_the_transformer_has_one_product(joined):
     config = Config(
         vocab=11, hidden=64, intermediate=64, layers=3, heads=2, kv_heads=1, head_dim=64, T=8
