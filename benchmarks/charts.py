@@ -102,7 +102,7 @@ def copy_rate(folder: str) -> dict:
         for tokens, m in result["results"]["backward"].items():
             if isinstance(m, dict):
                 rows[f"embedding gradient, {tokens}"] = tuple(
-                    m["variants"][name]["of_copy_rate"].get("replayed")
+                    m["variants"][name]["of_copy_rate"]
                     for name in ("ours, segments known", m["best_atomics"])
                 )
     return rows

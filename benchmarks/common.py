@@ -1,9 +1,10 @@
 """What every benchmark needs: the device, the facts about the machine, and result files.
 
->>> record("clip", measure, tables)                   # measure(), print its tables, write results
->>> record("step", measure, tables, GiB=70)           # measure(config) of a model that fits
+>>> record("dispatch", {"curves": curves}, tables)    # curves(), then the result file and tables
+>>> record("step", {"256": short}, tables, GiB=70)    # short(config) of a model that fits
 """
 
+import argparse
 import contextlib
 import datetime
 import gc
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 
 import memory
 import power
@@ -29,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def environment() -> dict:
-    """GPU, driver, versions, commit and date; no names of machines. No GPU: "none"."""
+    """GPU, driver, CPU, versions, commit and date; no names of machines. No GPU: "none"."""
     import torch
 
     gpu = {"gpu": "none", "gpus": 0, "driver": "none", "cuda": None}
@@ -45,6 +47,8 @@ def environment() -> dict:
         }
     return {
         **gpu,
+        "processor": processor(),
+        "cores": os.cpu_count(),
         "nvrtc": nvrtc_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -84,26 +88,33 @@ def folder_of(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia ")).strip("_")
 
 
-def write(
-    name: str, results: dict, script: str | None = None, size: str | None = None, gpus: int = 1
-) -> pathlib.Path:
-    """Write benchmarks/results/<gpu>/<name>.json: environment(), power, memory and the results.
+def write(name: str, results: dict, parts=(), script: str | None = None, **facts) -> dict:
+    """Write benchmarks/results/<gpu>/<name>.json. Returns all results of the file.
 
+    Parts that were measured before stay, if they are of the same GPU, commit, torch and size.
+
+    parts: names of all parts, in their order; those that are not measured yet are in "missing"
     script: the benchmark's name where it is not `name`
-    size: what was measured in words, where it is smaller so that it fits into the GPU's memory
-    gpus: how many have measured"""
+    facts: further ones, as the size, where what was measured is smaller to fit into the memory"""
+    gpus = facts.pop("gpus", 1)
     result = {
         "benchmark": script or name,
         **environment(),
-        "size": size,
-        "power": power.reading(gpus=gpus),
-        "power_by_variant": power.readings(gpus=gpus),
-        "most_GiB_in_use": power.most_GiB(),
-        "results": results,
+        **facts,
+        "power": power.reading(gpus),
     }
     path = RESULTS / folder_of(result["gpu"]) / f"{name}.json"
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    same = ("gpu", "commit", "torch", "size")
+    if all(before.get(key) == result.get(key) for key in same):
+        results = {**before["results"], **results}
+    missing = [part for part in parts if part not in results]
+    if missing:
+        result["missing"] = missing
+    order = [*(part for part in parts if part in results), *results]
+    result["results"] = {part: results[part] for part in order}
     save(path, result)
-    return path
+    return result["results"]
 
 
 def save(path: pathlib.Path, result: dict):
@@ -123,27 +134,54 @@ def measuring_here():
         yield
 
 
-def record(name: str, measure, tables, GiB: float | None = None):
-    """Measure, print the tables, and write the results.
+def record(name: str, parts: dict, tables, GiB: float | None = None):
+    """Measure parts and write the results after each, so that a stopped run keeps what it has.
 
+    One that fails does not stop the others. The command line chooses: `--only NAME ...`.
+
+    parts: name -> a function that measures it
     tables: plain results -> name -> Table (tables.py)
-    GiB: what all processes of the benchmark take together with llama-350m. measure(config) then
-        gets the largest model that fits, and a smaller one after it has run out of memory."""
+    GiB: what all processes of a part take together with llama-350m. The functions then get the
+        largest model that fits, and a smaller one after it has run out of memory."""
+    chosen, failed = chosen_parts(parts, name), []
+    models = [(None, None)] if GiB is None else memory.models_that_fit(GiB)
+    clock = Clock()
     with measuring_here():
-        models = [(None, None)] if GiB is None else memory.models_that_fit(GiB)
-        for model, size in models:
+        todo = list(chosen)
+        while todo:
+            part, (model, size) = todo.pop(0), models[0]
             try:
-                results = measure() if GiB is None else measure(model)
-                break
-            except RuntimeError as error:
-                if "out of memory" not in str(error).lower() or size == models[-1][1]:
-                    raise
-                print(f"{size or 'llama-350m'} does not fit: {str(error)[-300:]}", flush=True)
-            # After the error: its frames no longer hold what they have made.
-            power.SPANS.clear()
+                result = parts[part]() if GiB is None else parts[part](model)
+                results = write(name, plain({part: result}), list(parts), size=size)
+                show(tables(results))
+                clock.say(f"{part} is done")
+            except Exception as error:
+                if "out of memory" in str(error).lower() and len(models) > 1:
+                    print(f"{size or 'llama-350m'} does not fit: {str(error)[-300:]}", flush=True)
+                    models, todo, failed = models[1:], list(chosen), []
+                    power.SPANS.clear()
+                else:
+                    traceback.print_exc()
+                    failed.append(part)
+            # After an error: its frames no longer hold what they have made.
             give_memory_back()
-        write(name, results, size=size)
-        show(tables(plain(results)))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def chosen_parts(parts, name: str) -> list[str]:
+    """The parts that the command line names; all, where it names none."""
+    parser = argparse.ArgumentParser(description=f"The benchmark {name}.")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=parts,
+        default=list(parts),
+        metavar="PART",
+        help=f"of {', '.join(parts)}",
+    )
+    only = parser.parse_args().only
+    return [part for part in parts if part in only]
 
 
 def give_memory_back():
@@ -151,7 +189,8 @@ def give_memory_back():
     import torch
 
     gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def processor() -> str:

@@ -1,12 +1,11 @@
 """What each rank does in benchmarks/ddp.py: make variants of a step, take steps, report.
 
 >>> rank = Rank(0, Bench(preset("llama-350m")))                 # in each process of RankWorkers
->>> rank.make("DDP", Variant("torch", compiled=True, options={}))
+>>> rank.make("DDP", Variant("torch", replayed=True, options={}))
 >>> rank.times("DDP", 4, 3)                                     # ms of 3 steps of 4 micro-batches
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import time
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 
 import common  # noqa: F401 (finds gpuaccel)
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from fsdp import first_weights, fully_sharded, local, mesh_of, synchronize
@@ -24,7 +22,6 @@ from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
 from workers import TIMEOUT, Stuck
 
 from gpuaccel.distributed.agreement import weight_hashes
-from gpuaccel.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from gpuaccel.distributed.config import Distributed
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
@@ -48,7 +45,6 @@ class Bench:
 
     rows: sequences per micro-batch and GPU
     graph: replayed variants use a CUDA graph; not on CPUs (for tests)
-    bits_layers, bits_steps: of the steps whose bits are compared
     """
 
     config: Config
@@ -57,26 +53,20 @@ class Bench:
     device: str = "cuda"
     compile: bool = True
     graph: bool = True
-    bits_layers: int = 4
-    bits_steps: int = 4
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of a step.
+    """One variant of a step, which is compiled.
 
     make: "torch", "FSDP2" (torch's, too) or "ours"
+    replayed: from a CUDA graph; torch's can then be launched, too
     options: arguments of DDP or of ga.Distributed; None: no communication
-    optimize_ddp: torch.compile splits the model at DDP's buckets (DDPOptimizer)
-    counts: numbers of micro-batches; (): all of the benchmark's
     """
 
     make: str
-    compiled: bool = False
     replayed: bool = False
     options: dict | None = None
-    optimize_ddp: bool = False
-    counts: tuple = ()
 
 
 class WithLoss(torch.nn.Module):
@@ -115,7 +105,7 @@ class Peer:
     def __init__(self, rank, bench, variant):
         self.bench = bench
         self.shards = variant.make == "FSDP2"
-        compiled = variant.compiled and bench.compile
+        compiled = bench.compile
         reduces = variant.options is not None
         if self.shards:
             self.module = fully_sharded(bench, compiled, mesh_of(bench.device, not reduces))
@@ -189,10 +179,9 @@ class Captured(Peer):
     torch's notes on CUDA graphs ask of DDP that it is made on the stream that captures, and takes
     at least 11 synchronized steps there. Its buckets stay the same after that, and it times no step
     before the hundredth. Capture is "thread_local", so that NCCL's watchdog may query its events.
-    With optimize_ddp the model is compiled in as many graphs as DDP has buckets, and each bucket is
-    reduced when its graph's backward has ended; without, the model is one graph. Gradients are
-    zeroed in place or set to None, whichever is faster. At the end weights and optimizer are reset:
-    the first run() is the first step."""
+    torch.compile splits the model at DDP's buckets, and each bucket is reduced when its part's
+    backward has ended. Gradients are zeroed in place or set to None, whichever is faster. At the
+    end weights and optimizer are reset: the first run() is the first step."""
 
     def __init__(self, rank, bench, variant):
         self.graphs = {}
@@ -205,8 +194,8 @@ class Captured(Peer):
             self.stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             self.stream.wait_stream(torch.cuda.current_stream())
             capturing = torch.cuda.stream(self.stream)
-        counts = variant.counts or bench.micro_batches
-        with capturing, torch._dynamo.config.patch(optimize_ddp=variant.optimize_ddp):
+        counts = bench.micro_batches
+        with capturing:
             super().__init__(rank, bench, variant)
             # What the graphs read.
             self.batch = rank_batch(bench, rank)
@@ -232,6 +221,17 @@ class Captured(Peer):
         torch._foreach_copy_([t[: len(batch[0])] for t in self.batch], list(batch))
         self.graphs[count].replay()
         self.loss = self.graphs[count].total.clone()
+
+    def launch(self, batch, count: int):
+        """The same step, launched from Python."""
+        torch._foreach_copy_([t[: len(batch[0])] for t in self.batch], list(batch))
+        if self.stream is None:
+            self.loss = self.launched(count, self.to_none)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.loss = self.launched(count, self.to_none)
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def _none_is_faster(self, count) -> bool:
         """Whether setting gradients to None is faster than zeroing them. All ranks agree.
@@ -345,7 +345,7 @@ class Ours:
             model,
             self.optimizer,
             micro_batches=max(bench.micro_batches),
-            compile=variant.compiled and bench.compile,
+            compile=bench.compile,
             replay=Replay(policy="require") if graph else "eager",
             distributed=(
                 Distributed(broadcast_buffers=False, **variant.options) if reduces else None
@@ -357,11 +357,15 @@ class Ours:
         self.step.micro_batches = count
         self.loss = self.step(batch).loss
 
+    launch = run
+
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        return step_hash(self.step)
+        """Of all weights' bits; sharded, each rank has its own masters, and they do not count."""
+        sharded = self.step.reducer is not None and self.step.reducer.sharded
+        return digest(weight_hashes(self.step.arena, masters=not sharded))
 
     def close(self):
         self.step.close(alone=True)
@@ -379,8 +383,6 @@ class Rank:
         self.bench = bench
         self.cuda = bench.device == "cuda"
         self.variants = {}
-        # Steps that each variant has taken.
-        self.steps = {}
         batch = rank_batch(bench, rank)
         self.batches = {
             count: tuple(t[: bench.rows * count] for t in batch) for count in bench.micro_batches
@@ -401,9 +403,9 @@ class Rank:
         else:
             make = Captured if variant.replayed else Peer
         made = self.variants[name] = make(self.rank, self.bench, variant)
-        self.steps[name], first_loss = 0, None
-        for count in variant.counts or self.bench.micro_batches:
-            self._step(name, count)
+        first_loss = None
+        for count in self.bench.micro_batches:
+            made.run(self.batches[count], count)
             self._finish()
             first_loss = float(made.loss) if first_loss is None else first_loss
         moments = [
@@ -447,22 +449,34 @@ class Rank:
         reset_peaks()
         return torch.cuda.memory_allocated()
 
-    def _step(self, name, count):
-        self.variants[name].run(self.batches[count], count)
-        self.steps[name] += 1
-
-    def times(self, name, count: int, calls: int, alone: bool = False) -> list[float]:
-        """Milliseconds of steps that are queued back to back.
+    def times(
+        self, name, count: int, calls: int, alone: bool = False, launched: bool = False
+    ) -> list[float]:
+        """Milliseconds of steps that are queued back to back; launched: of one of them, by the
+        host's clock.
 
         alone: on the first GPU, while the others rest"""
         if alone and self.rank:
             return []
-        return step_times(lambda: self._step(name, count), calls, self.cuda)
+        if not launched:
+            run = functools.partial(self.variants[name].run, self.batches[count], count)
+            return step_times(run, calls, self.cuda)
+
+        launch = functools.partial(self.variants[name].launch, self.batches[count], count)
+
+        def many():
+            repeat(launch, calls)
+            self._finish()
+
+        # The first one is not counted: a new shape may be compiled.
+        launch()
+        self._finish()
+        return [host_milliseconds(many) / calls]
 
     def last(self, name) -> list:
-        """[hash of the weights' bits, last loss, number of steps]."""
+        """[hash of the weights' bits, last loss]."""
         made = self.variants[name]
-        return [made.hash(), float(made.loss), self.steps[name]]
+        return [made.hash(), float(made.loss)]
 
     def drop(self, *names):
         """Close these variants, as far as they are there."""
@@ -474,104 +488,23 @@ class Rank:
     def clear(self):
         self.drop(*self.variants)
 
-    # ---- the network alone ----
+    def bandwidth(self, sizes: dict) -> dict:
+        """name -> milliseconds of some all-reduces. Each is the mean of COLLECTIVES, which on a GPU
+        are one CUDA graph, as in a replayed step: the host's speed does not count.
 
-    def bandwidth(self, sizes: dict, calls: int) -> dict:
-        """name -> operation -> milliseconds of one collective, measured `calls` times.
+        sizes: name -> bytes"""
+        buffer = torch.zeros(max(sizes.values()) // 4, device=self.bench.device)
+        return {name: self._all_reduces(buffer[: size // 4]) for name, size in sizes.items()}
 
-        Each time is the mean of COLLECTIVES, which on a GPU are one CUDA graph, as in a replayed
-        step: the host's speed does not count. "all_to_all" is between two ranks, of an even number.
-
-        sizes: name -> (bytes, operations)"""
-        largest = max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks
-        buffer = torch.zeros(largest, device=self.bench.device)
-        received = torch.zeros_like(buffer)
-        half = self.ranks // 2
-        pairs = [dist.new_group([r, r + half]) for r in range(half)]
-        results = {}
-        for name, (size, operations) in sizes.items():
-            t = buffer[: size // 4 // self.ranks * self.ranks]
-            part = t[self.rank * len(t) // self.ranks : (self.rank + 1) * len(t) // self.ranks]
-            runs = {
-                "all_reduce": lambda: dist.all_reduce(t),
-                "reduce_scatter": lambda: reduce_scatter(part, t),
-                "all_gather": lambda: all_gather(t, part if self.cuda else part.clone()),
-                "all_to_all": lambda: all_to_all(
-                    received[: len(t)], t, group=pairs[self.rank % half]
-                ),
-            }
-            results[name] = {
-                operation: self._collective_times(runs[operation], calls)
-                for operation in operations
-            }
-        for pair in pairs:
-            dist.destroy_process_group(pair)
-        return results
-
-    def _collective_times(self, run, calls) -> list[float]:
-        several = functools.partial(repeat, run, COLLECTIVES)
+    def _all_reduces(self, t) -> list[float]:
+        run = functools.partial(dist.all_reduce, t)
         # The first one connects the ranks.
         run()
+        several = functools.partial(repeat, run, COLLECTIVES)
         recording = Recording(several, torch.cuda.Stream() if self.cuda else None, None)
-        times = step_times(recording.replay, calls, self.cuda)
+        times = step_times(recording.replay, 5, self.cuda)
         recording.close()
         return [ms / COLLECTIVES for ms in times]
-
-    # ---- bits ----
-
-    def bits(self) -> dict:
-        """A few deterministic steps of a shallower model.
-
-        Returns how the ranks add -> how they launch -> [hash of the weights, losses]."""
-        results = {"one GPU": {"eager": self._trained(None, False)}}
-        for name, options in (
-            ("all-reduce", {}),
-            ("ordered", {"ordered": True}),
-            ("sharded", {"sharded": True}),
-        ):
-            results[name] = {
-                "eager": self._trained(options, False),
-                "replayed": self._trained(options, True),
-            }
-        return results
-
-    def _trained(self, options, replayed: bool) -> list:
-        """options None: this rank alone takes all micro-batches, in global order: micro-batch m of
-        rank r is number m * ranks + r."""
-        bench, micro_batches, losses = self.bench, 2, []
-        layers = min(bench.bits_layers, bench.config.layers)
-        config = dataclasses.replace(bench.config, layers=layers)
-        model = build(config, torch.bfloat16, bench.device)
-        optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
-        graph = replayed and bench.graph
-        alone = options is None
-        step = TrainStep(
-            model,
-            optimizer,
-            micro_batches=micro_batches * (self.ranks if alone else 1),
-            replay=Replay(policy="require") if graph else "eager",
-            deterministic=True,
-            distributed=None if alone else Distributed(**options),
-        )
-        for index in range(bench.bits_steps):
-            rows = micro_batches * self.ranks * bench.rows
-            batch = token_batch(config.vocab, rows, config.T, index, bench.device)
-            if not alone:
-                shape = (micro_batches, self.ranks, bench.rows, config.T)
-                batch = [t.view(shape)[:, self.rank].reshape(-1, config.T) for t in batch]
-            losses.append(float(step(tuple(batch)).loss))
-        result = [step_hash(step), losses]
-        step.close(alone=True)
-        del step, optimizer, model
-        if self.cuda:
-            release()
-        return result
-
-
-def step_hash(step: TrainStep) -> str:
-    """Of all weights' bits; sharded, each rank has its own masters, and they do not count."""
-    sharded = step.reducer is not None and step.reducer.sharded
-    return digest(weight_hashes(step.arena, masters=not sharded))
 
 
 def digest(numbers: torch.Tensor) -> str:

@@ -155,7 +155,7 @@ def add_product(total, dy, x, beta: int):
 def product_ms(layers: Products, tokens: int, micro_batches: int) -> dict:
     """Milliseconds of a step's products of these layers, and FLOP/s."""
     runs = product_runs(layers, tokens)
-    ms = timed(runs, budget=BUDGET / 5)[0]["replayed"]
+    ms = timed(runs, budget=BUDGET / 5)
 
     def of(outs):
         """Of a micro-batch; the first product of a weight in a step overwrites its sum."""
@@ -204,7 +204,7 @@ def attention_ms(c: Config, rows: int, T: int) -> tuple[float, str]:
             # Not for these heads, or not on this GPU.
             continue
         runs[name] = functools.partial(run, backend)
-    ms = timed(runs)[0]["replayed"]
+    ms = timed(runs)
     best = min(ms, key=ms.get)
     return ms[best], best
 

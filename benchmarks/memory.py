@@ -1,7 +1,7 @@
 """How much memory a benchmark may use on a GPU, and which model fits into it.
 
 GPUACCEL_BENCH_GIB=15 tries a benchmark as on a GPU of 15 GiB: models are chosen for it, and each
-process gets no more. What all processes together had is in the result ("most_GiB_in_use").
+process gets no more.
 
 >>> [size for _, size in models_that_fit(70)]     # on a GPU of 80 GB
 [None, 'llama-350m with 12 layers', ...]

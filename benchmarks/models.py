@@ -83,12 +83,14 @@ class Lstm(nn.Module):
         return self.head(self.lstm(self.embedding(tokens))[0])
 
 
-def of_transformers(task: str, kind: str, **sizes):
-    """A model of transformers for a task ("CausalLM", ...), with random weights."""
+def of_transformers(task: str, kind: str, options: dict, **sizes):
+    """A model of transformers for a task ("CausalLM", ...), with random weights.
+
+    options: of from_config"""
     import transformers
 
     config = transformers.AutoConfig.for_model(kind, **sizes)
-    return getattr(transformers, f"AutoModelFor{task}").from_config(config)
+    return getattr(transformers, f"AutoModelFor{task}").from_config(config, **options)
 
 
 def own_loss(model, micro):
@@ -133,7 +135,7 @@ RESNET = dict(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type
 
 
 def transformer(*args, **sizes):
-    return functools.partial(of_transformers, *args, **sizes)
+    return functools.partial(of_transformers, *args, {}, **sizes)
 
 
 # name -> (what makes the model, loss_fn, what makes a batch).

@@ -1,14 +1,14 @@
-"""Power, clock, temperature and memory of the GPUs while a benchmark measures.
+"""Power, clock and temperature of the GPUs while a benchmark measures.
 
 One `nvidia-smi` beside the benchmark writes a line for each GPU every 50 ms. measuring() marks the
 time of a measurement, in any process; workers hand their marks over when they are closed. A reading
-is the median of the lines of that time, of all measurements or of those of one variant.
+is the median of the lines of that time.
 
 >>> with Sampler():
-...     with measuring("T = 1024", "ours"):
+...     with measuring():
 ...         run()
-...     readings()
-{'T = 1024, ours': {'W': 655.0, 'limit_W': 700.0, 'SM_MHz': 1755.0, 'C': 61.0, 'samples': 8}}
+...     reading()
+{'W': 655.0, 'limit_W': 700.0, 'SM_MHz': 1755.0, 'C': 61.0, 'samples': 8}
 
 nvidia-smi and not NVML: it needs no package.
 """
@@ -28,27 +28,20 @@ NAMES = ("W", "limit_W", "SM_MHz", "C")
 EVERY = 50
 LATE = 2.0
 
-# (name, began, ended) of each measurement of this process and of its closed workers, by
-# time.time(); the name is "" for one that is only part of the whole
+# (began, ended) of each measurement of this process and of its closed workers, by time.time().
 SPANS: list[tuple] = []
 # Samplers that run; the last one is read.
 _running: "list[Sampler]" = []
 
 
 @contextlib.contextmanager
-def measuring(*names):
-    """Mark the time inside as a measurement. names: of the variant, for readings()."""
+def measuring():
+    """Mark the time inside as a measurement."""
     began = time.time()
     try:
         yield
     finally:
-        SPANS.append((joined(*names), began, time.time()))
-
-
-def joined(*names) -> str:
-    """Names in one; each may be a tuple of names, or empty."""
-    flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
-    return ", ".join(str(part) for part in flat if part != "")
+        SPANS.append((began, time.time()))
 
 
 class Sampler:
@@ -58,7 +51,7 @@ class Sampler:
         self._command = command or nvidia_smi()
         self._process = None
         self._lock = threading.Lock()
-        # (seconds by time.time(), values by NAMES, GPU, MiB in use)
+        # (seconds by time.time(), values by NAMES, GPU)
         self._samples: list[tuple] = []
 
     def __enter__(self):
@@ -86,7 +79,7 @@ class Sampler:
 
     def samples(self, spans, gpus) -> list:
         """The samples of these GPUs in these spans of time."""
-        end = max((ended for _, _, ended in spans), default=0.0)
+        end = max((ended for _, ended in spans), default=0.0)
         deadline = time.monotonic() + LATE
         while time.monotonic() < deadline and self._process and self._process.poll() is None:
             with self._lock:
@@ -97,47 +90,24 @@ class Sampler:
             return [
                 sample
                 for sample in self._samples
-                if sample[2] in gpus and any(a <= sample[0] <= b for _, a, b in spans)
+                if sample[2] in gpus and any(a <= sample[0] <= b for a, b in spans)
             ]
 
-    def most_MiB(self) -> float | None:
-        """The most memory that all processes together had on one GPU that CUDA sees here."""
-        gpus = visible_gpus()
-        with self._lock:
-            return max(
-                (MiB for *_, gpu, MiB in self._samples if gpu in gpus and MiB is not None),
-                default=None,
-            )
 
+def reading(gpus: int = 1) -> dict | None:
+    """Medians during all measurements; None where nothing was read.
 
-def reading(name: str | None = None, gpus: int = 1) -> dict | None:
-    """Medians during the measurements of one variant; of all measurements where none is named.
-
-    gpus: how many GPUs measured
-    Returns None where nothing was read."""
+    gpus: how many GPUs measured"""
     if not _running:
         return None
-    spans = [span for span in SPANS if name in (None, span[0])]
-    samples = _running[-1].samples(spans, visible_gpus()[:gpus])
+    samples = _running[-1].samples(SPANS, visible_gpus()[:gpus])
     if not samples:
         return None
     medians = {}
-    for key, values in zip(NAMES, zip(*(values for _, values, *_ in samples))):
+    for key, values in zip(NAMES, zip(*(values for _, values, _ in samples))):
         known = [value for value in values if value is not None]
         medians[key] = statistics.median(known) if known else None
     return {**medians, "samples": len(samples)}
-
-
-def readings(gpus: int = 1) -> dict:
-    """reading() of each variant that has one."""
-    names = dict.fromkeys(name for name, *_ in SPANS if name)
-    return {name: found for name in names if (found := reading(name, gpus))}
-
-
-def most_GiB() -> float | None:
-    """The most memory in use on one GPU so far, of all processes; None where it was not read."""
-    MiB = _running[-1].most_MiB() if _running else None
-    return MiB and MiB / 2**10
 
 
 def visible_gpus() -> list[int]:
@@ -153,10 +123,10 @@ def parsed(line: str) -> tuple | None:
     when, *values = (cell.strip() for cell in line.split(","))
     try:
         seconds = datetime.datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp()
-        *medians, memory, gpu = (number(value) for value in values)
+        *medians, gpu = (number(value) for value in values)
     except ValueError:
         return None
-    return (seconds, medians, gpu, memory) if len(medians) == len(NAMES) else None
+    return (seconds, medians, gpu) if len(medians) == len(NAMES) else None
 
 
 def number(text: str) -> float | None:
@@ -165,7 +135,10 @@ def number(text: str) -> float | None:
 
 
 def nvidia_smi() -> list[str]:
-    fields = ",".join((*FIELDS, "memory.used", "index"))
-    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"] + [
-        f"--loop-ms={EVERY}"
+    fields = ",".join((*FIELDS, "index"))
+    return [
+        "nvidia-smi",
+        f"--query-gpu={fields}",
+        "--format=csv,noheader,nounits",
+        f"--loop-ms={EVERY}",
     ]

@@ -14,6 +14,7 @@ side by side. build/bench/<gpu>.md has every table and chart of a GPU; docs/char
 PAGE_GPUS.
 """
 
+import contextlib
 import importlib
 import json
 import pathlib
@@ -96,34 +97,32 @@ def ratio_rows(folder: str) -> list[dict]:
 
     def add(name, what, against, value):
         result = load(name, folder)
-        if result and (measured := value(result["results"])):
-            rows.append({"what": what, "against": against, "ratio": measured})
+        # A file whose measurement was stopped has some parts.
+        with contextlib.suppress(KeyError):
+            if result and (measured := value(result["results"])):
+                rows.append({"what": what, "against": against, "ratio": measured})
 
-    def launched(model):
-        return lambda r: r[model].get("launched", {}).get("ours", {}).get("times_torch")
-
-    fastest = "torch's fastest step"
-    add(
-        "transformers_step",
-        "one step of transformers' Llama, replayed",
-        fastest,
-        lambda r: r["Llama"]["rows"]["ours"]["times_torch"],
-    )
-    for model, what in (
-        ("Llama", "one step of transformers' Llama, launched"),
-        ("GPT-2", "one step of transformers' GPT-2, launched"),
-    ):
-        add("transformers_step", what, "torch's fastest launched step", launched(model))
-    for T, what in (
-        ("1024", "one step of `llama-350m`, T = 1024, replayed"),
-        ("256", "one step of `llama-350m`, T = 256, replayed"),
-    ):
-        add("step", what, fastest, lambda r, T=T: r[T]["ours"]["times_torch"])
+    for model in ("Llama", "GPT-2"):
+        for kind, words in (("rows", "replayed"), ("launched", "launched")):
+            add(
+                "transformers_step",
+                f"one step of transformers' {model}, {words}",
+                f"torch's fastest {words} step",
+                lambda r: r.get(model, {}).get(kind, {}).get("ours", {}).get("times_torch"),
+            )
+    for T in ("1024", "256"):
+        for kind, words in (("rows", "replayed"), ("launched", "launched")):
+            add(
+                "step",
+                f"one step of `llama-350m`, T = {T}, {words}",
+                f"torch's fastest {words} step",
+                lambda r: r.get(T, {}).get(kind, {}).get("ours", {}).get("times_torch"),
+            )
     add(
         "step",
         "one step of `llama-350m`, T = 1024, deterministic",
         "torch's fastest step, not deterministic",
-        lambda r: r["1024"]["ours, deterministic"]["times_torch"],
+        lambda r: r["1024"]["rows"]["ours, deterministic"]["times_torch"],
     )
     add(
         "tail",
@@ -164,6 +163,20 @@ def ratios_table(*gpus: str) -> Table:
     return Table(columns, list(rows.values()))
 
 
+def models_table(*gpus: str) -> Table:
+    """Steps of models of transformers, ours against torch's fastest, replayed and launched."""
+    columns, rows = [Column("model", "model")], {}
+    for folder in gpus:
+        results = (load("transformers_step", folder) or {"results": {}})["results"]
+        for kind, words in (("rows", "replayed"), ("launched", "launched")):
+            columns.append(Column(f"{gpu_of(folder)}: {words}", folder + kind, ratio))
+            for name, r in results.items():
+                label = f"{name} {r['parameters'] / 1e6:.0f}M"
+                row = rows.setdefault(label, {"model": label})
+                row[folder + kind] = r.get(kind, {}).get("ours", {}).get("times_torch")
+    return Table(columns, list(rows.values()))
+
+
 def results_table(*gpus: str) -> Table:
     """How fresh the results are: commit and date, and what they were measured with."""
     groups: dict[tuple, list[str]] = {}
@@ -177,7 +190,7 @@ def results_table(*gpus: str) -> Table:
     return Table([*(Column(key, key) for key in keys), Column("results", "results")], rows)
 
 
-OVER_ALL = {"ratios": ratios_table, "results": results_table}
+OVER_ALL = {"ratios": ratios_table, "models_of_others": models_table, "results": results_table}
 
 
 # ---- pages --------------------------------------------------------------------------------------
@@ -221,7 +234,7 @@ def everything(folder: str, charts: dict[str, str]) -> str:
         result = json.loads(path.read_text())
         pieces += [f"## {path.stem}", f"*{conditions(result)}.*"]
         for name, table in tables_of(result).items():
-            pieces += [f"**{name}**", table.markdown()]
+            pieces += [f"**{name}**", table.markdown()] if table.rows else []
     return "\n\n".join(filter(None, pieces)) + "\n"
 
 

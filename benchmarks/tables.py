@@ -134,6 +134,7 @@ def side_by_side(tables: dict[str, Table]) -> Table:
 
 
 def show(tables: dict[str, Table]):
-    """Print tables under their names."""
+    """Print tables under their names, without empty ones."""
     for name, table in tables.items():
-        print(f"\n{name}\n{table.text()}", flush=True)
+        if table.rows:
+            print(f"\n{name}\n{table.text()}", flush=True)

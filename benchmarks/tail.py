@@ -4,22 +4,21 @@ Needs a GPU and about a minute.
 
 The tail is what follows the last backward: clip at 1.0, AdamW, and the bf16 copy of the weights.
 
-1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights, then bf16
-   ones with fp32 masters: ga.AdamW(arena, max_norm=1.0), and torch's sequences over separate
-   tensors; launched from Python and replayed from a CUDA graph. Shares are of the rate of a
-   device-to-device copy in the same run, for the bytes that the job must move. Before each run, and
-   not counted, the fp32 gradients are restored.
-2. Clip and AdamW of 1,000 tensors of 1,000 elements, without an arena (16 MB stay in the L2 cache).
+470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights, then bf16 ones
+with fp32 masters: ga.AdamW(arena, max_norm=1.0), and torch's sequences over separate tensors;
+launched from Python and replayed from a CUDA graph. Shares are of the rate of a device-to-device
+copy in the same run, for the bytes that the job must move. Before each run, and not counted, the
+fp32 gradients are restored.
 """
 
 import dataclasses
-import gc
+import functools
 
 import torch
-from clip import DTYPES, small_table, times_torch
+from clip import DTYPES
 from common import DEVICE, record
 from tables import Column, Table, number, ratio, share
-from timing import captured, copy_rate, milliseconds, milliseconds_after, wall
+from timing import captured, copy_rate, milliseconds_after
 from training import CAPTURABLE, SETTINGS, build, decay_groups
 
 from gpuaccel.optim.adamw import AdamW
@@ -73,9 +72,9 @@ class Ours:
         self.optimizer.step()
 
 
-def tail(config, dtype) -> dict:
+def tail(dtype, config) -> dict:
     """The whole tail: milliseconds, shares of the copy rate, ratios. Our kernels: milliseconds."""
-    ours = Ours(config, dtype)
+    ours = Ours(dataclasses.replace(config, kv_heads=config.heads), dtype)
     arena, bf16 = ours.arena, dtype == torch.bfloat16
     elements = sum(segment.numel for segment in arena.segments)
     rate = copy_rate(elements)
@@ -139,41 +138,10 @@ def tail(config, dtype) -> dict:
     return results
 
 
-def small(count: int = 1000, size: int = 1000) -> dict:
-    """Clip and AdamW of many small tensors: most of the time goes into launches."""
-
-    def parameters():
-        made = [torch.nn.Parameter(torch.randn(size, device=DEVICE)) for _ in range(count)]
-        for p in made:
-            p.grad = torch.randn(size, device=DEVICE)
-        return made
-
-    ours = AdamW(parameters(), **SETTINGS, max_norm=1.0)
-    torch_parameters = parameters()
-    fused = torch.optim.AdamW(torch_parameters, **SETTINGS, fused=True, **CAPTURABLE)
-
-    def torch_step():
-        torch.nn.utils.clip_grad_norm_(torch_parameters, 1.0, foreach=True)
-        fused.step()
-
-    runs = {"torch": torch_step, "ours": ours.step}
-    times = {
-        "wall": {name: wall(run, 20) for name, run in runs.items()},
-        "replayed": milliseconds({name: captured(run) for name, run in runs.items()}, 100),
-    }
-    return times_torch(times, "torch")
-
-
 # ---- the script ---------------------------------------------------------------------------------
 
 
-def measure(config) -> dict:
-    config = dataclasses.replace(config, kv_heads=config.heads)
-    results = {}
-    for name, dtype in DTYPES.items():
-        results[name] = tail(config, dtype)
-        gc.collect()
-    return {**results, "small": small()}
+PARTS = {name: functools.partial(tail, dtype) for name, dtype in DTYPES.items()}
 
 
 def tables(results: dict) -> dict[str, Table]:
@@ -187,13 +155,13 @@ def tables(results: dict) -> dict[str, Table]:
     rows = [
         {"by": f"{dtype}: {name}", **m, "launched": results[dtype]["launched"][name]["ms"]}
         for dtype in DTYPES
-        for name, m in results[dtype]["replayed"].items()
+        for name, m in results.get(dtype, {}).get("replayed", {}).items()
     ]
-    return {"tail": Table(columns, rows), "small": small_table(results["small"])}
+    return {"tail": Table(columns, rows)}
 
 
 def main():
-    record("tail", measure, tables, GiB=45)
+    record("tail", PARTS, tables, GiB=45)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time, memory, clock rate and errors.
 
 >>> milliseconds({"torch": run_torch, "ours": run_ours})     # medians, measured in turns
->>> times, refused = timed({"torch": ..., "ours": ...})       # the same, replayed from CUDA graphs
+>>> timed({"torch": run_torch, "ours": run_ours})            # the same, replayed from CUDA graphs
 """
 
 import functools
@@ -15,7 +15,6 @@ from common import DEVICE
 from power import measuring, visible_gpus
 
 from gpuaccel.backends import backend
-from gpuaccel.errors import CaptureError
 from gpuaccel.graphs.capture import recorder_for
 
 OURS = "ours"
@@ -115,18 +114,17 @@ def wall(run, calls: int = 50, times: int = 7) -> float:
     return statistics.median(measured)
 
 
-def in_turns(timers: dict, rounds: int = 4, what: str = "") -> dict[str, float]:
+def in_turns(timers: dict, rounds: int = 3) -> dict[str, float]:
     """Median of the times that each timer returns.
 
     They are called in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all
-    alike. Each turn is a measurement for power.readings().
+    alike.
 
-    timers: name -> a function that returns a list of milliseconds
-    what: comes before the names of its measurements"""
+    timers: name -> a function that returns a list of milliseconds"""
     times = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
-            with measuring(what, name):
+            with measuring():
                 times[name] += timer()
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -157,54 +155,24 @@ def captured(run, prepare=lambda: None):
     return graph.replay
 
 
-def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> tuple[dict, dict]:
-    """Times of short functions, several calls of which are one graph or one loop of Python.
+def timed(runs: dict, budget: float = BUDGET) -> dict[str, float]:
+    """Milliseconds of one call of each function, several calls of which are one CUDA graph.
 
     runs: name -> function
-    launched: also time what is launched from Python where everything can be captured
-    budget: milliseconds to spend on each kind; at least 3 rounds, at most 20
-
-    Returns ({"replayed": name -> milliseconds of one call, "launched": likewise}, name -> why it
-    cannot be captured)."""
+    budget: milliseconds to spend; at least 3 rounds, at most 20"""
     once = milliseconds(runs, 1, 1)
     calls = {name: max(1, min(MAX_CALLS, int(SPAN / ms))) for name, ms in once.items()}
     rounds = int(budget / sum(ms * calls[name] for name, ms in once.items()))
-    rounds = max(3, min(20, rounds))
-    loops = {name: functools.partial(repeat, run, calls[name]) for name, run in runs.items()}
     recorder = recorder_for(DEVICE, backend().name)
-    recordings, refused = {}, {}
-    for name, loop in loops.items():
-        try:
-            recordings[name] = recorder.record(loop)[0]
-        except CaptureError as error:
-            refused[name] = str(error)
-
-    def per_call(functions):
-        times = milliseconds(functions, rounds, 1)
-        return {name: ms / calls[name] for name, ms in times.items()}
-
+    recordings = {
+        name: recorder.record(functools.partial(repeat, run, calls[name]))[0]
+        for name, run in runs.items()
+    }
     replays = {name: recording.replay for name, recording in recordings.items()}
-    times = {"replayed": per_call(replays)}
-    if launched or refused:
-        times["launched"] = per_call(loops)
+    times = milliseconds(replays, max(3, min(20, rounds)), 1)
     for recording in recordings.values():
         recording.close()
-    return times, refused
-
-
-def timed_alike(runs: dict, launched: bool = False) -> tuple[dict, dict, dict]:
-    """timed(), with one kind of times for all.
-
-    Returns (milliseconds: replayed, or launched where one of them cannot be captured; those
-    launched, if any; why not captured)."""
-    times, refused = timed(runs, launched)
-    launches = times.get("launched", {})
-    return launches if refused else times["replayed"], launches, refused
-
-
-def ratios_to_ours(ms: dict) -> dict:
-    """name -> its time as a multiple of our time."""
-    return {name: value / ms[OURS] for name, value in ms.items() if name != OURS}
+    return {name: ms / calls[name] for name, ms in times.items()}
 
 
 # ---- memory, rates and clocks -------------------------------------------------------------------

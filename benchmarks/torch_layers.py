@@ -1,18 +1,12 @@
-"""RichardsGLU, PolyAttention and a training step in torch's operations: the peers of dispatch.py.
+"""RichardsGLU and PolyAttention in torch's operations: the peers of dispatch.py.
 
 >>> peer = in_torch(copy.deepcopy(layer))            # the same parameters, the same function
->>> step = TorchStep(config, batch, compiled=True)   # step() takes a step
->>> replay = step.replayed()                         # the same as a CUDA graph
 """
 
 import torch
 import torch.nn.functional as F
-from common import DEVICE
 from torch import nn
-from training import build, captured_adamw
 
-from gpuaccel.backends import backend
-from gpuaccel.graphs.capture import recorder_for
 from gpuaccel.nn.poly_attention import LEAST_GATE, PolyAttention, reference_query
 from gpuaccel.nn.richards_glu import (
     RichardsCurve,
@@ -20,12 +14,6 @@ from gpuaccel.nn.richards_glu import (
     reference_richards,
     reference_values,
 )
-from gpuaccel.training.step import token_loss
-
-EAGER = "torch"
-FOLDED = "torch, folded"
-COMPILED = "torch.compile"
-COMPILED_FOLDED = "torch.compile, folded"
 
 
 class TorchCurve(nn.Module):
@@ -142,36 +130,3 @@ def in_torch(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         setattr(module, name, in_torch(child))
     return module
-
-
-class TorchStep:
-    """The whole step in torch: fp32 weights, bf16 autocast, foreach clip, fused AdamW."""
-
-    def __init__(self, config, batch, compiled: bool):
-        self.model = in_torch(build(config))
-        if compiled:
-            for block in self.model.blocks:
-                block.compile(dynamic=False)
-        self.batch = batch
-        self.parameters = list(self.model.parameters())
-        self.loss = torch.zeros((), device=DEVICE)
-        self.optimizer = captured_adamw(self.parameters)
-
-    def __call__(self):
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(DEVICE, torch.bfloat16):
-            total, count = token_loss(self.model, self.batch)
-        loss = total / count
-        loss.backward()
-        self.loss.copy_(loss.detach())
-        nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
-        self.optimizer.step()
-
-    def replayed(self):
-        """The same as a CUDA graph: its replay."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.recorder = recorder_for(DEVICE, backend().name)
-        for _ in range(3):
-            self.recorder.run(self)
-        self.recording = self.recorder.record(self)[0]
-        return self.recording.replay

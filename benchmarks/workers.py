@@ -20,7 +20,6 @@ import os
 import pathlib
 import sys
 import tempfile
-import threading
 import time
 import traceback
 
@@ -67,53 +66,39 @@ class Workers:
 
     variants: name -> (function or class, its arguments); a module must define it under its name
     here: make and run the variants in this process (for tests)
-    at_once: start all processes now; otherwise each when it is first asked, where memory is scarce
     """
 
-    def __init__(self, variants: dict, here: bool = False, at_once: bool = True):
+    def __init__(self, variants: dict, here: bool = False):
         self._objects = None
-        self._waiting = {}
         self._pipes = {}
         self._processes = {}
         self._ready = set()
-        # Several threads may ask at once; each pipe says only once that its variant is made.
-        self._ready_lock = threading.Lock()
         if here:
             self._objects = {name: make(*args) for name, (make, *args) in variants.items()}
             return
-        side_by_side = len(variants) if at_once else 1
-        self._threads = max(2, (os.cpu_count() or 2) // max(1, side_by_side))
-        self._waiting.update(variants)
-        if at_once:
-            for name in variants:
-                self._start(name)
-
-    def _start(self, name):
-        make, *args = self._waiting.pop(name)
+        threads = max(2, (os.cpu_count() or 2) // max(1, len(variants)))
         context = multiprocessing.get_context("spawn")
-        with environment(TORCHINDUCTOR_COMPILE_THREADS=str(self._threads)):
-            self._pipes[name], pipe = context.Pipe()
-            self._processes[name] = context.Process(target=_serve, args=(pipe, make, args))
-            self._processes[name].start()
-            pipe.close()
+        with environment(TORCHINDUCTOR_COMPILE_THREADS=str(threads)):
+            for name, (make, *args) in variants.items():
+                self._pipes[name], pipe = context.Pipe()
+                self._processes[name] = context.Process(target=_serve, args=(pipe, make, args))
+                self._processes[name].start()
+                pipe.close()
 
     @property
     def names(self) -> list:
-        return [*self._pipes, *self._waiting] if self._objects is None else list(self._objects)
+        return list(self._pipes if self._objects is None else self._objects)
 
     def ready(self):
-        """Wait until every variant that was started is made."""
-        with self._ready_lock:
-            for name in self._pipes.keys() - self._ready:
-                self._answer(name)
-                self._ready.add(name)
+        """Wait until every variant is made."""
+        for name in self._pipes.keys() - self._ready:
+            self._answer(name)
+            self._ready.add(name)
 
     def ask(self, name, method: str, *args):
         """The result of a variant's method. Raises WorkerError where the variant fails."""
         if self._objects is not None:
             return getattr(self._objects[name], method)(*args)
-        if name in self._waiting:
-            self._start(name)
         self.ready()
         self._pipes[name].send((method, args))
         return self._answer(name)
@@ -138,14 +123,9 @@ class Workers:
                 del self._objects[name]
             elif name in self._pipes:
                 with contextlib.suppress(WorkerError, OSError):
-                    # Another worker may have variants of the same name.
-                    power.SPANS += [
-                        (variant and power.joined(name, variant), began, ended)
-                        for variant, began, ended in self.ask(name, SPANS)
-                    ]
+                    power.SPANS += self.ask(name, SPANS)
                 # The worker's recv() raises EOFError, and the worker ends.
                 self._pipes.pop(name).close()
-            self._waiting.pop(name, None)
         for name in self._processes.keys() - self._pipes.keys():
             process = self._processes.pop(name)
             process.join(20)

@@ -429,11 +429,8 @@ def test_the_page_says_how_far_off_the_model_is():
     for variant in VARIANTS:
         cells = [f"{errors[gpu][variant, count]:+.1%}" for gpu in FOLDERS for count in ("4", "1")]
         assert f"| {' | '.join([variant, *cells])} |" in text
-    steps = recorded("H200", "ddp_2gpus")["2"]["groups"]["ours, replayed"]["4"]
     spread = known("H200")[1].spread
-    beside = steps["each for itself"]["ms"] / steps["one GPU"]["ms"] - 1
     assert f"with {spread:.1%} two ranks wait {spread * slowest_of(2):.1%} of a step" in text
-    assert f"take {beside:.1%} longer than one" in text
 
 
 # ---- failures -----------------------------------------------------------------------------------
