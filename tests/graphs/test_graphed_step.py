@@ -731,30 +731,21 @@ def test_an_autocast_around_the_step_does_not_freeze_the_weights(device):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize(
-    "setting, value", [("max_norm", 1e-3), ("on_nonfinite", "skip"), ("scope", "tensor")]
-)
-def test_a_setting_of_the_optimizer_changed_by_hand_takes_effect_in_a_graphed_step(
-    device, setting, value
-):
-    before = {"max_norm": None, "on_nonfinite": "propagate", "scope": "global"}[setting]
-
+def test_what_an_optimizer_does_about_nan_changed_by_hand_takes_effect(device):
     def build():
         model = small(device)
-        max_norm = None if setting == "max_norm" else LIMIT
-        opt = AdamW(model.parameters(), lr=LR, max_norm=max_norm)
+        opt = AdamW(model.parameters(), lr=LR, max_norm=LIMIT)
         return model, opt, plain_step(model, opt)
 
     def drive(step, model, opt):
         norms = []
         for k, (x, y) in enumerate(pairs(device, 6)):
-            setattr(opt, setting, value if k in (2, 3) else before)
-            step(x * math.nan if k == 3 and setting == "on_nonfinite" else x, y)
-            norms.append(None if opt.clip_state is None else opt.clip_state.norm.clone())
+            opt.on_nonfinite = "skip" if k in (2, 3) else "propagate"
+            step(x * math.nan if k == 3 else x, y)
+            norms.append(opt.clip_state.norm.clone())
         return norms
 
-    norms = follow_eager(device, build, drive)
-    assert norms[2] is not None
+    follow_eager(device, build, drive)
 
 
 @pytest.mark.parametrize("max_graphs", [1, 2])

@@ -325,6 +325,11 @@ def set_sign(opt, k):
         group["maximize"] = k % 2 == 1
 
 
+def half_the_loss(model, micro):
+    total, tokens = loss_fn(model, micro)
+    return total / 2, tokens
+
+
 SETTINGS = {
     "lr": lambda opt, k: opt.param_groups[0].update(lr=LR / (k + 1)),
     "betas": lambda opt, k: opt.param_groups[-1].update(betas=(0.9 - 0.1 * k, 0.999)),
@@ -332,46 +337,31 @@ SETTINGS = {
     "weight_decay": lambda opt, k: opt.param_groups[0].update(weight_decay=0.1 * k),
     "max_norm": lambda opt, k: setattr(opt, "max_norm", LIMIT / (k + 1)),
     "no max_norm": lambda opt, k: setattr(opt, "max_norm", LIMIT if k < 2 else None),
+    "scope": lambda opt, k: setattr(opt, "scope", "tensor" if k in (2, 3) else "global"),
     "maximize": set_sign,
+}
+# Attributes of the step: their value in each step.
+STAGES = {
+    "micro_batches": [2, 4, 1, 2, 2],
+    "divide": ["tokens", "sequences", "micro_batches", "tokens", "tokens"],
+    "autocast": [None, torch.bfloat16, None, None, None],
+    "loss_fn": [loss_fn, half_the_loss, loss_fn, loss_fn, half_the_loss],
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, *STAGES])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, name):
-    change = SETTINGS[name]
+    def between(step, k):
+        if name in STAGES:
+            setattr(step, name, STAGES[name][k])
+        else:
+            SETTINGS[name](step.optimizers[0], k)
+
     data = batches(device, n=5, lengths=(8,))
-    wanted = compare(device, data, lambda step, k: change(step.optimizers[0], k), schedule=None)
+    wanted = compare(device, data, between, schedule=None)
     plain, *_ = trained(make(device, "eager", schedule=None), data, device)
     assert wanted[4].loss != plain[4].loss, "the change makes no difference: nothing was tested"
-
-
-def half_the_loss(model, micro):
-    total, tokens = loss_fn(model, micro)
-    return total / 2, tokens
-
-
-@pytest.mark.parametrize(
-    "name, values",
-    [
-        ("micro_batches", [2, 4, 1, 2]),
-        ("divide", ["tokens", "sequences", "micro_batches", "tokens"]),
-        ("autocast", [None, torch.bfloat16, None, None]),
-        ("loss_fn", [loss_fn, half_the_loss, loss_fn, loss_fn]),
-    ],
-)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_stage_of_the_step_changed_by_hand_takes_effect(device, name, values):
-    wanted = compare(
-        device,
-        batches(device, n=4, lengths=(8,)),
-        lambda step, k: setattr(step, name, values[k]),
-        opt={"max_norm": None},
-    )
-    plain, *_ = trained(
-        make(device, "eager", opt={"max_norm": None}), batches(device, n=4, lengths=(8,)), device
-    )
-    assert wanted[1].norm != plain[1].norm, "the change makes no difference: nothing was tested"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

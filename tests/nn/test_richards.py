@@ -220,9 +220,7 @@ def test_the_numbers_of_a_curve_are_those_that_the_kernels_keep(device):
     "wrong, message",
     [
         (lambda: RichardsCurve(("nu", "q")), "'q' is no parameter of the curve"),
-        (lambda: RichardsCurve(q=1.0), "'q' is no parameter"),
         (lambda: RichardsCurve(nu=0.0), "nu is 0.0; expected at least 1e-06"),
-        (lambda: RichardsCurve(beta=float("nan")), "beta is nan; expected at least"),
         (lambda: RichardsCurve(m=float("inf")), "m is inf; expected a finite number"),
         (lambda: RichardsCurve(bounded=True, T=20.0), "T is 20.0; expected a number between"),
         (lambda: RichardsGLU(0, 4), "dim is 0 and hidden 4; expected whole numbers of 1 or more"),
@@ -230,15 +228,8 @@ def test_the_numbers_of_a_curve_are_those_that_the_kernels_keep(device):
             lambda: RichardsGLU(4, 6)(torch.zeros(2, 5)),
             r"x has shape \(2, 5\); expected \(\.\.\., 4\)",
         ),
-        (lambda: RichardsGLU(4, 1.5), "dim is 4 and hidden 1.5; expected whole numbers"),
         (lambda: RichardsCurve(learn=("nu", "k", "nu")), "'nu' is there twice"),
-        (lambda: RichardsCurve(a="1"), "a is 1; expected a finite number"),
         (lambda: RichardsCurve(a=1e39), r"a is 1e\+39; expected a finite number"),
-        (lambda: RichardsGLU(4, 6)([1.0] * 4), "x is list; expected a floating-point tensor"),
-        (
-            lambda: RichardsGLU(4, 6)(torch.zeros(2, 4, dtype=torch.int64)),
-            "x is torch.int64; expected a floating-point tensor",
-        ),
         (
             lambda: RichardsGLU(4, 6)(torch.zeros(2, 4).bfloat16()),
             r"x is torch.bfloat16; expected torch.float32, as w_in.weight is \(or torch.autocast\)",
