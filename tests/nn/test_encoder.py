@@ -31,13 +31,9 @@ os.environ.setdefault(
 )  # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
+from gpuaccel.compiler import C_TYPES  # noqa: E402
 from gpuaccel.compiler.kernel import Kernel  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.learn.ladders import (  # noqa: E402
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
-)
 from gpuaccel.nn import (
     embedding,  # noqa: E402
     fused_forward,
@@ -353,41 +349,11 @@ def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
 # ---- the ladder ----------------------------------------------------------------------------------
 
 
-def in_llmcs_order(dwte, dout, tokens):
-    """One token after the other: warp w has its rows w, w + 8, ...; then the warps' sums in order,
-    then what stood there."""
-    for v in tokens.unique().tolist():
-        rows = dout[tokens == v].float()
-        warps = [torch.zeros(rows.shape[1]) for _ in range(min(8, len(rows)))]
-        for i, row in enumerate(rows):
-            warps[i % 8] = warps[i % 8] + row
-        for more in warps[1:]:
-            warps[0] = warps[0] + more
-        dwte[v] = (warps[0] + dwte[v].float()).to(dwte.dtype)
-
-
-@pytest.mark.parametrize(
-    "C, dtype, sum_dtype", [(768, BF16, BF16), (1600, BF16, F32), (1600, F32, F32)]
-)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_buckets_give_llmcs_sums_exactly_in_any_order_of_the_buckets(device, C, dtype, sum_dtype):
-    for kind in ("borders", "zipf"):
-        tokens, dout, want = tokens_of(kind), normal(B, T, C, dtype=dtype), sums_of(C, sum_dtype)[0]
-        dwte, (buckets, items) = (
-            want.to(device, copy=True),
-            reference_buckets(tokens, C, 16 // dout.element_size()),
-        )
-        in_llmcs_order(want, dout, tokens)
-        again = dwte.clone()
-        launch_buckets(dwte, dout.to(device), buckets.to(device), items.to(device))
-        same(dwte.cpu(), want, kind)
-        launch_buckets(
-            again,
-            dout.to(device),
-            buckets[torch.randperm(len(buckets), generator=generator(0))].to(device),
-            items.to(device),
-        )
-        same(again, dwte, f"{kind}, buckets in another order")
+def launch_atomic(dwte, dwpe, dout, tokens):
+    macros = dict(TOKEN_T=C_TYPES[tokens.dtype], GRAD_T=C_TYPES[dout.dtype])
+    kernel = encoder.encoder_kernel("encoder_backward_v1", **macros)
+    blocks, T, C = -(-dout.numel() // 256), tokens.shape[-1], dout.shape[-1]
+    kernel[blocks, 256](dwte, dwpe, dout, tokens, tokens.numel(), T, C, len(dwte))
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
