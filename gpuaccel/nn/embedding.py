@@ -260,8 +260,7 @@ def _grad_of(layer: nn.Embedding) -> Tensor | None:
 
 
 class _Counts:
-    """Counts tokens out of range, in a tensor that is no buffer. For captured steps, see
-    graphs/participant.py."""
+    """Counts tokens out of range, in a tensor that is no buffer; takes part in captured steps."""
 
     # None: made on the meta device.
     invalid: Tensor | None
