@@ -51,8 +51,6 @@ from gpuaccel.nn.richards_glu import (
     RichardsCurve,
     launch_backward,
     launch_forward,
-    launch_glu_backward,
-    launch_glu_forward,
 )
 from gpuaccel.training.models import preset
 
@@ -104,7 +102,7 @@ class Pointwise:
         self.curves = [RichardsCurve(**VALUES, device=DEVICE)]
         if kind == GLU:
             gate = dict(learn=GATE, bounded=True, nu=0.8, T=1.05)
-            self.curves.append(RichardsCurve("sigmoid", **gate, device=DEVICE))
+            self.curves.append(RichardsCurve(**gate, device=DEVICE))
         self.compiled = {
             folded: torch.compile(self.in_torch(folded), dynamic=False) for folded in (False, True)
         }
@@ -132,15 +130,9 @@ class Pointwise:
         """forward, backward: our launches."""
         thetas = [curve.theta.detach() for curve in self.curves]
         settings = [curve.setting for curve in self.curves]
-        if self.kind == GLU:
-            forward = functools.partial(launch_glu_forward, x, thetas, settings)
-            backward = functools.partial(launch_glu_backward, dy, x, thetas)
-        else:
-            settings = settings[0]
-            forward = functools.partial(launch_forward, x, thetas[0], settings)
-            backward = functools.partial(launch_backward, dy, x, thetas[0])
-        kept = forward()[1]
-        return {"forward": forward, "backward": functools.partial(backward, kept, settings)}
+        forward = functools.partial(launch_forward, x, thetas, settings)
+        backward = functools.partial(launch_backward, dy, x, thetas, forward()[1], settings)
+        return {"forward": forward, "backward": backward}
 
     def check(self):
         """The first rows against float64."""

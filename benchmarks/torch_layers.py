@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpuaccel.nn.poly_attention import LEAST_GATE, PolyAttention
+from gpuaccel.nn.poly_attention import LEAST_GATE, PolyAttention, reference_query
 from gpuaccel.nn.richards_glu import (
     RichardsCurve,
     RichardsGLU,
@@ -22,13 +22,11 @@ class TorchCurve(nn.Module):
     def __init__(self, curve: RichardsCurve, folded: bool = True):
         super().__init__()
         self.theta = curve.theta
-        *fixed, kinds, tanh, birch = curve.setting
+        *fixed, kinds = curve.setting
         # On the device: a Python number would be copied there, which cannot be captured.
         fixed = torch.tensor(fixed, device=curve.theta.device)
         self.register_buffer("fixed", fixed, persistent=False)
         self.kinds = int(kinds)
-        self.tanh = tanh != 0
-        self.birch = birch != 0
         self.folded = folded
 
     def wide(self, x):
@@ -36,14 +34,12 @@ class TorchCurve(nn.Module):
         theta = self.theta.to(torch.promote_types(x.dtype, torch.float32))
         values = reference_values(theta, [*self.fixed.unbind(), self.kinds])
         if not self.folded:
-            return reference_richards(x.to(theta.dtype), values, self.tanh, self.birch)
+            return reference_richards(x.to(theta.dtype), values)
         nu, k, m, beta, T, a, c, s, b = values.unbind()
-        V = 2.0 if self.tanh else 1.0
-        if self.birch:
-            k = k * nu
-        line = torch.log(beta) - k * (V * b - m) - k * (V * s / T) * x.to(theta.dtype)
+        k = k * nu
+        line = torch.log(beta) - k * (b - m) - k * (s / T) * x.to(theta.dtype)
         sigma = torch.exp(F.softplus(line, threshold=30.0) * (-1.0 / nu))
-        return a * V * sigma + (c - a if self.tanh else c)
+        return a * sigma + c
 
     def forward(self, x):
         return self.wide(x).to(x.dtype)
@@ -102,8 +98,7 @@ class TorchAttention(nn.Module):
         super().__init__()
         self.heads = attention.heads
         self.attention = attention
-        if attention.curve is not None:
-            attention.curve = TorchCurve(attention.curve)
+        attention.curve = TorchCurve(attention.curve)
         attention.gate = TorchCurve(attention.gate)
 
     @property
@@ -114,9 +109,8 @@ class TorchAttention(nn.Module):
         inner = self.attention
         q, k, v = inner.w_qkv(x).view(*x.shape[:-1], 3, self.heads, -1).unbind(-3)
         pe = inner.pe.to(q.dtype)
-        y = torch_attention(
-            inner.query(q), q, k, v, pe, inner.coefficients, inner.degree, inner.window
-        )
+        q_tilde = reference_query(q, inner.curve)
+        y = torch_attention(q_tilde, q, k, v, pe, inner.coefficients, inner.degree, inner.window)
         seen = inner.w_gate(x)
         seen = seen.to(torch.promote_types(seen.dtype, torch.float32))
         e = inner.gate(inner.alpha * seen + inner.beta)

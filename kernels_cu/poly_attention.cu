@@ -429,24 +429,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define STEPS (HEAD / 16)
 #define NARROW 72             // the same of ds in backward_pe
 #define TENSOR_THREADS 128
-#ifndef FORWARD_BLOCKS
 #define FORWARD_BLOCKS 3      // on an SM: bounds the registers
-#endif
-#ifndef BACKWARD_BLOCKS
 #define BACKWARD_BLOCKS 2
-#endif
-#ifndef FORWARD_UNROLL
 #define FORWARD_UNROLL 4      // parts of a tile that are one body
-#endif
-#ifndef Q_UNROLL
 #define Q_UNROLL 2
-#endif
-#ifndef KV_UNROLL
 #define KV_UNROLL 2
-#endif
-#ifndef PE_UNROLL
 #define PE_UNROLL 4
-#endif
 
 #if VERSION == 2
 

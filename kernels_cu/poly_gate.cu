@@ -25,9 +25,6 @@
 // Parts of a head, the first HEAD % RANK of them one channel wider; at most 16.
 #define RANK 8
 #endif
-#ifndef LOW_RANK
-#define LOW_RANK 1            // 0: q~ is q / sqrt(d) alone, and there is no curve of the query
-#endif
 #ifndef ROWS
 #define ROWS 32               // of one head, that a block takes; a multiple of 32
 #endif
@@ -68,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     const float* theta_gate, const float* theta_query, Settings settings,
     int rows, int H, int stride)
 {
-    __shared__ Curve curves[1 + LOW_RANK];
-    make_curves(curves, kept, theta_gate, theta_query, settings, 1 + LOW_RANK);
+    __shared__ Curve curves[2];
+    make_curves(curves, kept, theta_gate, theta_query, settings, 2);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     if (threadIdx.x < ROWS && first + threadIdx.x < rows) {
         long long n = (long long)(first + threadIdx.x) * H + h;
@@ -82,12 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
         if (row >= rows) return;
         Part part = part_of(i % RANK);
         const DATA_T* from = q + (long long)row * stride + h * HEAD + part.first;
-        float more = 0.0f;
-        if (LOW_RANK) {
-            float u = mean_of(from, part.width);
-            more = 0.15f / sqrtf((float)RANK) / part.width * u *
-                   height(point<false>(u, curves[1]), curves[1]);
-        }
+        float u = mean_of(from, part.width);
+        float more = 0.15f / sqrtf((float)RANK) / part.width * u *
+                     height(point<false>(u, curves[1]), curves[1]);
         for (int j = 0; WIDE * j < part.width; j++) {
             Group x = load_group(from, j, part.width);
             float v[WIDE];
@@ -103,8 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
 extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
     DATA_T* dy,                               // (rows, H, HEAD)
     DATA_T* dseen,                            // (rows, H)
-    // (blocks, (1 + LOW_RANK) SUMS): writes the first SUMS.
-    float* sums,
+    float* sums,                              // (blocks, 2 SUMS): writes the first SUMS
     float* by_head,                           // (blocks, 2) for dalpha, dbeta
     const DATA_T* dout, const DATA_T* out, const float* gate, const DATA_T* seen,
     const float* alpha, const float* beta, const Curve* curves, int rows, int H)
@@ -139,15 +132,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
         of_head[1] += ds;
         store(dseen + n, alpha[h] * ds);
     }
-    write_sums(sums + (long long)blockIdx.x * (1 + LOW_RANK) * SUMS, mine);
+    write_sums(sums + (long long)blockIdx.x * 2 * SUMS, mine);
     write_sums(by_head + 2 * (long long)blockIdx.x, of_head);
 }
 
 // dq += the gradient through q~; and dalpha, dbeta from the sums that poly_gate_backward wrote.
 extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
     DATA_T* dq,                               // (rows, H, HEAD), rows `dq_stride` elements apart
-    // (blocks, 2 SUMS): writes the last SUMS; with LOW_RANK.
-    float* sums,
+    float* sums,                              // (blocks, 2 SUMS): writes the last SUMS
     float* dalpha, float* dbeta,              // (H), by the first block of each head
     const DATA_T* dq_tilde, const DATA_T* q, const float* by_head, const Curve* curves,
     int rows, int H, int stride, int dq_stride)
@@ -160,14 +152,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
         Part part = part_of(i % RANK);
         const DATA_T* up = dq_tilde + ((long long)row * H + h) * HEAD + part.first;
         DATA_T* to = dq + (long long)row * dq_stride + h * HEAD + part.first;
-        float du = 0.0f;
-        if (LOW_RANK) {
-            float u = mean_of(q + (long long)row * stride + h * HEAD + part.first, part.width);
-            float dh = 0.15f / sqrtf((float)RANK) * mean_of(up, part.width);
-            Point at = point<false>(u, curves[1]);
-            du = fmaf(curves[1].slope, add_sums(mine, dh * u, u, at), dh * height(at, curves[1])) /
-                 part.width;
-        }
+        float u = mean_of(q + (long long)row * stride + h * HEAD + part.first, part.width);
+        float dh = 0.15f / sqrtf((float)RANK) * mean_of(up, part.width);
+        Point at = point<false>(u, curves[1]);
+        float du =
+            fmaf(curves[1].slope, add_sums(mine, dh * u, u, at), dh * height(at, curves[1])) /
+            part.width;
         for (int j = 0; WIDE * j < part.width; j++) {
             Group x = load_group(up, j, part.width), old = load_group(to, j, part.width);
             float v[WIDE];
@@ -177,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
             store_group(to, j, part.width, v);
         }
     }
-    if (LOW_RANK) write_sums(sums + ((long long)blockIdx.x * 2 + 1) * SUMS, mine);
+    write_sums(sums + ((long long)blockIdx.x * 2 + 1) * SUMS, mine);
     if (blockIdx.x >= H) return;
     __shared__ double warps[THREADS / 32];
     for (int s = 0; s < 2; s++) {

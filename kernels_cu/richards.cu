@@ -1,13 +1,13 @@
 // richards: the generalised logistic curve (Richards, 1959) with nine learned parameters, and the
-// gated linear unit shared_curves of two of them.
+// gated linear unit made of two of them.
 //
-//   u = V (s x / T + b)        V = 2 for tanh, else 1
-//   t = ln(beta) - k' (u - m)  k' = k nu with the birch tail, else k
+//   u = s x / T + b
+//   t = ln(beta) - k nu (u - m)
 //   L = ln(1 + e^t)
 //   sigma = e^(-L / nu)
 //   r = e^t / (1 + e^t)
-//   R(x) = a gate + c          gate = 2 sigma - 1 for tanh, else sigma
-//   R'(x) = a V sigma r k' V s / (nu T)
+//   R(x) = a sigma + c
+//   R'(x) = a sigma r k s / T
 //
 // t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r.
 // Each block of a forward computes these numbers (make_curves), A and B for powers and logarithms
@@ -214,23 +214,20 @@ extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     if (threadIdx.x > 0) return;
     const Curve* c = curves + which;
     const float* p = c->p;
-    bool birch = c->birch != 0.0f;
-    double V = c->V, G = c->G, nu = p[NU], over_nu = 1.0 / nu, over_T = 1.0 / p[T_],
-           over_beta = 1.0 / p[BETA];
-    double k_of_m = birch ? p[K] : p[K] * over_nu;                                     // k' / nu
-    double S0 = G * LN2 * total[0], S1 = G * total[1], Sx = G * total[2];
-    // Sum of dy G sigma r (u - m)
-    double Su = V * p[SCALE] * over_T * Sx + (V * p[SHIFT] - p[M]) * S1;
+    double k = p[K], over_nu = 1.0 / p[NU], over_T = 1.0 / p[T_], over_beta = 1.0 / p[BETA];
+    double S0 = c->G * LN2 * total[0], S1 = c->G * total[1], Sx = c->G * total[2];
+    // Sum of dy a sigma r (u - m)
+    double Su = p[SCALE] * over_T * Sx + ((double)p[SHIFT] - p[M]) * S1;
     double d[9];
-    d[NU] = S0 * over_nu * over_nu + (birch ? p[K] * Su * over_nu : 0.0);
-    d[K] = birch ? Su : Su * over_nu;
-    d[M] = -k_of_m * S1;
+    d[NU] = S0 * over_nu * over_nu + k * Su * over_nu;
+    d[K] = Su;
+    d[M] = -k * S1;
     d[BETA] = -S1 * over_nu * over_beta;
-    d[T_] = -k_of_m * V * p[SCALE] * over_T * over_T * Sx;
-    d[GAIN] = V * total[3] - (V == 2.0 ? total[4] : 0.0);
+    d[T_] = -k * p[SCALE] * over_T * over_T * Sx;
+    d[GAIN] = total[3];
     d[OFFSET] = total[4];
-    d[SCALE] = k_of_m * V * over_T * Sx;
-    d[SHIFT] = k_of_m * V * S1;
+    d[SCALE] = k * over_T * Sx;
+    d[SHIFT] = k * S1;
     float* to = which == 0 ? dtheta0 : dtheta1;
     for (int i = 0, next = 0; i < 9; i++)
         if (settings.curve[which].kinds >> (2 * i) & 3) to[next++] = (float)(d[i] * c->chain[i]);

@@ -1,8 +1,12 @@
-// richards: what richards.cu and poly_gate.cu share: the numbers of a curve, its value and its sums
-// at one x. The formulas stand at the top of richards.cu.
+// richards: what richards.cu and poly_gate.cu share: rows in groups of 16 bytes, the numbers of a
+// curve, its value and its sums at one x. The formulas stand at the top of richards.cu.
 
-#include "groups.cuh"         // DATA_T: x, y, h and their gradients
-
+#ifndef DATA_T
+#define DATA_T float          // x, y, h and their gradients
+#endif
+#ifndef WHOLE
+#define WHOLE 0               // 1: rows are a multiple of 16 bytes and aligned to 16 bytes
+#endif
 #ifndef THREADS
 #define THREADS 256
 #endif
@@ -22,20 +26,63 @@
 #define LEAST 1e-6f           // nu, k, beta and T stay above it
 #define LN2 0.6931471805599453
 #define LOG2E 1.44269504f
+#define WIDE (16 / (int)sizeof(DATA_T))   // elements of a group
+
+// A group as it lies in memory. It is loaded one iteration ahead, and converted to floats only
+// where it is used.
+union Group { uint4 all; DATA_T at[WIDE]; };
+
+// What lies behind the row's end is 0.
+__device__ __forceinline__ Group load_group(const DATA_T* row, long long group, long long width) {
+    Group result;
+#if WHOLE
+    result.all = reinterpret_cast<const uint4*>(row)[group];
+#else
+    result.all = make_uint4(0, 0, 0, 0);
+    #pragma unroll
+    for (int k = 0; k < WIDE; k++)
+        if (WIDE * group + k < width) result.at[k] = row[WIDE * group + k];
+#endif
+    return result;
+}
+
+__device__ __forceinline__ void store2(float* to, float a, float b) { to[0] = a; to[1] = b; }
+__device__ __forceinline__ void store2(fp16* to, float a, float b) {
+    to[0] = as_fp16(a);
+    to[1] = as_fp16(b);
+}
+__device__ __forceinline__ void store2(bf16* to, float a, float b) {
+    unsigned both = both_as_bf16(a, b);
+    to[0].bits = (unsigned short)both;
+    to[1].bits = (unsigned short)(both >> 16);
+}
+
+__device__ __forceinline__ void store_group(DATA_T* row, long long group, long long width,
+                                            const float (&values)[WIDE]) {
+    Group result;
+    #pragma unroll
+    for (int k = 0; k < WIDE; k += 2) store2(result.at + k, values[k], values[k + 1]);
+#if WHOLE
+    reinterpret_cast<uint4*>(row)[group] = result.all;
+#else
+    #pragma unroll
+    for (int k = 0; k < WIDE; k++)
+        if (WIDE * group + k < width) row[WIDE * group + k] = result.at[k];
+#endif
+}
 
 // What a thread needs of a curve; then its parameters, for richards_finish. 32 floats.
 struct Curve {
-    float A, B, over_nu, G, H, slope, V, birch;
+    float A, B, over_nu, G, H, slope;
     float p[9];               // the parameters
     float chain[9];           // their derivatives by what is learned; 0 for what is fixed
-    float unused[6];          // zeros
+    float unused[8];          // zeros
 };
 
 struct Setting {              // of one curve, by value
     float fixed[9];           // the parameters that are not learned
     // Two bits for each: 0 fixed, 1 learned as it is, 2 as its softplus, 3 as 0.1 + 9.9 sigmoid.
     int kinds;
-    int tanh, birch;
 };
 
 struct Settings { Setting curve[2]; };
@@ -50,8 +97,6 @@ __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const fl
     if (threadIdx.x < 32) {
         bool mine = which < count && i < 9;
         int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
-        bool tanh = which == 0 ? settings.curve[0].tanh : settings.curve[1].tanh,
-             birch = which == 0 ? settings.curve[0].birch : settings.curve[1].birch;
         // An index into a parameter passed by value would make a copy of it in memory.
         float fixed = 0.0f;
         #pragma unroll
@@ -79,17 +124,14 @@ __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const fl
         __syncwarp();
         if (mine && i == 0) {
             const float* p = c.p;
-            float V = tanh ? 2.0f : 1.0f, ke = birch ? __fmul_rn(p[K], p[NU]) : p[K],
-                  rate = __fmul_rn(__fmul_rn(ke, V), p[SCALE]) / p[T_];
-            c.A = fmaf(-__fmul_rn(ke, fmaf(V, p[SHIFT], -p[M])), LOG2E, log2f(p[BETA]));
+            float k_nu = __fmul_rn(p[K], p[NU]), rate = __fmul_rn(k_nu, p[SCALE]) / p[T_];
+            c.A = fmaf(-__fmul_rn(k_nu, p[SHIFT] - p[M]), LOG2E, log2f(p[BETA]));
             c.B = __fmul_rn(rate, LOG2E);
             c.over_nu = 1.0f / p[NU];
-            c.G = __fmul_rn(p[GAIN], V);
-            c.H = p[OFFSET] - (tanh ? p[GAIN] : 0.0f);
+            c.G = p[GAIN];
+            c.H = p[OFFSET];
             c.slope = __fmul_rn(c.G, rate) / p[NU];
-            c.V = V;
-            c.birch = birch ? 1.0f : 0.0f;
-            for (int k = 0; k < 6; k++) c.unused[k] = 0.0f;
+            for (int k = 0; k < 8; k++) c.unused[k] = 0.0f;
         }
     }
     __syncthreads();

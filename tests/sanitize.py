@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 
+from gpuaccel.source import kernel_names
+
 ROOT = pathlib.Path(__file__).parent.parent
 # measure/ and learn/ are left out: a process has one profiler or one sanitizer.
 ROOMS = ("compiler", "graphs", "nn", "ops", "optim", "simt", "training")
@@ -62,13 +64,9 @@ def find_sanitizer() -> str:
     return found
 
 
-def kernel_names() -> list[str]:
-    """The names of all kernels in kernels_cu/."""
-    declared = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
-    names = set()
-    for path in (ROOT / "kernels_cu").glob("*.cu"):
-        names.update(declared.findall(path.read_text()))
-    return sorted(names)
+def all_kernels() -> list[str]:
+    files = (ROOT / "kernels_cu").glob("*.cu")
+    return sorted(name for path in files for name in kernel_names(path.read_text()))
 
 
 def files_with_gpu_tests() -> list[str]:
@@ -87,7 +85,7 @@ def check(tool: str, tests: str, jobs: int, timeout: float) -> dict:
         command = [find_sanitizer(), f"--tool={tool}", *TOOLS[tool], f"--log-file={log}"]
         if tool in OUR_KERNELS_ONLY:
             left_out = NOT_FOR_SYNCCHECK if tool == "synccheck" else ()
-            names = [name for name in kernel_names() if name not in left_out]
+            names = [name for name in all_kernels() if name not in left_out]
             command += [f"--kernel-name=kns={name}" for name in names]
         command += [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", LEFT_OUT]
         command += ["-n", str(jobs), tests]

@@ -260,25 +260,6 @@ def test_search_works_without_a_network(chromium, site, request, files):
     context.close()
 
 
-@needs_sphinx
-@pytest.mark.slow
-@pytest.mark.browser
-def test_the_menu_and_the_colour_scheme_can_be_changed(chromium, served):
-    """On a phone the menu opens; the button changes the pictures of a notebook too."""
-    context = chromium.new_context(viewport={"width": 390, "height": 900}, color_scheme="light")
-    page, _, _ = open_page(context, f"{served}/notebooks/01_accumulate.html", "article h1")
-    page.click("label.nav-overlay-icon")
-    page.click("text=00 Your first kernel")
-    page.wait_for_selector("article h1:has-text('first kernel')")
-    ink = "() => getComputedStyle(document.querySelector('.gpuaccel-ink text')).fill"
-    before = page.evaluate(ink)
-    # From what the browser prefers to the other one.
-    page.click(".mobile-header .theme-toggle")
-    assert page.evaluate("document.body.dataset.theme") == "dark"
-    assert page.evaluate(ink) != before
-    context.close()
-
-
 # ---- troubleshooting ----------------------------------------------------------------------------
 
 

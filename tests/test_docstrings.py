@@ -283,36 +283,14 @@ Raises:
     "text, problem",
     [
         (RIGHT, None),
-        ("", "has no docstring"),
-        (
-            RIGHT.replace("a number.", "a"),
-            "does not begin with one sentence on one line: 'Halve a'",
-        ),
         (RIGHT.replace("    size: even.\n", ""), "does not describe the argument size"),
         (RIGHT.replace("size:", "sizes, size:"), "describes sizes, which is no argument"),
         (RIGHT.replace("ValueError:", "TypeError:"), "does not say when it raises ValueError"),
-        (RIGHT.replace("A list", "A list: of two"), "Returns has a colon in its first line"),
-        (RIGHT.replace("ValueError:", "ValueError, OddError:"), "raises an unknown OddError"),
     ],
 )
 def test_a_missing_part_is_noticed(text, problem, monkeypatch):
     monkeypatch.setattr(halves, "__doc__", text)
     assert problems_of(halves) == ([] if problem is None else [problem])
-
-
-def test_a_field_that_is_not_described_is_noticed():
-    @dataclasses.dataclass
-    class Pair:
-        """Two numbers.
-
-        Attributes:
-            left: the first.
-        """
-
-        left: int
-        right: int
-
-    assert problems_of(Pair) == ["does not describe the field right"]
 
 
 # ---- the examples --------------------------------------------------------------------------------
@@ -356,9 +334,3 @@ def test_an_example_runs_as_it_stands(name, device, tmp_path, monkeypatch):
 def test_every_public_name_has_its_example_among_those_that_run():
     run = {test.docstring for test in examples().values()}
     assert not [name for name in public.__all__ if getattr(ga, name).__doc__ not in run]
-
-
-def test_a_wrong_result_of_an_example_is_noticed():
-    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "sum", None, 0)
-    failures, words = outcome(test)
-    assert failures == 1 and "Got:\n    2" in words

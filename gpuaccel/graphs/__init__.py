@@ -5,16 +5,14 @@ protocol by which the parts of a step tell it what a graph must know.
 """
 
 from .capture import TapeRecorder
-from .graphed_step import GraphedStep, NewShapes, Policy, check_options
+from .graphed_step import GraphedStep, Policy, check_options
 from .snapshot import ForwardState, preserved
-from .tape import ALLOCATIONS, Tape
+from .tape import Tape
 from .torch_optimizers import frozen_number
 
 __all__ = [
-    "ALLOCATIONS",
     "ForwardState",
     "GraphedStep",
-    "NewShapes",
     "Policy",
     "Tape",
     "TapeRecorder",

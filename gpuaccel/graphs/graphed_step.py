@@ -50,24 +50,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Policy = Literal["auto", "require"]
-NewShapes = Literal["capture", "refuse"]
 # The first warm-up compiles and loads, the second finds everything in place.
 WARM_UPS = 2
 
 
-def check_options(policy: Policy, new_shapes: NewShapes, max_graphs: int):
+def check_options(policy: Policy, max_graphs: int):
     """Refuse options that GraphedStep does not have.
 
     Args:
         policy: "auto" or "require".
-        new_shapes: "capture" or "refuse".
         max_graphs: 1 or more.
 
     Raises:
         ArgumentError: for any other value.
     """
     check_choice("policy", policy, Policy)
-    check_choice("new_shapes", new_shapes, NewShapes)
     if not isinstance(max_graphs, int) or max_graphs < 1:
         raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
 
@@ -83,13 +80,6 @@ class GraphKey(NamedTuple):
     tensors: tuple
     # Everything beside the arguments that a graph keeps by value.
     mode: tuple
-
-    def shapes(self) -> str:
-        """The tensors in words: "4x16 int64, 4 float32"."""
-        return ", ".join(
-            f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
-            for shape, dtype in self.tensors
-        )
 
 
 class GraphedStep(Generic[P, R]):
@@ -112,7 +102,6 @@ class GraphedStep(Generic[P, R]):
         policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from
             then on, with one warning that says why. "require": CaptureError. A later capture that
             fails is a CaptureError under both: a run never turns from replayed to eager half-way.
-        new_shapes: "capture" a second kind of input, or "refuse" it (CaptureError).
         max_graphs: graphs held at once; the least recently used one is closed. All share one memory
             pool.
         device: torch.device or its name. Default: that of the first tensor in state.
@@ -123,8 +112,8 @@ class GraphedStep(Generic[P, R]):
 
     Raises:
         CaptureError: with nothing changed, when a module, parameter, buffer or optimizer state has
-            another address than at the capture (call reset()), where policy or new_shapes refuses a
-            capture, and after close().
+            another address than at the capture (call reset()), where policy refuses a fall
+            back, and after close().
         ArgumentError: for a fn, state or option of another kind, and for an input that requires a
             gradient, or that is neither a tensor nor hashable.
 
@@ -152,11 +141,10 @@ class GraphedStep(Generic[P, R]):
         saved: Callable[[], Iterable[StateMember | ForwardState]] | None = None,
         modes: Callable[[], Hashable] | None = None,
         policy: Policy = "auto",
-        new_shapes: NewShapes = "capture",
         max_graphs: int = 8,
         device: str | torch.device | None = None,
     ):
-        check_options(policy, new_shapes, max_graphs)
+        check_options(policy, max_graphs)
         kinds = (nn.Module, torch.optim.Optimizer, Tensor)
         expected = "expected modules, optimizers and tensors"
         if not callable(fn):
@@ -169,7 +157,6 @@ class GraphedStep(Generic[P, R]):
                 raise ArgumentError(f"state holds {described(member)}; {expected}")
         self.fn = fn
         self.policy = policy
-        self.new_shapes = new_shapes
         self.max_graphs = max_graphs
         self.closed = False
         self._saved = saved
@@ -257,8 +244,6 @@ class GraphedStep(Generic[P, R]):
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
-        if self._graphs and self.new_shapes == "refuse":
-            self._refuse(key)
         try:
             graph = self._capture(leaves, structure)
         except CaptureError as error:
@@ -284,20 +269,6 @@ class GraphedStep(Generic[P, R]):
                 for arena in arenas - {None}:
                     arena.check()
             self._addresses.check()
-
-    def _refuse(self, key):
-        captured = [other.shapes() for other in self._graphs]
-        if key.shapes() in captured:
-            difference = (
-                "with these shapes, but in another mode (training, autocast, deterministic, "
-                "frozen weights, standing gradients, settings)"
-            )
-        else:
-            difference = "; ".join(captured)
-        raise CaptureError(
-            f"this kind of input has no graph: {key.shapes()}; captured are {difference}, and "
-            "new_shapes is 'refuse'"
-        )
 
     def _key(self, leaves, structure) -> GraphKey:
         # With their places: fn(x, None) is not fn(None, x).
@@ -468,18 +439,7 @@ class GraphedStep(Generic[P, R]):
 
         A replay launches the second graph after the first. Has no effect outside of a capture. For
         an fn that uses several streams at its end: in a graph with parallel branches every kernel
-        starts about 0.3 us later, including those before the branches.
-
-        Example:
-            >>> weight = torch.zeros(3)
-            >>> def fn(x):
-            ...     weight.add_(x)                 # one stream
-            ...     step.split()
-            ...     return weight.sum()            # here several
-            >>> step = ga.GraphedStep(fn, weight)
-            >>> float(step(torch.ones(3)))
-            3.0
-        """
+        starts about 0.3 us later, including those before the branches."""
         if self._recorder is not None:
             self._recorder.split()
 

@@ -25,15 +25,13 @@ def _fill() -> Kernel:
 
 
 def memsets_to_kernels(graph: int, device: torch.device) -> int:
-    """Replace the small memset nodes of a graph by kernel nodes that write the same.
+    """Replace small memset nodes by kernel nodes that write the same, and return how many.
+
+    0 where kernels do not run on this device, and where the graph allocates memory itself: CUDA
+    lets nobody remove a node of such a graph.
 
     Args:
         graph: address of a CUgraph that is not instantiated yet.
-        device: the GPU whose memory they write.
-
-    Returns:
-        How many were replaced. 0 where kernels do not run on this device, and where the graph
-        allocates memory itself: CUDA lets nobody remove a node of such a graph.
 
     Raises:
         BackendError: where the driver refuses a change; the graph must not be used then.
@@ -57,11 +55,7 @@ def memsets_to_kernels(graph: int, device: torch.device) -> int:
 
 
 def words_of(memset) -> tuple[int, int] | None:
-    """(value, number) of the 4-byte words that a memset writes; None: it stays a memset.
-
-    Args:
-        memset: a CUDA_MEMSET_NODE_PARAMS.
-    """
+    """(value, number) of the 4-byte words that CUDA_MEMSET_NODE_PARAMS write; None: it stays."""
     size = memset.elementSize * memset.width
     if memset.height != 1 or not 0 < size <= LIMIT or size % 4 or int(memset.dst) % 4:
         return None

@@ -2,19 +2,9 @@
 
 A CUDA graph repeats work on the device. What the host does (a changed learning rate, a flag, an
 allocation) is not in it. An object in `state` (a module inside a module, an optimizer) whose step
-involves the host offers these methods, and GraphedStep calls them:
-
-| method | called | for |
-|---|---|---|
-| `graph_key()` | at each call | host values that a graph keeps: another value needs another graph |
-| `tensors_changed_by_step()` | before a warm-up | device memory to save and restore |
-| `prepare()` | before a warm-up | allocations and compilation, which no capture may do |
-| `refresh()` | before a capture and each replay | host values that the graph reads on the device |
-| `snapshot()` | before a warm-up | host state to restore after it |
-
-ga.AdamW and ga.Embedding implement them, and optim/participants.py does so for an arena.
-Parameters, buffers, gradients and the state of a torch optimizer need no participant: GraphedStep
-knows them by torch's own interfaces.
+involves the host implements one of these protocols, as ga.AdamW and ga.Embedding do, and
+optim/participants.py for an arena. Parameters, buffers, gradients and the state of a torch
+optimizer need none: GraphedStep knows them by torch's own interfaces.
 """
 
 from collections.abc import Callable, Hashable
@@ -33,11 +23,9 @@ class CaptureParticipant(Protocol):
 
     def graph_key(self) -> Hashable:
         """The host values that a captured graph keeps. A call with another key captures anew."""
-        ...
 
     def tensors_changed_by_step(self) -> list[Tensor]:
-        """What a step writes, beside parameters, buffers, gradients and an optimizer's state."""
-        ...
+        """What a step writes beside those, to be restored after a warm-up."""
 
 
 @runtime_checkable
@@ -45,12 +33,12 @@ class Refreshable(Protocol):
     """A participant with values on the device that come from the host, as a learning rate does."""
 
     def prepare(self) -> None:
-        """Allocate all memory and compile all kernels: a capture can do neither."""
-        ...
+        """Before a warm-up: allocate memory and compile kernels, which no capture may do."""
 
     def refresh(self) -> None:
-        """Copy changed host values to the device memory that the graph reads; never waits."""
-        ...
+        """Copy changed host values to the device memory that the graph reads; never waits.
+
+        Called before a capture and before each replay."""
 
 
 @runtime_checkable
@@ -58,8 +46,7 @@ class HasHostState(Protocol):
     """A participant whose step changes state on the host."""
 
     def snapshot(self) -> Callable[[], None]:
-        """Save the host state. The function returned restores it, after all tensors."""
-        ...
+        """Save the host state before a warm-up. The function returned restores it."""
 
 
 def participants_of(state) -> list[CaptureParticipant]:

@@ -1,5 +1,7 @@
 """The results of a captured step: packed into one buffer, so that one copy hands them out."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -21,44 +23,32 @@ class ResultBuffer:
     """
 
     def __init__(self, tree, device):
-        leaves, self.spec = tree_flatten(tree)
+        leaves, self._spec = tree_flatten(tree)
+        # (bytes, dtype, shape) of a tensor; others do not change from replay to replay.
+        self._entries: list[Any] = []
+        end = 0
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, type(None), int, float, str)):
+            if isinstance(leaf, Tensor):
+                self._entries.append((slice(end, end + leaf.nbytes), leaf.dtype, leaf.shape))
+                end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+            elif isinstance(leaf, (type(None), int, float, str)):
+                self._entries.append(leaf)
+            else:
                 raise CaptureError(
                     f"the step returns a {type(leaf).__name__}; expected tensors, in tuples, "
                     "lists or dicts"
                 )
-        # Leaves that are no tensors do not change from replay to replay.
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # (first byte, bytes, dtype, shape) of each tensor.
-        self.layout = []
-        end = 0
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                self.layout.append(None)
-                continue
-            size = leaf.numel() * leaf.element_size()
-            self.layout.append((end, size, leaf.dtype, leaf.shape))
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.buffer = torch.empty(end, dtype=torch.uint8, device=device)
-        for leaf, view in zip(leaves, self._views(self.buffer)):
-            if view is not None:
+        self._buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        for leaf, view in zip(leaves, self._leaves(self._buffer)):
+            if isinstance(leaf, Tensor):
                 view.copy_(leaf.detach())
 
-    def _views(self, buffer) -> list[Tensor | None]:
-        views: list[Tensor | None] = []
-        for entry in self.layout:
-            if entry is None:
-                views.append(None)
-            else:
-                start, size, dtype, shape = entry
-                views.append(buffer[start : start + size].view(dtype).view(shape))
-        return views
+    def _leaves(self, buffer) -> list:
+        return [
+            buffer[entry[0]].view(entry[1]).view(entry[2]) if isinstance(entry, tuple) else entry
+            for entry in self._entries
+        ]
 
     def results(self):
         """The tree with the newest values, in memory of its own."""
-        views = self._views(self.buffer.clone())
-        leaves = [
-            constant if view is None else view for view, constant in zip(views, self.constants)
-        ]
-        return tree_unflatten(leaves, self.spec)
+        return tree_unflatten(self._leaves(self._buffer.clone()), self._spec)

@@ -30,8 +30,6 @@ READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is
 # Operations that make memory without a value.
 ALLOCATIONS = ("aten::empty", "aten::new_empty")
 _HOST_WOULD_WAIT = "the host would wait for a value of the device"
-# Guards what the tapes of all threads share: kernel.recorders, torch.random's generator.
-_shared = threading.Lock()
 
 
 class _RefuseReads(TorchFunctionMode):
@@ -53,9 +51,6 @@ class _RecordedGenerator:
     get_rng_state(), set_rng_state() and manual_seed() become steps of this thread's tape, so that
     recomputation in a checkpoint draws the same numbers as its first forward. Inside an operation
     there is no tape."""
-
-    # Tapes of all threads that record.
-    tapes: "list[Tape]" = []
 
     def __getattr__(self, name):
         method = getattr(torch.default_generator, name)
@@ -108,14 +103,16 @@ class Tape(TorchDispatchMode):
                 tensor without memory of its own (a sparse one).
         """
         self._thread = threading.get_ident()
+        torch_random: Any = torch.random
+        generator = torch_random.default_generator
+        torch_random.default_generator = _RecordedGenerator()
         self._hear_launches(True)
-        self._hear_generator(True)
         try:
             with _RefuseReads(), self:
                 return fn()
         finally:
             self._hear_launches(False)
-            self._hear_generator(False)
+            torch_random.default_generator = generator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -163,20 +160,8 @@ class Tape(TorchDispatchMode):
         """Add or remove the launch listener, which hears the launches of all threads.
 
         The list is replaced, not changed: another thread may be iterating over it."""
-        with _shared:
-            others = [recorder for recorder in kernel.recorders if recorder != self._launched]
-            kernel.recorders = [*others, self._launched] if hear else others
-
-    def _hear_generator(self, hear: bool):
-        """Start or stop recording accesses to the state of torch.random's generator."""
-        tapes = _RecordedGenerator.tapes
-        with _shared:
-            if hear:
-                tapes.append(self)
-            else:
-                tapes.remove(self)
-            generator: Any = _RecordedGenerator() if tapes else torch.default_generator
-            torch.random.default_generator = generator
+        others = [recorder for recorder in kernel.recorders if recorder != self._launched]
+        kernel.recorders = [*others, self._launched] if hear else others
 
     def _launched(self, launch, args, tensors):
         if threading.get_ident() == self._thread:

@@ -350,7 +350,7 @@ def _curve(n, device, generator, dtypes) -> Results:
 def _glu(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
     results = Results()
-    activation, gate = RichardsCurve(nu=0.7).to(device), RichardsCurve("tanh").to(device)
+    activation, gate = RichardsCurve(nu=0.7).to(device), RichardsCurve(T=2.0).to(device)
     for dtype in dtypes:
         for hidden in (8, 5) if dtype == torch.float32 else (8,):
             x = normal(n // hidden + 1, 2 * hidden, dtype=dtype).requires_grad_()

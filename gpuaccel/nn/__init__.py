@@ -13,20 +13,10 @@ from .fused_linear import FusedConv1D, FusedLinear
 from .gradient_slice import GradientSlice, SlicePart
 from .gradient_use import GradientUse, gradient_uses
 from .joint_linears import fused_linears, fused_swiglu
-from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
-from .richards_glu import (
-    DEFAULTS,
-    LEAST,
-    NAMES,
-    RichardsCurve,
-    RichardsGLU,
-    Variant,
-    reference_richards,
-)
-from .weight_gradient import accumulate_product
+from .poly_attention import PolyAttention
+from .richards_glu import RichardsCurve, RichardsGLU
 
 __all__ = [
-    "DEFAULTS",
     "Embedding",
     "Encoder",
     "FusedConv1D",
@@ -36,14 +26,10 @@ __all__ = [
     "GradientSlice",
     "GradientUse",
     "Joint",
-    "LEAST",
-    "NAMES",
     "PolyAttention",
     "RichardsCurve",
     "RichardsGLU",
     "SlicePart",
-    "Variant",
-    "accumulate_product",
     "deterministic_embeddings",
     "fused_forward",
     "fused_linears",
@@ -51,7 +37,4 @@ __all__ = [
     "gradient_uses",
     "has_class_forward",
     "invalid_tokens",
-    "poly_attention",
-    "reference_poly_attention",
-    "reference_richards",
 ]

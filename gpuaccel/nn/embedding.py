@@ -184,40 +184,9 @@ class _Encode(torch.autograd.Function):
                 uses = target.uses(ctx.next_functions[1 + i : 2 + i])
                 _add_to_slice(target, uses, dout, weight_segments, ctx.by_count)
             if RETURNED in uses:
-                row_sums = _reference_row_sums if _is_batch(dout) else _RowSums.apply
-                fresh[i] = row_sums(dout, weight_segments, *ctx.weights[i], ctx.by_count)
+                options = *ctx.weights[i], ctx.by_count
+                fresh[i] = _RowSums.apply(dout, weight_segments, *options)
         return None, *fresh, None, None, None, None
-
-
-def _is_batch(gradient: Tensor) -> bool:
-    """True for a batch of vmap (is_grads_batched=True), which kernels do not take."""
-    functorch = torch._C._functorch
-    return not torch.compiler.is_compiling() and (
-        functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
-    )
-
-
-def _rows_and_tokens(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in the order of addition, negative if out of range, and their tokens."""
-    return segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)  # type: ignore
-
-
-def _reference_row_sums(dout, segments, shape, dtype, by_count):
-    """_RowSums by torch's operations, which vmap can batch."""
-    wide = torch.promote_types(dtype, torch.float32)
-    if segments is None:
-        sums = dout.to(wide).reshape(-1, *dout.shape[-2:]).sum(0)
-        return F.pad(sums, (0, 0, 0, shape[0] - len(sums))).to(dtype)
-    row, token = _rows_and_tokens(segments)
-    rows = dout.to(wide).reshape(-1, dout.shape[-1])[row & MAX_TOKENS]
-    rows = torch.where((row < 0)[:, None], torch.nan, rows)
-    # One more row than tokens: it sums the rows that are left out.
-    sums = rows.new_zeros(shape[0] + 1, shape[1]).index_add(0, token, rows)
-    if by_count:
-        count = torch.zeros(shape[0] + 1, dtype=wide, device=token.device)
-        count = count.index_add(0, token, torch.ones_like(token, dtype=wide))
-        sums = sums / count.clamp(min=1.0)[:, None]
-    return sums[:-1].to(dtype)
 
 
 class _RowSums(torch.autograd.Function):
@@ -238,7 +207,8 @@ class _RowSums(torch.autograd.Function):
         (segments,) = ctx.saved_tensors
         if segments is None:
             return grad[: ctx.shape[-2]].expand(ctx.shape).to(ctx.dtype), None, None, None, None
-        row, token = _rows_and_tokens(segments)
+        # The rows in the order of addition, negative if out of range, and their tokens.
+        row, token = segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)
         kept = token < len(grad)
         rows = torch.where(kept[:, None], grad[torch.where(kept, token, 0)], 0.0)
         derivative = rows.new_zeros(rows.shape).index_copy(0, row & MAX_TOKENS, rows)
@@ -254,11 +224,7 @@ def _none_seen(device) -> Tensor:
 
 
 def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -> Tensor:
-    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
-
-    Args:
-        wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens.
-    """
+    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
     check_tokens(tokens, len(wte.weight))
     if tokens.device != wte.weight.device:
         raise ArgumentError(
@@ -273,14 +239,9 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
         return out if wpe is None else out + wpe.weight[: tokens.shape[-1]]
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
-    counter: "Embedding | FusedEmbedding"
-    if isinstance(wte, Embedding):
-        counter = wte
-    else:
-        # An nn.Embedding gets here by its FusedEmbedding; no assertion in every forward.
-        counter = fused_forward(wte)  # type: ignore[assignment]
+    # An nn.Embedding gets here by its FusedEmbedding.
+    counter: Any = wte if isinstance(wte, Embedding) else fused_forward(wte)
     invalid = counter.invalid
-    # None: made on the meta device.
     if invalid is None:
         invalid = _none_seen(tokens.device)
         # A dry run on fake or meta tensors counts nothing.
@@ -298,7 +259,22 @@ def _grad_of(layer: nn.Embedding) -> Tensor | None:
     return None if fused is None else fused.grad
 
 
-class FusedEmbedding(FusedForward):
+class _Counts:
+    """Counts tokens out of range, in a tensor that is no buffer; takes part in captured steps."""
+
+    # None: made on the meta device.
+    invalid: Tensor | None
+
+    def graph_key(self):
+        """A captured step keeps no host value of this object."""
+        return None
+
+    def tensors_changed_by_step(self) -> list[Tensor]:
+        """The counter, which forward writes."""
+        return [] if self.invalid is None else [self.invalid]
+
+
+class FusedEmbedding(_Counts, FusedForward):
     """forward of an nn.Embedding or Embedding; backward adds the gradient into `grad`.
 
     Args:
@@ -322,16 +298,6 @@ class FusedEmbedding(FusedForward):
         (tokens,) = (*args, *kwargs.values())
         return encode(tokens, layer)
 
-    # ---- for captured steps: graphs/participant.py ----
-
-    def graph_key(self):
-        """A captured step keeps no host value of this object."""
-        return None
-
-    def tensors_changed_by_step(self) -> list[Tensor]:
-        """forward counts tokens that are out of range."""
-        return [] if self.invalid is None else [self.invalid]
-
 
 def check_options(layer: nn.Embedding):
     """ArgumentError for the options of nn.Embedding that this module does not support."""
@@ -351,7 +317,7 @@ def refused_options(layer: nn.Embedding) -> str | None:
 # ---- public: modules ----
 
 
-class Embedding(nn.Embedding):
+class Embedding(_Counts, nn.Embedding):
     """nn.Embedding with a deterministic gradient, which can be added straight into an arena.
 
     A drop-in: same arguments, attributes and state_dict. torch.jit, torch.fx and nested tensors are
@@ -412,29 +378,12 @@ class Embedding(nn.Embedding):
         """
         return encode(tokens, self)
 
-    def invalid_tokens(self, reset: bool = False) -> dict | None:
+    def invalid_tokens(self) -> dict | None:
         """The tokens out of range so far; None: there were none. Waits for the device.
 
         "count": how many; "token": one of the first batch that had any; "position": its (row,
-        column) in that batch.
-
-        Args:
-            reset: count anew from here on.
-        """
-        report = _invalid_in_words(self.invalid)
-        if reset and self.invalid is not None:
-            self.invalid.zero_()
-        return report
-
-    # ---- for captured steps: graphs/participant.py ----
-
-    def graph_key(self):
-        """A captured step keeps no host value of this module."""
-        return None
-
-    def tensors_changed_by_step(self) -> list[Tensor]:
-        """forward counts tokens that are out of range, in a tensor that is no buffer."""
-        return [] if self.invalid is None else [self.invalid]
+        column) in that batch."""
+        return _invalid_in_words(self.invalid)
 
     def _apply(self, fn, recurse=True):
         # module.to(...), to_empty(): the counts move too, and are never uninitialised memory.
@@ -505,23 +454,18 @@ class Encoder(nn.Module):
         )
 
 
-def _counters(model: nn.Module) -> dict[str, Tensor]:
-    """name -> counter of each embedding in `model` that counts invalid tokens."""
-    counters = {}
-    for name, layer in model.named_modules():
-        counter = layer if isinstance(layer, Embedding) else fused_forward(layer)
-        if isinstance(counter, (Embedding, FusedEmbedding)) and counter.invalid is not None:
-            counters[name] = counter.invalid
-    return counters
-
-
 def invalid_tokens(model: nn.Module) -> dict[str, dict]:
     """name -> Embedding.invalid_tokens() of each embedding that has any. Waits for the device.
 
     Args:
         model: any module.
     """
-    reports = {name: _invalid_in_words(counter) for name, counter in _counters(model).items()}
+    reports = {
+        name: _invalid_in_words(counter.invalid)
+        for name, layer in model.named_modules()
+        for counter in (fused_forward(layer), layer)
+        if isinstance(counter, _Counts)
+    }
     return {name: report for name, report in reports.items() if report}
 
 

@@ -36,8 +36,6 @@ class Joint(NamedTuple):
 class FusedForward:
     """Replaces a layer's `forward`; remove() restores it.
 
-    The layer's class, parameters, hooks and state do not change.
-
     The layer's __dict__ gets two entries: `forward`, a function bound to the layer, and
     `gpuaccel_fused`, this object. With bound functions torch.compile compiles layers of one class
     once. A copy of a layer (deepcopy, pickle) runs the forward of its class.
@@ -61,11 +59,7 @@ class FusedForward:
 
     @staticmethod
     def supports(layer: nn.Module) -> bool:
-        """Whether this can take the place of the layer's forward.
-
-        Args:
-            layer: any module.
-        """
+        """Whether this can take the place of the layer's forward."""
         raise NotImplementedError
 
     @staticmethod
@@ -98,10 +92,9 @@ def fused_forward(layer: nn.Module) -> FusedForward | None:
 
 
 def adds_to_arena(layer: nn.Module) -> FusedForward | None:
-    """The layer's FusedForward if its backward may add into the arena, or None for a plain layer.
+    """The layer's FusedForward if its backward may add into the arena; None: it is a plain layer.
 
-    The layer is plain without gradients, under torch.func, in forward mode, and while another
-    tensor replaces the weight (torch.func.functional_call)."""
+    Also while another tensor replaces the weight (torch.func.functional_call)."""
     fused = fused_forward(layer)
     if fused is None or layer.weight is not fused.weight or not backward_may_add():
         return None

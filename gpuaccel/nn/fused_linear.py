@@ -46,7 +46,12 @@ class _LinearIntoArena(torch.autograd.Function):
         x, cast, *weight = ctx.saved_tensors
         # The weight's gradient is rows^T @ columns.
         rows, columns = (x, dy) if ctx.transposed else (dy, x)
-        dw = add_or_return(ctx, 1, ctx.acc, rows, columns)
+        dw = None
+        if not torch.compiler.is_compiling():
+            edges = ctx.next_functions[1:2]
+            (dw,) = add_or_return(ctx.acc, edges, rows, columns, [rows.shape[-1]])
+        elif ctx.needs_input_grad[1]:
+            torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, rows, columns)
         if weight and has_second_derivative():
             # The saved `cast` has no autograd graph to the weight.
             cast = weight[0].to(cast.dtype)

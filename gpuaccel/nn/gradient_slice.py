@@ -49,8 +49,7 @@ class GradientSlice:
         """What the running backward does with the gradient of each weight of the slice.
 
         Args:
-            edges: to the weights, in the slice's order, as for gradient_uses(). None: the layer
-                is compiled, and can return no gradient.
+            edges: to the weights, as for gradient_uses(). None: the layer is compiled.
 
         Raises:
             ArgumentError: for a gradient that a compiled layer would have to return.
@@ -69,30 +68,15 @@ class GradientSlice:
         return [ADDED]
 
     def begin(self, uses: list[GradientUse]) -> list[SlicePart]:
-        """Called before a product is added. The first of an accumulation window overwrites.
-
-        Args:
-            uses: of each weight. Those that are ADDED get a gradient.
-
-        Returns:
-            What to write: the whole slice, or the part of each weight that gets a gradient.
-        """
+        """What a product writes: the whole slice, or the part of each weight that is ADDED."""
         return [SlicePart(self.acc, None, False)] if ADDED in uses else []
 
     def end(self, uses: list[GradientUse]):
-        """Called after the product of begin() has been added.
-
-        Args:
-            uses: as for begin().
-        """
+        """Called after the product of begin() has been added."""
 
 
 def slice_of(acc: Tensor) -> GradientSlice:
-    """The GradientSlice of `acc`; a new one, of no arena, if it has none or that is gone.
-
-    Args:
-        acc: a GradientSlice's, or another tensor of its storage.
-    """
+    """The GradientSlice of a tensor's storage; a new one, of no arena, if that is gone."""
     reference = getattr(acc.untyped_storage(), "gpuaccel_slice", None)
     target = None if reference is None else reference()
     return GradientSlice(acc) if target is None else target

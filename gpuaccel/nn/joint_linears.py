@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .fused_forward import Joint, adds_to_arena, fused_forward
-from .gradient_slice import slice_of
-from .gradient_use import RETURNED
-from .weight_gradient import add_product, side_by_side, weight_gradient
+from .weight_gradient import add_or_return, side_by_side
 
 
 def _as_autocast(x: Tensor) -> Tensor:
@@ -41,13 +39,8 @@ class _LinearsIntoArena(torch.autograd.Function):
         x, joint, *weights = ctx.saved_tensors
         grads: list[Tensor | None] = [None] * len(weights)
         if not torch.compiler.is_compiling():
-            target = slice_of(ctx.acc)
-            uses = target.uses(ctx.next_functions[-len(weights) :])
-            dy = side_by_side(dys)
-            add_product(target, uses, dy, x)
-            if RETURNED in uses:
-                cut = zip(uses, dy.split([len(w) for w in weights], -1))
-                grads = [weight_gradient(t, x) if use is RETURNED else None for use, t in cut]
+            dy, edges = side_by_side(dys), ctx.next_functions[-len(weights) :]
+            grads = add_or_return(ctx.acc, edges, dy, x, [len(w) for w in weights])
             if torch.is_grad_enabled():
                 # A second derivative needs the weights: `joint` has no autograd graph to them.
                 joint = torch.cat(weights).to(joint.dtype)

@@ -9,7 +9,7 @@
     e = R_gate(alpha (x w_gate) + beta), for each head
 
 Weights outside of the window are exactly 0. Nothing is normalised; there is no softmax. R_q is the
-layer's `curve`, a sigmoid RichardsCurve. R_gate is its `gate`, which learns nu, k, m, bounded T.
+layer's `curve`, which learns all but a and c. R_gate is its `gate`, of nu, k, m and a bounded T.
 
 The low-rank term: kbar and u are the means of r = min(d, clamp(round(sqrt(d)), 2, 16)) contiguous
 chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(u), rho = 0.15 / sqrt(r). With
@@ -39,25 +39,21 @@ from torch import Tensor, nn
 from ..backends import backend, takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
-from .gradient_use import differentiates_otherwise
+from .operation import define
 from .richards_glu import (
     CURVE,
     GATE,
+    SIGMOID,
     SUMS,
     RichardsCurve,
-    backward_of,
     check_input,
     curve_kernel,
-    differentiable_gradients,
-    empty_contiguous,
     finish_curves,
-    gradients,
-    is_finite,
+    in_fp32,
     is_size,
     pack_settings,
     reference_curve,
     reference_curves,
-    save_for_backward,
 )
 
 LEAST_GATE = 1e-4
@@ -69,7 +65,6 @@ WIDTHS = range(16, 129, 16)  # widths of a head that v2 takes
 ROWS = 32
 THREADS = 256
 _ROWS = struct.Struct("5i").pack
-_library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
 # ---- reference -----------------------------------------------------------------------------------
@@ -127,17 +122,14 @@ def chunks_of(d: int, device=None) -> Tensor:
     return (chunk == torch.arange(r, device=device)[:, None]).float()
 
 
-def reference_query(
-    q: Tensor, chunks: Tensor | None, curve: Callable[[Tensor], Tensor] | None
-) -> Tensor:
+def reference_query(q: Tensor, curve: Callable[[Tensor], Tensor]) -> Tensor:
     """q~ of q, which multiplies the keys: (..., d), in q's dtype.
 
     Args:
-        chunks: chunks_of(d). curve: R_q. Either None: no low-rank term.
+        curve: R_q.
     """
     d = q.shape[-1]
-    if chunks is None or curve is None:
-        return q * (1.0 / math.sqrt(d))
+    chunks = chunks_of(d, q.device)
     wide = q.dtype if q.dtype == torch.float64 else torch.float32
     chunks, inverse_size = chunks.to(q.dtype), chunks.to(wide).sum(1).reciprocal()
     u = (q @ chunks.t()).to(wide) * inverse_size
@@ -145,20 +137,19 @@ def reference_query(
     return q * (1.0 / math.sqrt(d)) + (h.to(q.dtype) @ chunks).to(q.dtype)
 
 
-def _reference_layer(
+def _reference(
     qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
 ):
-    """PolyAttention between its linear layers, by torch: (out, e, q_tilde)."""
+    """PolyAttention between its linear layers, by torch: (out, e, q_tilde, curves)."""
     q, k, v = qkv.unbind(2)
-    curve = None
-    if theta_query is not None:
-        curve = lambda u: reference_curve(u, theta_query, settings[12:])
-    q_tilde = reference_query(q, chunks_of(q.shape[-1], q.device), curve)
+    q_tilde = reference_query(q, lambda u: reference_curve(u, theta_query, settings[10:]))
     y = reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window)
     seen = seen.to(torch.promote_types(seen.dtype, torch.float32))
-    e = reference_curve(alpha * seen + beta, theta_gate, settings[:12])
+    e = reference_curve(alpha * seen + beta, theta_gate, settings[:10])
     e = torch.where(e > LEAST_GATE, e, 0.0)
-    return (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2), e, q_tilde
+    out = (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2).contiguous()
+    curves = reference_curves(qkv, (theta_gate, theta_query), (settings[:10], settings[10:]))
+    return out, e.float(), q_tilde.contiguous(), curves
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -233,40 +224,25 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def _rows(t: Tensor) -> tuple[Tensor, int]:
-    """(memory, stride) of a tensor (B, T, H, d) for the kernels.
+def _prepared(q_tilde, qkv, window):
+    """Arguments of every launch: memory of q~, q, k, v; T, H, window, and the struct Rows.
 
-    memory starts at the first row. stride counts elements between rows of all heads.
-    A tensor without such a stride is copied."""
-    B, T, H, d = t.shape
-    stride = t.stride(1) if T > 1 else t.stride(0) if B > 1 else H * d
-    fits = (
-        t.stride(3) == 1
-        and (H == 1 or t.stride(2) == d)
-        and (B == 1 or t.stride(0) == T * stride)
-        and stride >= H * d
-    )
-    if not fits or t.data_ptr() % 16 or stride * t.element_size() % 16:
-        t = _aligned(t)
-        stride = H * d
-    return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
+    q, k and v are rows of qkv, 3 H d elements apart, as their gradients are."""
+    _, T, _, H, d = qkv.shape
+    flat = _aligned(qkv).view(-1)
+    memories = _aligned(q_tilde), *(flat[i * H * d :] for i in range(3))
+    return memories, T, H, min(window, T), _ROWS(H * d, *[3 * H * d] * 4)
 
 
-def _prepared(q_tilde, q, k, v, window, grad_stride=0):
-    """Arguments of every launch: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
-    T, H = q.shape[1:3]
-    memories, strides = zip(*map(_rows, (q_tilde, q, k, v)))
-    return memories, T, H, min(window, T), _ROWS(*strides, grad_stride)
-
-
-def _launch(name, q, degree, config, grid, outputs, inputs):
+def _launch(name, qkv, degree, config, grid, outputs, inputs):
     """Launch a kernel. config: (version, stages)."""
     version, stages = config
-    kernel = attention_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, *config)
+    d = qkv.shape[-1]
+    kernel = attention_kernel(f"{name}_v{version}", qkv.dtype, d, degree, *config)
     if version == 1:
         shape = (grid, 256)
     else:
-        shape = (grid, 128 * (version - 1), shared_bytes(name, q.shape[-1], stages, version))
+        shape = (grid, 128 * (version - 1), shared_bytes(name, d, stages, version))
     kernel[shape](*outputs, *inputs)
 
 
@@ -286,9 +262,7 @@ def backward_blocks(version: int, T: int, window: int, heads: int, groups: int) 
 
 def launch_forward(
     q_tilde: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     pe: Tensor,
     coefficients: Tensor,
     degree: int,
@@ -299,7 +273,8 @@ def launch_forward(
     """Launch poly_forward.
 
     Args:
-        q_tilde, q, k, v: (B, T, H, d).
+        q_tilde: (B, T, H, d).
+        qkv: (B, T, 3, H, d).
         pe: (at least T, d).
         coefficients: (3,) fp32, contiguous.
         config: (version, stages); None: plan().
@@ -308,28 +283,24 @@ def launch_forward(
     Returns:
         Y, (B, T, H, d).
     """
-    B, T, H, d = q.shape
-    memories, *sizes, rows = _prepared(q_tilde, q, k, v, window)
-    config = config or plan("poly_forward", q)
-    y = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
-    blocks = -(-T // (32, 64, 128)[config[0] - 1]) * B * H
-    inputs = (*memories, _aligned(pe), coefficients, gate, *sizes, rows)
-    _launch("poly_forward", q, degree, config, blocks, (y,), inputs)
+    memories, T, H, window, rows = _prepared(q_tilde, qkv, window)
+    config = config or plan("poly_forward", qkv)
+    y = torch.empty_like(memories[0])
+    blocks = -(-T // (32, 64, 128)[config[0] - 1]) * len(qkv) * H
+    inputs = (*memories, _aligned(pe), coefficients, gate, T, H, window, rows)
+    _launch("poly_forward", qkv, degree, config, blocks, (y,), inputs)
     return y
 
 
 def launch_backward(
     dy: Tensor,
     q_tilde: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
     pe: Tensor,
     coefficients: Tensor,
     degree: int,
     window: int,
     config=None,
-    into: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Launch the backward, then poly_finish.
 
@@ -337,37 +308,28 @@ def launch_backward(
 
     Args:
         dy: (B, T, H, d). The other tensors and config: as in launch_forward.
-        into: (B, T, 3, H, d), contiguous, whose parts dq, dk and dv become; None: three new
-            tensors.
 
     Returns:
-        dq_tilde, dq, dk, dv, dpe, dcoefficients.
+        dq_tilde, dqkv, dpe, dcoefficients.
     """
-    B, T, H, d = q.shape
-    grad_stride = H * d * (1 if into is None else 3)
-    memories, *sizes, rows = _prepared(q_tilde, q, k, v, window, grad_stride)
+    memories, T, H, window, rows = _prepared(q_tilde, qkv, window)
+    d, heads = qkv.shape[-1], len(qkv) * H
+    sizes = (T, H, window)
     pe = _aligned(pe)
-    window = sizes[-1]
-    heads = B * H
     inputs = (_aligned(dy), *memories, pe, coefficients)
-    new = functools.partial(torch.empty, B, T, H, d, dtype=q.dtype, device=q.device)
-    dq_tilde = new()
-    if into is None:
-        dq, dk, dv = new(), new(), new()
-    else:
-        dq, dk, dv = (into.view(-1)[i * H * d :] for i in range(3))
-    config = config or plan("poly_backward", q)
+    dq_tilde = torch.empty_like(memories[0])
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    dq, dk, dv = (dqkv.view(-1)[i * H * d :] for i in range(3))
+    config = config or plan("poly_backward", qkv)
     version = config[0]
     groups = min(heads, GROUPS)
     side = 32 if version == 1 else 64
     tiles = -(-T // side) * heads
     diagonals = -(-window // side)
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
-    sums = torch.empty(tiles, 2, dtype=torch.float32, device=q.device)
-    partial = torch.empty(
-        halves * groups, diagonals * side, d, dtype=torch.float32, device=q.device
-    )
-    launch = functools.partial(_launch, q=q, degree=degree, config=config)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=qkv.device)
+    sums, partial = new(tiles, 2), new(halves * groups, diagonals * side, d)
+    launch = functools.partial(_launch, qkv=qkv, degree=degree, config=config)
     if version == 1:
         launch(
             "poly_backward_q",
@@ -390,7 +352,7 @@ def launch_backward(
             inputs=(*inputs, *sizes, heads, groups, rows),
         )
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
-    finish = attention_kernel("poly_finish", q.dtype, d, degree, min(version, 2), config[1])
+    finish = attention_kernel("poly_finish", qkv.dtype, d, degree, min(version, 2), config[1])
     finish[1 - (-dpe.numel() // 256), 256](
         dpe,
         dcoefficients,
@@ -402,7 +364,7 @@ def launch_backward(
         len(partial),
         tiles,
     )
-    return dq_tilde, *((dq, dk, dv) if into is None else into.unbind(2)), dpe, dcoefficients
+    return dq_tilde, dqkv, dpe, dcoefficients
 
 
 # ---- launchers of the layer: all between its linear layers ----
@@ -412,7 +374,7 @@ def launch_backward(
 #   seen                       (B, T, H), contiguous: x w_gate
 #   pe                         (at least T, d)
 #   coefficients, alpha, beta  (3,), (H,), (H,), fp32
-#   theta_gate, theta_query    what the curves learn, fp32; theta_query None: no low-rank term
+#   theta_gate, theta_query    what the curves learn, fp32
 #   settings                   of both curves, one behind the other
 #   degree, window
 
@@ -420,7 +382,7 @@ GATE_KERNELS = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
 
 
 @functools.cache
-def gate_kernel(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
+def gate_kernel(name: str, dtype: torch.dtype, d: int) -> Kernel:
     """A kernel of poly_gate.cu. WHOLE: a thread takes aligned groups of 16 bytes."""
     r = rank_of(d)
     wide = 16 // dtype.itemsize
@@ -435,15 +397,7 @@ def gate_kernel(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel
         ROWS=ROWS,
         HEAD=d,
         RANK=r,
-        LOW_RANK=int(low_rank),
     )
-
-
-def _curves(theta_gate, theta_query, settings):
-    """(thetas, settings) of the layer's curves, the gate's first."""
-    if theta_query is None:
-        return [theta_gate], [settings[:12]]
-    return [theta_gate, theta_query], [settings[:12], settings[12:]]
 
 
 def launch_layer(
@@ -454,39 +408,32 @@ def launch_layer(
     Returns:
         Out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves.
     """
-    q, k, v = qkv.unbind(2)
-    B, T, H, d = q.shape
-    thetas, settings = _curves(theta_gate, theta_query, settings)
-    memory, stride = _rows(q)
-    curves = torch.empty(len(thetas), CURVE, dtype=torch.float32, device=q.device)
-    e = torch.empty(B, T, H, dtype=torch.float32, device=q.device)
-    q_tilde = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
-    kernel = gate_kernel("poly_query_gate", q.dtype, d, theta_query is not None)
-    kernel[-(-B * T // ROWS) * H, THREADS](
+    qkv = _aligned(qkv)
+    B, T, _, H, d = qkv.shape
+    coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
+    curves = torch.empty(2, CURVE, dtype=torch.float32, device=qkv.device)
+    e = torch.empty(B, T, H, dtype=torch.float32, device=qkv.device)
+    q_tilde = torch.empty(B, T, H, d, dtype=qkv.dtype, device=qkv.device)
+    gate_kernel("poly_query_gate", qkv.dtype, d)[-(-B * T // ROWS) * H, THREADS](
         q_tilde,
         e,
         curves,
-        memory,
-        seen,
+        qkv,
+        seen.contiguous(),
         alpha,
         beta,
-        thetas[0],
-        thetas[-1],
-        pack_settings(*settings),
+        *thetas,
+        pack_settings(settings[:10], settings[10:]),
         B * T,
         H,
-        stride,
+        3 * H * d,
     )
-    y = launch_forward(q_tilde, q, k, v, pe, coefficients, degree, window, gate=e)
+    y = launch_forward(q_tilde, qkv, pe, coefficients, degree, window, gate=e)
     return y.view(B, T, H * d), e, q_tilde, curves
 
 
 def launch_layer_backward(
     dout,
-    out,
-    e,
-    q_tilde,
-    curves,
     qkv,
     seen,
     pe,
@@ -495,29 +442,30 @@ def launch_layer_backward(
     beta,
     theta_gate,
     theta_query,
+    out,
+    e,
+    q_tilde,
+    curves,
     settings,
     degree,
     window,
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch poly_gate_backward, the attention's backward, poly_query_backward, richards_finish.
 
     Args:
         dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
 
     Returns:
-        The gradients of the tensors from qkv on; theta_query's only where there is one.
+        The gradients of the tensors from qkv to theta_query.
     """
-    q, k, v = qkv.unbind(2)
-    B, T, H, d = q.shape
-    thetas, settings = _curves(theta_gate, theta_query, settings)
-    memory, stride = _rows(q)
+    qkv, seen = _aligned(qkv), seen.contiguous()
+    B, T, _, H, d = qkv.shape
+    coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
     blocks = -(-B * T // ROWS) * H
-    variant = (q.dtype, d, theta_query is not None)
-    dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
-    sums = torch.empty(blocks, len(thetas) * SUMS, dtype=torch.float32, device=q.device)
-    by_head = torch.empty(blocks, 2, dtype=torch.float32, device=q.device)
-    gate_kernel("poly_gate_backward", *variant)[blocks, THREADS](
+    sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=qkv.device)
+    by_head = torch.empty(blocks, 2, dtype=torch.float32, device=qkv.device)
+    gate_kernel("poly_gate_backward", qkv.dtype, d)[blocks, THREADS](
         dy,
         dseen,
         sums,
@@ -532,42 +480,17 @@ def launch_layer_backward(
         B * T,
         H,
     )
-    dq_tilde, *_, dpe, dcoefficients = launch_backward(
-        dy, q_tilde, q, k, v, pe, coefficients, degree, window, into=dqkv
+    dq_tilde, dqkv, dpe, dcoefficients = launch_backward(
+        dy, q_tilde, qkv, pe, coefficients, degree, window
     )
-    gate_kernel("poly_query_backward", *variant)[blocks, THREADS](
-        dqkv, sums, dalpha, dbeta, dq_tilde, memory, by_head, curves, B * T, H, stride, 3 * H * d
+    gate_kernel("poly_query_backward", qkv.dtype, d)[blocks, THREADS](
+        dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, curves, B * T, H, 3 * H * d, 3 * H * d
     )
-    return [
-        dqkv,
-        dseen,
-        dpe,
-        dcoefficients,
-        dalpha,
-        dbeta,
-        *finish_curves(sums, curves, thetas, settings),
-    ]
+    dthetas = finish_curves(sums, curves, thetas, (settings[:10], settings[10:]))
+    return dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *dthetas
 
 
 # ---- the operations that autograd and torch.compile see ------------------------------------------
-
-_ATTENTION = (
-    "Tensor q_tilde, Tensor q, Tensor k, Tensor v, Tensor pe, Tensor coefficients,"
-    " int degree, int window"
-)
-_LAYER = (
-    "Tensor qkv, Tensor seen, Tensor pe, Tensor coefficients, Tensor alpha, Tensor beta,"
-    " Tensor theta_gate, Tensor? theta_query, float[] settings, int degree, int window"
-)
-_FORWARD = "Tensor out, Tensor e, Tensor q_tilde, Tensor curves"
-_library.define(f"poly_attention({_ATTENTION}) -> Tensor")
-_library.define(
-    f"poly_attention_backward(Tensor dy, {_ATTENTION}) -> ({', '.join(['Tensor'] * 6)})"
-)
-_library.define(f"poly_layer({_LAYER}) -> ({', '.join(['Tensor'] * 4)})")
-_library.define(
-    f"poly_layer_backward(Tensor dout, {_FORWARD}, {_LAYER}) -> ({', '.join(['Tensor'] * 8)})"
-)
 
 
 def attention_kernels(q, degree) -> list[Kernel]:
@@ -582,247 +505,48 @@ def attention_kernels(q, degree) -> list[Kernel]:
     ]
 
 
-def _kernels_run(q, coefficients, degree) -> bool:
+def _can_run(qkv, seen, pe, *others) -> bool:
+    *parameters, _, degree, _ = others
     return (
-        takes(q.device)
-        and q.dtype in FLOAT_DTYPES
-        and q.numel() > 0
-        and coefficients.dtype != torch.float64
-        and usable(q.device, *attention_kernels(q, degree))
+        takes(qkv.device)
+        and qkv.dtype in FLOAT_DTYPES
+        and qkv.numel() > 0
+        and seen.dtype == pe.dtype == qkv.dtype
+        and all(p.dtype != torch.float64 for p in parameters)
+        and usable(
+            qkv.device,
+            *attention_kernels(qkv, degree),
+            curve_kernel("richards_finish"),
+            *(gate_kernel(name, qkv.dtype, qkv.shape[-1]) for name in GATE_KERNELS),
+        )
     )
 
 
-def _layer_kernels_run(qkv, seen, pe, *parameters, degree) -> bool:
-    q = qkv[:, :, 0]
-    d = qkv.shape[-1]
-    if (
-        not _kernels_run(q, parameters[0], degree)
-        or not seen.dtype == pe.dtype == q.dtype
-        or any(p is not None and p.dtype == torch.float64 for p in parameters)
-    ):
-        return False
-    return usable(
-        q.device,
-        curve_kernel("richards_finish"),
-        *(gate_kernel(name, q.dtype, d, parameters[-1] is not None) for name in GATE_KERNELS),
-    )
-
-
-def _in_fp32(parameters):
-    return [p if p is None else p.detach().float().contiguous() for p in parameters]
-
-
-def _forward(q_tilde, q, k, v, pe, coefficients, degree, window):
-    if not _kernels_run(q, coefficients, degree):
-        return reference_poly_attention(
-            q_tilde, q, k, v, pe, coefficients, degree, window
-        ).contiguous()
-    return launch_forward(q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window)
-
-
-def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
-    if not _kernels_run(q, coefficients, degree):
-        grads = gradients(
-            lambda *inputs: reference_poly_attention(*inputs, degree, window),
-            dy,
-            q_tilde,
-            q,
-            k,
-            v,
-            pe,
-            coefficients,
-        )
-        return tuple(g.contiguous() for g in grads)
-    *grads, dcoefficients = launch_backward(
-        dy, q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window
-    )
-    return *grads, dcoefficients.to(coefficients.dtype)
-
-
-def _layer_forward(qkv, seen, pe, *others):
-    *parameters, settings, degree, window = others
-    if not _layer_kernels_run(qkv, seen, pe, *parameters, degree=degree):
-        out, e, q_tilde = _reference_layer(qkv, seen, pe, *others)
-        return (
-            out.contiguous(),
-            e.float(),
-            q_tilde.contiguous(),
-            reference_curves(qkv, *_curves(*parameters[-2:], settings)),
-        )
-    return launch_layer(qkv, seen.contiguous(), pe, *_in_fp32(parameters), settings, degree, window)
-
-
-def _layer_backward(dout, out, e, q_tilde, curves, qkv, seen, pe, *others):
-    *parameters, settings, degree, window = others
-    inputs = [t for t in (qkv, seen, pe, *parameters) if t is not None]
-    if _layer_kernels_run(qkv, seen, pe, *parameters, degree=degree):
-        grads = launch_layer_backward(
-            dout,
-            out,
-            e,
-            q_tilde,
-            curves,
-            qkv,
-            seen.contiguous(),
-            pe,
-            *_in_fp32(parameters),
-            settings,
-            degree,
-            window,
-        )
-    else:
-        theta_query = () if parameters[-1] is not None else (None,)
-        grads = gradients(
-            lambda *inputs: _reference_layer(*inputs, *theta_query, settings, degree, window)[0],
-            dout,
-            *inputs,
-        )
-    grads = [g.to(t.dtype).contiguous() for g, t in zip(grads, inputs)]
-    return *grads, *[qkv.new_empty(0)] * (8 - len(grads))
-
-
-for _name, _function in (
-    ("poly_attention", _forward),
-    ("poly_attention_backward", _backward),
-    ("poly_layer", _layer_forward),
-    ("poly_layer_backward", _layer_backward),
-):
-    _library.impl(_name, _function, "CPU")
-    _library.impl(_name, _function, "CUDA")
-torch.library.register_fake(
-    "gpuaccel::poly_attention",
-    lambda qt, q, k, v, pe, co, degree, window: empty_contiguous(v),
-    lib=_library,
-)
-torch.library.register_fake(
-    "gpuaccel::poly_attention_backward",
-    lambda dy, qt, q, k, v, pe, co, *_: tuple(map(empty_contiguous, (qt, q, k, v, pe, co))),
-    lib=_library,
-)
-
-
-def _layer_fake(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, *_):
+def _fake(qkv, seen, *_):
     B, T, _, H, d = qkv.shape
     return (
         qkv.new_empty(B, T, H * d),
         seen.new_empty(B, T, H, dtype=torch.float32),
         qkv.new_empty(B, T, H, d),
-        qkv.new_empty(1 if theta_query is None else 2, CURVE, dtype=torch.float32),
+        qkv.new_empty(2, CURVE, dtype=torch.float32),
     )
 
 
-torch.library.register_fake("gpuaccel::poly_layer", _layer_fake, lib=_library)
-torch.library.register_fake(
-    "gpuaccel::poly_layer_backward",
-    lambda dout, out, e, qt, curves, *inputs: tuple(
-        qt.new_empty(0) if t is None else empty_contiguous(t) for t in inputs[:8]
-    ),
-    lib=_library,
-)
-
-
-torch.library.register_autograd(
-    "gpuaccel::poly_attention",
-    backward_of(
-        lambda *args: torch.ops.gpuaccel.poly_attention_backward(*args), reference_poly_attention
-    ),
-    setup_context=save_for_backward,
-    lib=_library,
-)
-
-
-def _save_layer(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # e, q_tilde and the curves get none
-    ctx.save_for_backward(*output, *inputs[:8])
-    ctx.numbers = inputs[8:]
-
-
-def _layer_grads(ctx, dout, *_):
-    if dout is None:
-        return (None,) * 11
-    saved = ctx.saved_tensors  # read once: under checkpointing each read computes them again
-    if torch.is_grad_enabled():
-        layer = lambda *tensors: _reference_layer(*tensors, *ctx.numbers)[0]
-        return *differentiable_gradients(layer, dout, saved[4:]), None, None, None
-    *grads, dtheta_query = torch.ops.gpuaccel.poly_layer_backward(dout, *saved, *ctx.numbers)
-    return *grads, None if saved[-1] is None else dtheta_query, None, None, None
-
-
-torch.library.register_autograd(
-    "gpuaccel::poly_layer", _layer_grads, setup_context=_save_layer, lib=_library
+_poly_layer = define(
+    "poly_layer",
+    "qkv seen pe coefficients alpha beta theta_gate theta_query",
+    "float[] settings, int degree, int window",
+    reference=_reference,
+    can_run=_can_run,
+    launch=launch_layer,
+    launch_backward=launch_layer_backward,
+    fake=_fake,
+    outputs=4,
+    keeps_result=True,
 )
 
 
 # ---- public --------------------------------------------------------------------------------------
-
-
-def poly_attention(
-    q_tilde: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pe: Tensor,
-    coefficients: Tensor,
-    degree: int = 3,
-    window: int | None = None,
-) -> Tensor:
-    """The core of PolyAttention, y_i = sum_j phi_ij v_j. Differentiable in all tensors.
-
-    Args:
-        q_tilde: the query that multiplies keys, (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch).
-        q: the query that multiplies relative positions, as q_tilde; views of one linear layer's
-            output are not copied.
-        k, v: keys and values, as q_tilde.
-        pe: (at least T, d), in their dtype.
-        coefficients: (3,) a, b, scale.
-        degree: p, odd, from 1 to 41.
-        window: how many positions a token sees, itself included; None: all before it.
-
-    Returns:
-        Y, (B, T, H, d).
-
-    Raises:
-        ArgumentError: for what does not fit.
-    """
-    shape = tuple(q.shape)
-    if len(shape) != 4:
-        raise ArgumentError(f"q has shape {shape}; expected (B, T, H, d)")
-    for name, t in (("q_tilde", q_tilde), ("k", k), ("v", v), ("pe", pe)):
-        if name != "pe" and tuple(t.shape) != shape:
-            raise ArgumentError(f"{name} has shape {tuple(t.shape)}; expected {shape}, as q")
-        if t.dtype != q.dtype or t.device != q.device:
-            raise ArgumentError(
-                f"{name} is {t.dtype} on {t.device}; expected {q.dtype} on {q.device}, as q"
-            )
-    if pe.dim() != 2 or pe.shape[1] != shape[3] or pe.shape[0] < shape[1]:
-        raise ArgumentError(
-            f"pe has shape {tuple(pe.shape)};"
-            f" expected at least {shape[1]} positions of width {shape[3]}, as q has"
-        )
-    if (
-        coefficients.shape != (3,)
-        or coefficients.device != q.device
-        or not coefficients.is_floating_point()
-    ):
-        raise ArgumentError(
-            f"coefficients is {coefficients.dtype} of shape {tuple(coefficients.shape)} on"
-            f" {coefficients.device}; expected a, b and scale, (3,), on {q.device}"
-        )
-    _check_numbers(degree, window)
-    if differentiates_otherwise():
-        function = reference_poly_attention
-    else:
-        function = torch.ops.gpuaccel.poly_attention
-    return function(q_tilde, q, k, v, pe, coefficients, degree, window or max(shape[1], 1))
-
-
-def _check_numbers(degree, window):
-    if type(degree) is not int or not 1 <= degree <= HIGHEST_DEGREE or degree % 2 == 0:
-        raise ArgumentError(
-            f"degree is {degree!r}; expected an odd number from 1 to {HIGHEST_DEGREE}"
-        )
-    if window is not None and (type(window) is not int or window < 1):
-        raise ArgumentError(f"window is {window!r}; expected None, or a whole number of 1 or more")
 
 
 class PolyAttention(nn.Module):
@@ -834,23 +558,17 @@ class PolyAttention(nn.Module):
         degree: p, odd, from 1 to 41.
         window: how many positions a token sees, itself included; None, the default: all before it.
         max_positions: the largest T.
-        low_rank: with the term in chunk means. Default: True.
-        adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`. Default:
-            False.
-        a: initial coefficient a.
-        b: initial coefficient b.
-        scale: initial scale; default: 1 / sqrt(max_positions + 1).
         device: of the parameters; default: torch's.
         dtype: of the parameters w_qkv, pe and w_out; default: torch's.
 
     Attributes:
         w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
         pe: (max_positions + 1, d), N(0, 0.02), shared by the heads; d is dim / heads.
+        coefficients: a, b and scale, (3,), which begin at 1, 0 and 1 / sqrt(max_positions + 1).
         alpha, beta, coefficients: always fp32.
 
     Raises:
-        ArgumentError: for a dim that heads does not divide, an even degree, sizes below 1, and
-            coefficients that are not finite.
+        ArgumentError: for a dim that heads does not divide, an even degree, and sizes below 1.
 
     Source:
         kernels_cu/poly_attention.cu.
@@ -862,8 +580,6 @@ class PolyAttention(nn.Module):
         torch.Size([2, 16, 32])
     """
 
-    adapted: Tensor | None  # a buffer, see _adapted(); None: the degree is fixed
-
     def __init__(
         self,
         dim: int,
@@ -872,11 +588,6 @@ class PolyAttention(nn.Module):
         window: int | None = None,
         max_positions: int = 1024,
         *,
-        low_rank: bool = True,
-        adaptive_degree: bool = False,
-        a: float = 1.0,
-        b: float = 0.0,
-        scale: float | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -887,42 +598,31 @@ class PolyAttention(nn.Module):
             )
         if not is_size(max_positions):
             raise ArgumentError(f"max_positions is {max_positions!r}; expected 1 or more")
-        _check_numbers(degree, window)
-        scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
-        for name, value in (("a", a), ("b", b), ("scale", scale)):
-            if not is_finite(value):
-                raise ArgumentError(f"{name} is {value}; expected a finite number")
+        if type(degree) is not int or not 1 <= degree <= HIGHEST_DEGREE or degree % 2 == 0:
+            raise ArgumentError(
+                f"degree is {degree!r}; expected an odd number from 1 to {HIGHEST_DEGREE}"
+            )
+        if window is not None and (type(window) is not int or window < 1):
+            raise ArgumentError(
+                f"window is {window!r}; expected None, or a whole number of 1 or more"
+            )
         d = dim // heads
         self.dim = dim
         self.heads = heads
         self.window = window
         self.max_positions = max_positions
-        self.low_rank = low_rank
-        self.degree = 1 if adaptive_degree else degree
-        # Of the adaptive degree: its limit, the best loss so far, and calls since that one.
-        self.adaptive = adaptive_degree
-        self.highest = degree
-        self.best = math.inf
-        self.waited = 0
-        self.register_buffer("adapted", self._adapted().to(device) if adaptive_degree else None)
+        self.degree = degree
         self.w_qkv = nn.Linear(dim, 3 * dim, bias=False, device=device, dtype=dtype)
         self.w_gate = nn.Linear(dim, heads, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
         self.pe = nn.Parameter(0.02 * torch.randn(max_positions + 1, d, device=device, dtype=dtype))
-        initial = torch.tensor([a, b, scale], dtype=torch.float32, device=device)
+        scale = 1.0 / math.sqrt(max_positions + 1)
+        initial = torch.tensor([1.0, 0.0, scale], dtype=torch.float32, device=device)
         self.coefficients = nn.Parameter(initial)
         self.alpha = nn.Parameter(torch.ones(heads, device=device))
         self.beta = nn.Parameter(torch.zeros(heads, device=device))
-        self.curve = RichardsCurve("sigmoid", device=device) if low_rank else None
-        self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
-
-    def query(self, q: Tensor) -> Tensor:
-        """q~ (..., d) of q, in torch's operations: see reference_query.
-
-        Args:
-            q: (..., d), d = dim / heads.
-        """
-        return reference_query(q, chunks_of(q.shape[-1], q.device), self.curve)
+        self.curve = RichardsCurve(SIGMOID, device=device)
+        self.gate = RichardsCurve(GATE, bounded=True, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend to the positions before each one, itself included.
@@ -947,13 +647,7 @@ class PolyAttention(nn.Module):
             )
         qkv = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads)
         seen = self.w_gate(x).reshape(*qkv.shape[:2], self.heads)
-        theta = None if self.curve is None else self.curve.theta
-        setting = [] if self.curve is None else self.curve.setting
-        if differentiates_otherwise():
-            function = _reference_layer
-        else:
-            function = torch.ops.gpuaccel.poly_layer
-        out = function(
+        out = _poly_layer(
             qkv,
             seen,
             self.pe.to(qkv.dtype),
@@ -961,88 +655,12 @@ class PolyAttention(nn.Module):
             self.alpha,
             self.beta,
             self.gate.theta,
-            theta,
-            self.gate.setting + setting,
+            self.curve.theta,
+            self.gate.setting + self.curve.setting,
             self.degree,
             self.window or max(T, 1),
-        )[0]
+        )
         return self.w_out(out.reshape(x.shape))
-
-    def set_degree(self, degree: int):
-        """Set the degree, from the next forward on. A captured step keeps the old one.
-
-        Args:
-            degree: odd, from 1 to the one that the layer was made with.
-
-        Raises:
-            ArgumentError: for any other, with nothing changed.
-        """
-        _check_numbers(degree, None)
-        if degree > self.highest:
-            raise ArgumentError(
-                f"degree is {degree}; expected at most {self.highest}, which the layer was made "
-                "with"
-            )
-        self.degree = degree
-        if self.adapted is not None:
-            self.adapted.copy_(self._adapted())
-
-    def _adapted(self) -> Tensor:
-        """State of the adaptive degree for a state_dict, (3,) int64.
-
-        The degree, calls since the best loss, and the bits of that loss in fp64."""
-        (bits,) = struct.unpack("q", struct.pack("d", self.best))
-        return torch.tensor([self.degree, self.waited, bits])
-
-    def _load_from_state_dict(self, state, prefix, *args):
-        if self.adaptive:
-            # Older state_dicts have no such entry.
-            adapted = state.setdefault(f"{prefix}adapted", self._adapted())
-            if not adapted.is_meta:
-                degree, waited, bits = adapted.tolist()
-                _check_numbers(degree, None)
-                self.degree = degree
-                self.waited = waited
-                (self.best,) = struct.unpack("d", struct.pack("q", bits))
-        super()._load_from_state_dict(state, prefix, *args)
-
-    def adapt_degree(self, loss: float | Tensor, patience: int = 100, gain: float = 0.01) -> int:
-        """With adaptive_degree: raise the degree by 2 where the loss no longer falls.
-
-        Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
-        rests after a change. When to go up is this package's choice.
-
-        Args:
-            loss: the loss after a step, a number or a tensor of one; call this after each step, or
-                every few steps.
-            patience: calls within which the loss has to fall.
-            gain: the part of its size by which it has to fall; else the degree is raised, up to
-                `degree`.
-
-        Returns:
-            The degree from here on.
-
-        Raises:
-            ArgumentError: for a layer made without adaptive_degree=True.
-        """
-        if self.adapted is None:
-            raise ArgumentError(
-                "this layer's degree is fixed; expected one made with adaptive_degree=True"
-            )
-        loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        self.waited += 1
-        if math.isfinite(self.best):
-            fell = loss < self.best - gain * abs(self.best)
-        else:
-            fell = math.isfinite(loss)
-        if fell:
-            self.best = loss
-            self.waited = 0
-        elif self.waited >= patience and self.degree < self.highest:
-            self.degree += 2
-            self.waited = 0
-        self.adapted.copy_(self._adapted())
-        return self.degree
 
     def extra_repr(self):
         return (

@@ -1,17 +1,14 @@
 """The Richards curve, a logistic curve with nine learned parameters, and a GLU made of two.
 
-    curve = ga.nn.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
-    ga.nn.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
+    curve = ga.nn.RichardsCurve(nu=0.5)  # y = curve(x), any shape; learns all nine
+    curve.values()  # (9,) nu, k, m, beta, T, a, c, s, b
     layer = ga.RichardsGLU(256, 1024)
     y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
 
-    u = V (s x / T + b)      sigma = (1 + beta exp(-k' (u - m)))^(-1 / nu)
-    R(x) = a sigma + c, for tanh a (2 sigma - 1) + c
+    u = s x / T + b      sigma = (1 + beta exp(-k nu (u - m)))^(-1 / nu)      R(x) = a sigma + c
 
-V is 2 for tanh, else 1. k' is k nu with the birch tail (the default for "none" and "sigmoid"), else
-k. nu, k, beta and T are positive: what is learned is z, and the parameter is softplus(z), at least
-1e-6; a bounded T is 0.1 + 9.9 sigmoid(z) instead. gompertz begins at nu = beta = 0.01, close to
-exp(-exp(-x)).
+nu, k, beta and T are positive: what is learned is z, and the parameter is softplus(z), at least
+1e-6; a bounded T is 0.1 + 9.9 sigmoid(z) instead.
 
 Forward and backward are one kernel each. The parameters' gradients are summed in a fixed order and
 never leave the GPU. Higher derivatives, forward mode and torch.func's transforms run in torch's
@@ -26,7 +23,6 @@ import functools
 import math
 import numbers
 import struct
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,19 +30,14 @@ from torch import Tensor, nn
 
 from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
-from ..errors import ArgumentError, check_choice
-from .gradient_use import differentiates_otherwise
+from ..errors import ArgumentError
+from .operation import define
 
 NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
 POSITIVE = ("nu", "k", "beta", "T")
-GATE = ("nu", "k", "m", "T")  # what the gate of a RichardsGLU learns
-Variant = Literal["none", "sigmoid", "tanh", "gompertz"]
-LEARNED: dict[Variant, tuple[str, ...]] = {
-    "none": NAMES,
-    "sigmoid": tuple(n for n in NAMES if n not in "ac"),
-    "tanh": tuple(n for n in NAMES if n not in "ac"),
-    "gompertz": tuple(n for n in NAMES if n not in "ac"),
-}
+# Learned by a curve between 0 and 1; by the gate of a RichardsGLU.
+SIGMOID = ("nu", "k", "m", "beta", "T", "s", "b")
+GATE = ("nu", "k", "m", "T")
 DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
 # How a parameter is learned: not at all, as it is, as softplus(z), as 0.1 + 9.9 sigmoid(z).
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)
@@ -56,8 +47,7 @@ LARGEST = torch.finfo(torch.float32).max
 THREADS = 128
 SUMS = 5
 CURVE = 32
-_SETTING = struct.Struct("9f3i").pack
-_library = torch.library.Library("gpuaccel", "FRAGMENT")
+_SETTING = struct.Struct("9fi").pack
 
 
 # ---- reference -----------------------------------------------------------------------------------
@@ -73,7 +63,7 @@ def reference_values(theta: Tensor, setting: list[float]) -> Tensor:
     values = []
     learned = iter(theta.unbind())
     for i, name in enumerate(NAMES):
-        kind = int(setting[9]) >> 2 * i & 3
+        kind = _kind(setting, i)
         if kind == FIXED:
             value = torch.as_tensor(setting[i], dtype=theta.dtype, device=theta.device)
         else:
@@ -86,29 +76,26 @@ def reference_values(theta: Tensor, setting: list[float]) -> Tensor:
     return torch.stack(values)
 
 
-def reference_richards(x: Tensor, values: Tensor, tanh: bool = False, birch: bool = True) -> Tensor:
+def _kind(setting, i) -> int:
+    return int(setting[9]) >> 2 * i & 3
+
+
+def reference_richards(x: Tensor, values: Tensor) -> Tensor:
     """R(x), the definition, computed in the values' dtype. Differentiable in x and the values.
 
     Args:
         x: any shape.
         values: (9,) in the order of NAMES.
-        tanh: the form of the curve, see the module.
-        birch: with the birch tail, see the module.
     """
     nu, k, m, beta, T, a, c, s, b = values.unbind()
-    V = 2.0 if tanh else 1.0
-    u = V * (s * x.to(values.dtype) / T + b)
-    rate = k * nu if birch else k
-    sigma = torch.exp(-F.softplus(torch.log(beta) - rate * (u - m), threshold=30.0) / nu)
-    return a * (2.0 * sigma - 1.0 if tanh else sigma) + c
+    u = s * x.to(values.dtype) / T + b
+    return a * torch.exp(-F.softplus(torch.log(beta) - k * nu * (u - m), threshold=30.0) / nu) + c
 
 
 def reference_curve(x: Tensor, theta: Tensor, setting: list[float]) -> Tensor:
     """R(x) from what is learned, in fp32 (fp64 where a tensor is)."""
     wide = torch.float64 if torch.float64 in (x.dtype, theta.dtype) else torch.float32
-    return reference_richards(
-        x.to(wide), reference_values(theta.to(wide), setting), setting[10] != 0, setting[11] != 0
-    )
+    return reference_richards(x.to(wide), reference_values(theta.to(wide), setting))
 
 
 def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
@@ -116,17 +103,12 @@ def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
     theta = theta.detach().float()
     values = reference_values(theta, setting)
     nu, k, m, beta, T, a, c, s, b = values.unbind()
-    tanh, birch = setting[10:]
-    V = 2.0 if tanh else 1.0
-    power = k * nu if birch else k
-    rate = power * V * s / T
-    start = torch.log2(beta) - power * (V * b - m) / math.log(2.0)
-    bottom = c - a if tanh else c
-    line = [start, rate / math.log(2.0), 1.0 / nu, a * V, bottom, a * V * rate / nu]
+    rate = k * nu * s / T
+    start = torch.log2(beta) - k * nu * (b - m) / math.log(2.0)
     chain = []
     learned = iter(torch.sigmoid(theta).unbind())
     for i in range(len(NAMES)):
-        kind = int(setting[9]) >> 2 * i & 3
+        kind = _kind(setting, i)
         rising = nu if kind == FIXED else next(learned)
         if kind == BOUNDED:
             chain.append(9.9 * rising * (1.0 - rising))
@@ -134,8 +116,8 @@ def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
             chain.append(rising)
         else:
             chain.append(torch.full_like(rising, float(kind == PLAIN)))
-    form = [torch.full_like(nu, V), torch.full_like(nu, birch)]
-    numbers = torch.cat([torch.stack([*line, *form]), values, torch.stack(chain)])
+    line = torch.stack([start, rate / math.log(2.0), 1.0 / nu, a, c, a * rate / nu])
+    numbers = torch.cat([line, values, torch.stack(chain)])
     return F.pad(numbers, (0, CURVE - len(numbers)))
 
 
@@ -148,41 +130,18 @@ def reference_curves(x: Tensor, thetas, settings) -> Tensor:
     return torch.stack(list(map(reference_numbers, thetas, settings)))
 
 
+def _reference(x, theta, setting):
+    y = reference_curve(x, theta, setting).to(x.dtype)
+    return y.contiguous(), reference_curves(x, [theta], [setting])
+
+
 def _reference_glu(x, theta_a, theta_g, setting_a, setting_g):
     x1, x2 = x.chunk(2, -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     activation = reference_curve(x1, theta_a, setting_a)
     gate = reference_curve(x2, theta_g, setting_g)
-    return (x1.to(wide) * activation * gate).to(x.dtype)
-
-
-def gradients(function, grad, *inputs):
-    """Gradients of function(*inputs) with respect to the inputs, by autograd."""
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in inputs]
-        return torch.autograd.grad(function(*inputs), inputs, grad, materialize_grads=True)
-
-
-def differentiable_gradients(function, grad, tensors) -> list[Tensor | None]:
-    """Gradients of function(*tensors) that can be differentiated again, for a double backward.
-
-    None for a tensor that is None."""
-
-    # Views, so that the outer backward follows how one tensor depends on another.
-    def as_input(t):
-        return t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
-
-    inputs = [None if t is None else as_input(t) for t in tensors]
-    grads = iter(
-        torch.autograd.grad(
-            function(*inputs),
-            [t for t in inputs if t is not None],
-            grad,
-            create_graph=True,
-            materialize_grads=True,
-        )
-    )
-    return [None if t is None else next(grads) for t in inputs]
+    h = (x1.to(wide) * activation * gate).to(x.dtype)
+    return h.contiguous(), reference_curves(x, [theta_a, theta_g], [setting_a, setting_g])
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -211,7 +170,7 @@ def _groups(name, dtype) -> int:
 def pack_settings(*settings) -> bytes:
     """One or two settings as the kernels' `struct Settings`, which has room for two."""
     both = [*settings, settings[0]][:2]
-    return b"".join(_SETTING(*s[:9], *map(int, s[9:])) for s in both)
+    return b"".join(_SETTING(*s[:9], int(s[9])) for s in both)
 
 
 def _whole(width, *tensors) -> int:
@@ -236,101 +195,52 @@ def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
     return dthetas
 
 
-def _blocks(name, rows, width, dtype) -> int:
-    """Thread blocks for a matrix whose rows are read in 16-byte groups."""
-    return -(-rows * -(-width * dtype.itemsize // 16) // (THREADS * _groups(name, dtype)))
+def _shape(name: str, x: Tensor, thetas) -> tuple[str, int, tuple[int, ...], int]:
+    """(kernel, width of a row, its sizes, thread blocks) of a "forward" or "backward"."""
+    sizes: tuple[int, ...]
+    if len(thetas) == 1:
+        kind, width, sizes = "richards", x.numel(), (x.numel(),)
+    else:
+        width = x.shape[-1] // 2
+        kind, sizes = "glu", (x.numel() // x.shape[-1], width)
+    groups = x.numel() // (width * len(thetas)) * -(-width * x.itemsize // 16)
+    return f"{kind}_{name}", width, sizes, -(-groups // (THREADS * _groups(name, x.dtype)))
 
 
-def launch_forward(x: Tensor, theta: Tensor, setting) -> tuple[Tensor, Tensor]:
-    """Launch richards_forward.
+def launch_forward(x: Tensor, thetas, settings) -> tuple[Tensor, Tensor]:
+    """Launch richards_forward, or of two curves glu_forward.
 
     Args:
-        x: contiguous, not empty. theta: fp32.
+        x: contiguous, not empty; of two curves (..., 2 hidden). thetas: fp32.
 
     Returns:
-        Y and the curve, (1, CURVE), for the backward.
+        Y, as x, or h, (..., hidden); and the curves, (1 or 2, CURVE), for the backward.
     """
-    curves = torch.empty(1, CURVE, dtype=torch.float32, device=x.device)
-    y = torch.empty_like(x)
-    curve_kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[
-        _blocks("forward", 1, x.numel(), x.dtype), THREADS
-    ](y, curves, x, theta, pack_settings(setting), x.numel())
+    name, width, sizes, blocks = _shape("forward", x, thetas)
+    curves = torch.empty(len(thetas), CURVE, dtype=torch.float32, device=x.device)
+    y = torch.empty_like(x) if len(thetas) == 1 else x.new_empty(*x.shape[:-1], width)
+    curve_kernel(name, x.dtype, _whole(width, x, y))[blocks, THREADS](
+        y, curves, x, *thetas, pack_settings(*settings), *sizes
+    )
     return y, curves
 
 
-def launch_backward(
-    dy: Tensor, x: Tensor, theta: Tensor, curves: Tensor, setting
-) -> tuple[Tensor, Tensor]:
-    """Launch richards_backward and richards_finish.
+def launch_backward(dy: Tensor, x: Tensor, thetas, curves: Tensor, settings) -> tuple[Tensor, ...]:
+    """Launch richards_backward, or of two curves glu_backward, and richards_finish.
 
     Returns:
-        Dx and dtheta.
+        Dx, and dtheta of each curve.
     """
+    name, width, sizes, blocks = _shape("backward", x, thetas)
     dx = torch.empty_like(x)
-    sums = torch.empty(
-        _blocks("backward", 1, x.numel(), x.dtype), SUMS, dtype=torch.float32, device=x.device
+    sums = torch.empty(blocks, len(thetas) * SUMS, dtype=torch.float32, device=x.device)
+    curve_kernel(name, x.dtype, _whole(width, x, dy, dx))[blocks, THREADS](
+        dx, sums, dy, x, curves, *sizes
     )
-    curve_kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](
-        dx, sums, dy, x, curves, x.numel()
-    )
-    (dtheta,) = finish_curves(sums, curves, [theta], [setting])
-    return dx, dtheta
-
-
-def launch_glu_forward(x: Tensor, thetas, settings) -> tuple[Tensor, Tensor]:
-    """Launch glu_forward.
-
-    Args:
-        x: (N, 2 hidden), contiguous, not empty.
-
-    Returns:
-        H, (N, hidden), and the curves, (2, CURVE), for the backward.
-    """
-    N = x.shape[0]
-    hidden = x.shape[1] // 2
-    curves = torch.empty(2, CURVE, dtype=torch.float32, device=x.device)
-    h = torch.empty(N, hidden, dtype=x.dtype, device=x.device)
-    curve_kernel("glu_forward", x.dtype, _whole(hidden, x, h))[
-        _blocks("forward", N, hidden, x.dtype), THREADS
-    ](h, curves, x, *thetas, pack_settings(*settings), N, hidden)
-    return h, curves
-
-
-def launch_glu_backward(
-    dh: Tensor, x: Tensor, thetas, curves: Tensor, settings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch glu_backward and richards_finish.
-
-    Returns:
-        Dx, and dtheta of both curves.
-    """
-    N, hidden = dh.shape
-    dx = torch.empty_like(x)
-    sums = torch.empty(
-        _blocks("backward", N, hidden, x.dtype), 2 * SUMS, dtype=torch.float32, device=x.device
-    )
-    curve_kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), THREADS](
-        dx, sums, dh, x, curves, N, hidden
-    )
-    dtheta_activation, dtheta_gate = finish_curves(sums, curves, thetas, settings)
-    return dx, dtheta_activation, dtheta_gate
+    return dx, *finish_curves(sums, curves, thetas, settings)
 
 
 # ---- the operations that autograd and torch.compile see ------------------------------------------
-
-_library.define("richards(Tensor x, Tensor theta, float[] setting) -> (Tensor, Tensor)")
-_library.define(
-    "richards_backward(Tensor dy, Tensor x, Tensor theta, Tensor curve, float[] setting)"
-    " -> (Tensor, Tensor)"
-)
-_library.define(
-    "richards_glu(Tensor x, Tensor theta_a, Tensor theta_g, float[] setting_a, float[] setting_g)"
-    " -> (Tensor, Tensor)"
-)
-_library.define(
-    "richards_glu_backward(Tensor dh, Tensor x, Tensor theta_a, Tensor theta_g, Tensor curves,"
-    " float[] setting_a, float[] setting_g) -> (Tensor, Tensor, Tensor)"
-)
 
 
 @functools.cache
@@ -343,7 +253,8 @@ def richards_kernels(dtype) -> list[Kernel]:
     ]
 
 
-def _kernels_run(x, *thetas) -> bool:
+def _kernels_run(x, *args) -> bool:
+    thetas = args[: len(args) // 2]
     return (
         takes(x.device)
         and x.dtype in FLOAT_DTYPES
@@ -353,134 +264,51 @@ def _kernels_run(x, *thetas) -> bool:
     )
 
 
-def _in_fp32(*thetas):
-    return [theta.detach().float().contiguous() for theta in thetas]
+def in_fp32(*parameters):
+    return [p.detach().float().contiguous() for p in parameters]
 
 
-def _forward(x, theta, setting):
-    if not _kernels_run(x, theta):
-        y = reference_curve(x, theta, setting).to(x.dtype)
-        return y, reference_curves(x, [theta], [setting])
-    return launch_forward(x.contiguous(), *_in_fp32(theta), setting)
+# Of one curve and of two: (x, thetas, settings), and what the backward has beside them.
 
 
-def _backward(dy, x, theta, curve, setting):
-    if not _kernels_run(x, theta):
-        return gradients(
-            lambda x, theta: reference_curve(x, theta, setting).to(x.dtype), dy, x, theta
-        )
-    dx, dtheta = launch_backward(dy.contiguous(), x.contiguous(), *_in_fp32(theta), curve, setting)
-    return dx, dtheta.to(theta.dtype)
+def _forward(x, *args):
+    n = len(args) // 2
+    return launch_forward(x.contiguous(), in_fp32(*args[:n]), args[n:])
 
 
-def _glu_forward(x, theta_a, theta_g, setting_a, setting_g):
-    if not _kernels_run(x, theta_a, theta_g):
-        h = _reference_glu(x, theta_a, theta_g, setting_a, setting_g)
-        return h, reference_curves(x, [theta_a, theta_g], [setting_a, setting_g])
-    h, curves = launch_glu_forward(
-        x.reshape(-1, x.shape[-1]).contiguous(), _in_fp32(theta_a, theta_g), (setting_a, setting_g)
-    )
-    return h.view(*x.shape[:-1], -1), curves
+def _backward(dy, x, *args):
+    n = len(args) // 2
+    thetas = in_fp32(*args[:n])
+    return launch_backward(dy.contiguous(), x.contiguous(), thetas, args[n], args[n + 1 :])
 
 
-def _glu_backward(dh, x, theta_a, theta_g, curves, setting_a, setting_g):
-    if not _kernels_run(x, theta_a, theta_g):
-        return gradients(
-            lambda *inputs: _reference_glu(*inputs, setting_a, setting_g), dh, x, theta_a, theta_g
-        )
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    dx, *dthetas = launch_glu_backward(
-        dh.reshape(len(flat), -1).contiguous(),
-        flat,
-        _in_fp32(theta_a, theta_g),
-        curves,
-        (setting_a, setting_g),
-    )
-    return dx.view(x.shape), *(d.to(theta.dtype) for d, theta in zip(dthetas, (theta_a, theta_g)))
-
-
-for _name, _function in (
-    ("richards", _forward),
-    ("richards_backward", _backward),
-    ("richards_glu", _glu_forward),
-    ("richards_glu_backward", _glu_backward),
-):
-    _library.impl(_name, _function, "CPU")
-    _library.impl(_name, _function, "CUDA")
-
-
-def empty_contiguous(t):
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-torch.library.register_fake(
-    "gpuaccel::richards",
-    lambda x, theta, s: (empty_contiguous(x), x.new_empty(1, CURVE, dtype=torch.float32)),
-    lib=_library,
+_richards = define(
+    "richards",
+    "x theta",
+    "float[] setting",
+    reference=_reference,
+    can_run=_kernels_run,
+    launch=_forward,
+    launch_backward=_backward,
+    fake=lambda x, theta, setting: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(1, CURVE, dtype=torch.float32),
+    ),
+    outputs=2,
 )
-torch.library.register_fake(
-    "gpuaccel::richards_backward",
-    lambda dy, x, theta, curve, s: (empty_contiguous(x), empty_contiguous(theta)),
-    lib=_library,
-)
-torch.library.register_fake(
-    "gpuaccel::richards_glu",
-    lambda x, a, g, sa, sg: (
+_richards_glu = define(
+    "richards_glu",
+    "x theta_a theta_g",
+    "float[] setting_a, float[] setting_g",
+    reference=_reference_glu,
+    can_run=_kernels_run,
+    launch=_forward,
+    launch_backward=_backward,
+    fake=lambda x, *_: (
         x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
         x.new_empty(2, CURVE, dtype=torch.float32),
     ),
-    lib=_library,
-)
-torch.library.register_fake(
-    "gpuaccel::richards_glu_backward",
-    lambda dh, x, a, g, c, sa, sg: (empty_contiguous(x), empty_contiguous(a), empty_contiguous(g)),
-    lib=_library,
-)
-
-
-def save_for_backward(ctx, inputs, output):
-    """setup_context: keep the input tensors, the forward's further outputs, and the numbers."""
-    tensors = [t for t in inputs if isinstance(t, Tensor)]
-    ctx.tensors = len(tensors)
-    ctx.numbers = inputs[len(tensors) :]
-    ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
-
-
-def backward_of(operation, function):
-    """The backward that register_autograd takes.
-
-    Args:
-        operation: computes the gradients of function(*tensors, *numbers).
-        function: the same in torch, for a double backward.
-    """
-
-    def backward(ctx, dy, *_):
-        saved = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            grads = differentiable_gradients(
-                lambda *tensors: function(*tensors, *ctx.numbers), dy, saved[: ctx.tensors]
-            )
-        else:
-            grads = operation(dy, *saved, *ctx.numbers)
-        return *grads, *[None] * len(ctx.numbers)
-
-    return backward
-
-
-torch.library.register_autograd(
-    "gpuaccel::richards",
-    backward_of(
-        lambda *args: torch.ops.gpuaccel.richards_backward(*args),
-        lambda x, theta, setting: reference_curve(x, theta, setting).to(x.dtype),
-    ),
-    setup_context=save_for_backward,
-    lib=_library,
-)
-torch.library.register_autograd(
-    "gpuaccel::richards_glu",
-    backward_of(lambda *args: torch.ops.gpuaccel.richards_glu_backward(*args), _reference_glu),
-    setup_context=save_for_backward,
-    lib=_library,
+    outputs=2,
 )
 
 
@@ -504,42 +332,27 @@ class RichardsCurve(nn.Module):
     values(). A state_dict has theta only, so it belongs to a curve made with the same arguments.
 
     Args:
-        variant: "none", "sigmoid", "tanh" or "gompertz".
-        learn: names of the learned parameters, see values(); default: all nine, but for a named
-            variant without a and c.
-        birch: the birch tail; default: True for "none" and "sigmoid".
+        learn: names of the learned parameters, see values(); default: all nine.
         bounded: T stays between 0.1 and 10.
         device: of theta; default: torch's.
         **values: initial values, nu=0.5, ...
 
     Raises:
-        ArgumentError: for an unknown variant or name, and for a value that is not finite in fp32,
-            or not positive where it must be.
+        ArgumentError: for an unknown name, and for a value that is not finite in fp32, or not
+            positive where it must be.
 
     Source:
         kernels_cu/richards.cu; Richards, A Flexible Growth Function for Empirical Use (1959).
     """
 
-    def __init__(
-        self,
-        variant: Variant = "none",
-        *,
-        learn=None,
-        birch: bool | None = None,
-        bounded: bool = False,
-        device=None,
-        **values,
-    ):
+    def __init__(self, learn=NAMES, *, bounded: bool = False, device=None, **values):
         super().__init__()
-        check_choice("variant", variant, Variant)
-        if learn is None:
-            learn = LEARNED[variant]
         learn = (learn,) if isinstance(learn, str) else tuple(learn)
         for name in (*learn, *values):
             if name not in NAMES or learn.count(name) > 1:
                 problem = "there twice" if name in NAMES else "no parameter of the curve"
                 raise ArgumentError(f"{name!r} is {problem}; expected some of {', '.join(NAMES)}")
-        start = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {}) | values
+        start = DEFAULTS | values
         for name, value in start.items():
             if not is_finite(value) or (name in POSITIVE and value < LEAST):
                 expected = f"at least {LEAST}" if name in POSITIVE else "a finite number"
@@ -548,9 +361,7 @@ class RichardsCurve(nn.Module):
             raise ArgumentError(
                 f"T is {start['T']}; expected a number between 0.1 and 10, where it is bounded"
             )
-        self.variant = variant
         self.learn = learn
-        self.birch = variant not in ("tanh", "gompertz") if birch is None else birch
         kinds = 0
         theta = []
         for i, name in enumerate(NAMES):
@@ -568,12 +379,7 @@ class RichardsCurve(nn.Module):
                 theta.append(value)
             kinds |= kind << 2 * i
         self.theta = nn.Parameter(torch.tensor(theta, dtype=torch.float32, device=device))
-        self.setting = [
-            *(float(start[name]) for name in NAMES),
-            float(kinds),
-            float(variant == "tanh"),
-            float(self.birch),
-        ]
+        self.setting = [*(float(start[name]) for name in NAMES), float(kinds)]
 
     def values(self) -> Tensor:
         """The parameters nu, k, m, beta, T, a, c, s, b, (9,). Differentiable."""
@@ -581,13 +387,10 @@ class RichardsCurve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_input(x, self.theta)
-        if differentiates_otherwise():
-            return reference_curve(x, self.theta, self.setting).to(x.dtype)
-        return torch.ops.gpuaccel.richards(x, self.theta, self.setting)[0]
+        return _richards(x, self.theta, self.setting)
 
     def extra_repr(self):
-        tail = ", birch tail" if self.birch else ""
-        return f"{self.variant}, learns {', '.join(self.learn) or 'nothing'}{tail}"
+        return f"learns {', '.join(self.learn) or 'nothing'}"
 
 
 class RichardsGLU(nn.Module):
@@ -609,7 +412,7 @@ class RichardsGLU(nn.Module):
         ArgumentError: for sizes below 1.
 
     Source:
-        kernels_cu/richards_glu.cu.
+        kernels_cu/richards.cu.
 
     Example:
         >>> layer = ga.RichardsGLU(dim=16, hidden=32)
@@ -639,7 +442,7 @@ class RichardsGLU(nn.Module):
             nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features))
         self.activation = RichardsCurve(device=device)
         T = min(max(math.exp(0.1 * float(torch.randn((), device="cpu"))), 0.2), 5.0)
-        self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, T=T, device=device)
+        self.gate = RichardsCurve(GATE, bounded=True, T=T, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output, with the residual.
@@ -656,18 +459,8 @@ class RichardsGLU(nn.Module):
         check_input(x, self.activation.theta, "w_in", self.w_in)
         if x.shape[-1:] != (self.dim,):
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected (..., {self.dim})")
-        inputs = (
-            self.w_in(x),
-            self.activation.theta,
-            self.gate.theta,
-            self.activation.setting,
-            self.gate.setting,
-        )
-        if differentiates_otherwise():
-            h = _reference_glu(*inputs)
-        else:
-            h = torch.ops.gpuaccel.richards_glu(*inputs)[0]
-        return x + self.w_out(h)
+        a, g = self.activation, self.gate
+        return x + self.w_out(_richards_glu(self.w_in(x), a.theta, g.theta, a.setting, g.setting))
 
 
 def check_input(x, theta, name="", layer=None):

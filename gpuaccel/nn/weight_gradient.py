@@ -5,7 +5,11 @@ mutates its argument, so that torch.compile can trace a backward that calls it.
 
 An eager backward asks what is done with a gradient, and adds or returns it. A compiled one was
 traced before that is known: its operations ask when they run, and can only add.
+
+Everywhere acc is (out, in) fp32, dy (..., out) and x (..., in), of one dtype.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,29 +24,15 @@ _library.define(
 )
 
 
-# ---- the operations: what a compiled backward calls ----------------------------------------------
-
-
 def _add_weight_gradient(acc, dy, x):
-    """acc += dy^T @ x, summed in fp32.
-
-    Args:
-        acc: (out, in) fp32.
-        dy: (..., out), fp32 or bf16. For an (in, out) weight, x and dy change places.
-        x: (..., in), fp32 or bf16.
-    """
     target = slice_of(acc)
-    add_product(target, target.uses(), dy, x)
+    _add(target, target.uses(), dy, x)
 
 
 def _fused_linears_backward(acc, dys, x, weight):
-    """acc += dy^T @ x; returns the input's gradient dy @ weight.
+    """As _add_weight_gradient; returns dy @ weight.
 
-    One operation, because torch.compile would generate a slow kernel for the concatenation.
-
-    Args:
-        dys: dy (..., out), whole or split along its last dimension.
-    """
+    One operation, because torch.compile would generate a slow kernel for the concatenation."""
     dy = side_by_side(dys)
     _add_weight_gradient(acc, dy, x)
     return dy @ weight
@@ -61,32 +51,15 @@ for _name, _function, _fake in (
     torch.library.register_fake(f"gpuaccel::{_name}", _fake, lib=_library)
 
 
-# ---- their additions, which an eager backward calls ----------------------------------------------
-
-
-def add_product(target: GradientSlice, uses: list[GradientUse], dy: Tensor, x: Tensor):
-    """Add dy^T @ x into a slice, for the weights whose gradient is added.
-
-    Args:
-        target: (out, in).
-        uses: of its weights.
-        dy: (..., out).
-        x: (..., in).
-    """
+def _add(target: GradientSlice, uses: list[GradientUse], dy: Tensor, x: Tensor):
+    """Add dy^T @ x into a slice, for the weights whose gradient is added."""
     for acc, columns, overwrite in target.begin(uses):
         accumulate_product(acc, dy if columns is None else dy[..., columns], x, overwrite)
     target.end(uses)
 
 
 def accumulate_product(acc: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False):
-    """acc += dy^T @ x, summed in fp32: the gradient of the weight of y = x @ weight^T.
-
-    Args:
-        acc: (out, in) fp32.
-        dy: (..., out).
-        x: (..., in), of dy's dtype.
-        overwrite: acc = dy^T @ x. Nothing reads acc: a NaN in it is gone.
-    """
+    """acc += dy^T @ x, summed in fp32. overwrite: nothing reads acc, and a NaN in it is gone."""
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     beta = 0 if overwrite else 1
     if dy.dtype == torch.float32:
@@ -97,42 +70,29 @@ def accumulate_product(acc: Tensor, dy: Tensor, x: Tensor, overwrite: bool = Fal
         acc.addmm_(dy.t().float(), x.float(), beta=beta)
 
 
-# ---- for the backward of autograd functions ------------------------------------------------------
-
-
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T @ x, of operations that can be differentiated and vmapped.
-
-    Args:
-        dy: (..., out).
-        x: (..., in).
-    """
-    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-
-
 def side_by_side(dys: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """dy, of its parts.
-
-    Args:
-        dys: (..., some of its columns) each.
-    """
+    """dy, of parts that have some of its columns each."""
     return torch.cat(dys, -1) if len(dys) > 1 else dys[0]
 
 
-def add_or_return(ctx, i: int, acc: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Add dy^T @ x into `acc`, or return it, as the running backward wants it.
+def add_or_return(
+    acc: Tensor, edges: Iterable[tuple], dy: Tensor, x: Tensor, widths: list[int]
+) -> list[Tensor | None]:
+    """Add dy^T @ x into `acc`, or return it, as the running backward wants it of each weight.
 
     Args:
-        ctx: of the autograd function.
-        i: the weight's index among its inputs, from the side where only tensors stand.
-        acc: the tensor of the weight's slice.
-        dy, x: as for add_product().
+        acc: the tensor of the weights' slice.
+        edges: to the weights, as for gradient_uses().
+        widths: number of outputs of each weight.
     """
-    if torch.compiler.is_compiling():
-        if ctx.needs_input_grad[i]:
-            torch.ops.gpuaccel.add_weight_gradient_(acc, dy, x)
-        return None
     target = slice_of(acc)
-    uses = target.uses([ctx.next_functions[i]])
-    add_product(target, uses, dy, x)
-    return weight_gradient(dy, x) if uses[0] is RETURNED else None
+    uses = target.uses(edges)
+    _add(target, uses, dy, x)
+    if RETURNED not in uses:
+        return [None] * len(uses)
+    # Of operations that can be differentiated and vmapped.
+    rows = x.reshape(-1, x.shape[-1])
+    return [
+        part.reshape(-1, part.shape[-1]).t() @ rows if use is RETURNED else None
+        for use, part in zip(uses, dy.split(widths, -1))
+    ]

@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         config: sizes, of family "llama" or "poly".
 
     Source:
-        Llama (Touvron et al., 2023); for family poly kernels_cu/richards_glu.cu and
+        Llama (Touvron et al., 2023); for family poly kernels_cu/richards.cu and
         poly_attention.cu.
 
     Example:

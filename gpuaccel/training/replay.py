@@ -17,7 +17,6 @@ from ..errors import CaptureError, check_choice
 from ..graphs import (
     ForwardState,
     GraphedStep,
-    NewShapes,
     Policy,
     check_options,
     frozen_number,
@@ -41,16 +40,14 @@ class Replay:
 
     Attributes:
         policy: "auto" (a step that cannot be captured runs eagerly, with a warning) or "require".
-        new_shapes: "capture" or "refuse" a second kind of batch.
         max_graphs: graphs held at once.
     """
 
     policy: Policy = "auto"
-    new_shapes: NewShapes = "capture"
     max_graphs: int = 8
 
     def __post_init__(self):
-        check_options(self.policy, self.new_shapes, self.max_graphs)
+        check_options(self.policy, self.max_graphs)
 
 
 def replay_options(replay: ReplayMode | Replay) -> Replay | None:

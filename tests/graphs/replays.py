@@ -121,7 +121,6 @@ def make(
     opt=None,
     schedule=8,
     policy="require",
-    new_shapes="capture",
     max_graphs=8,
     **options,
 ):
@@ -130,7 +129,7 @@ def make(
     model = net().to(device, dtype)
     opt = AdamW(Arena(model), **{"lr": LR, "weight_decay": 0.1, "max_norm": LIMIT, **(opt or {})})
     if replay == "graph":
-        replay = Replay(policy, new_shapes, max_graphs)
+        replay = Replay(policy, max_graphs)
     step = TrainStep(
         model,
         opt,
@@ -355,7 +354,7 @@ def takes_a_value(model, micro):
     return total, tokens + 0 * int(total.isnan().any().item())
 
 
-def theirs(kind, **changes):
+def theirs(kind):
     """A model of transformers, from its config; GPT-2 with dropout in all its places."""
 
     def build():
@@ -364,38 +363,17 @@ def theirs(kind, **changes):
         transformers = pytest.importorskip(
             "transformers", reason="transformers, of the extra `test`, is not installed"
         )
-        if kind in ("llama", "mixtral"):
-            name = kind.capitalize()
-            config = getattr(transformers, f"{name}Config")
-            return getattr(transformers, f"{name}ForCausalLM")(
-                config(
-                    vocab_size=V,
-                    hidden_size=HIDDEN,
-                    intermediate_size=48,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    num_key_value_heads=2,
-                    max_position_embeddings=32,
-                    bos_token_id=0,
-                    eos_token_id=1,
-                    **changes,
-                )
-            ).train()
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=V,
-                n_positions=32,
-                n_embd=HIDDEN,
-                n_layer=2,
-                n_head=4,
-                resid_pdrop=0.1,
-                embd_pdrop=0.1,
-                attn_pdrop=0.1,
-                bos_token_id=0,
-                eos_token_id=1,
-                **changes,
-            )
-        ).train()
+        if kind == "gpt2":
+            name, head = "GPT2", "LMHeadModel"
+            sizes = dict(n_positions=32, n_embd=HIDDEN, n_layer=2, n_head=4)
+            sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+        else:
+            name, head = kind.capitalize(), "ForCausalLM"
+            sizes = dict(hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2)
+            sizes |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+        config = getattr(transformers, f"{name}Config")
+        config = config(vocab_size=V, bos_token_id=0, eos_token_id=1, **sizes)
+        return getattr(transformers, f"{name}{head}")(config).train()
 
     return build
 

@@ -218,17 +218,20 @@ def test_what_makes_another_kind_of_step_is_captured_anew(device, counts):
         mode = "one"
         same(step(x), want * 2)
         assert counts.captures == 7
+        # 1 == 1.0 == True for Python, but not for torch.
+        for times in (1, 1.0, True):
+            same(step(x, times), want)
+        assert counts.captures == 10
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_numbers_of_two_types_are_two_kinds(device):
-    """2 == 2.0 == True + 1 for Python, but not for torch."""
-    x = torch.arange(4, device=device)
+def test_the_place_of_an_argument_that_is_no_tensor_belongs_to_the_key(device):
+    ten = torch.full((2,), 10.0, device=device)
     with ga.GraphedStep(
-        lambda x, by: x * by, torch.zeros(1, device=device), policy="require"
+        lambda a, b: b + 1 if a is None else a - 1, torch.zeros(1, device=device), policy="require"
     ) as step:
-        for by in (1, 1.0, True, 1):
-            same(step(x, by), x * by, f"times {by!r}")
+        results = [step(ten, None), step(None, ten), step(ten, None)]
+        assert [r.tolist() for r in results] == [[9.0] * 2, [11.0] * 2, [9.0] * 2]
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -255,26 +258,6 @@ def test_a_closed_step_says_so_and_closing_twice_is_fine(device):
         pass
     with pytest.raises(CaptureError, match="the step was closed"):
         unused(x)
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_reset_captures_anew_and_changes_nothing_else(device, counts):
-    def build():
-        model = small(device, dropout=0.3)
-        opt = AdamW(model.parameters(), lr=LR)
-        return model, opt, plain_step(model, opt)
-
-    def drive(step, model, opt):
-        losses = []
-        for k, (x, y) in enumerate(pairs(device, 6)):
-            if k == 3 and isinstance(step, ga.GraphedStep):
-                step.reset()
-                assert len(step) == 0
-            losses.append(step(x, y))
-        return losses
-
-    follow_eager(device, build, drive)
-    assert counts.captures == 2
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -510,34 +493,32 @@ def test_a_learning_rate_that_is_a_number_is_an_error_that_says_so(device):
             same(a, b)
 
 
+def another_rate(opt, device):
+    opt.param_groups[0]["lr"] = torch.tensor(0.5, device=device)
+
+
+def a_number(opt, device):
+    opt.param_groups[0]["lr"] = 0.5
+
+
+def loaded_state(opt, device):
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+@pytest.mark.parametrize("change", [another_rate, a_number, loaded_state])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize("to", [0.5, "tensor"])
-def test_a_learning_rate_put_in_anothers_place_is_noticed(device, to):
-    """The graph knows the old tensor by its address: a new one, or a number, would never be
-    read."""
+def test_what_replaces_a_tensor_of_torchs_optimizer_is_noticed(device, change):
+    """The graph knows the old one by its address: a new one, or a number, would never be read."""
     model = small(device)
     opt, (x, y) = torchs(model, device), pairs(device, 1)[0]
     with ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require") as step:
         step(x, y)
-        opt.param_groups[0]["lr"] = torch.tensor(0.5, device=device) if to == "tensor" else to
-        with pytest.raises(CaptureError, match="learning rate|lr"):
+        change(opt, device)
+        with pytest.raises(CaptureError, match="optimizer's group 0|learning rate"):
             step(x, y)
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_state_that_torchs_optimizer_loads_elsewhere_is_noticed(device):
-    model = small(device)
-    opt, (x, y) = torchs(model, device), pairs(device, 1)[0]
-    with ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require") as step:
-        step(x, y)
-        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        with pytest.raises(
-            CaptureError,
-            match="of (parameter 0 of )?the optimizer's group 0 has another address.*reset",
-        ):
-            step(x, y)
-        step.reset()
-        assert step(x, y).isfinite()
+        if change is not a_number:
+            step.reset()
+            assert step(x, y).isfinite()
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -611,41 +592,6 @@ def test_gradients_that_a_step_leaves_are_those_of_its_own_kind_of_batch(device)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_number_passed_by_value_stays_as_it_was_at_the_capture(device):
-    """p.add_(grad, alpha=-lr): the schedule goes on, and the graph keeps the first rate. The same
-    rate as a tensor is read each time."""
-    x, y = pairs(device, 1)[0]
-
-    def run(rates, graphed, on_device=False):
-        model = small(device)
-        now = torch.zeros((), device=device)
-
-        def fn(x, y):
-            loss = F.mse_loss(model(x), y)
-            grads = torch.autograd.grad(loss, list(model.parameters()))
-            with torch.no_grad():
-                for p, grad in zip(model.parameters(), grads):
-                    p.sub_(grad * now) if on_device else p.add_(grad, alpha=-rate)
-            return loss
-
-        with (
-            ga.GraphedStep(fn, model, policy="require")
-            if graphed
-            else contextlib.nullcontext(fn) as step
-        ):
-            for rate in rates:
-                now.fill_(rate)
-                step(x, y)
-        return model[0].weight.detach().clone()
-
-    schedule, constant = [0.5, 0.1, 0.02], [0.5] * 3
-    assert torch.equal(run(schedule, True), run(constant, False)) and not torch.equal(
-        run(schedule, True), run(schedule, False)
-    )
-    assert torch.equal(run(schedule, True, on_device=True), run(schedule, False, on_device=True))
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_what_is_given_as_warm_up_runs_instead_of_fn(device):
     calls, value = [], torch.zeros((), device=device)
 
@@ -669,7 +615,6 @@ def test_what_is_given_as_warm_up_runs_instead_of_fn(device):
     "options, message",
     [
         ({"policy": "maybe"}, "policy is 'maybe'; expected one of auto, require"),
-        ({"new_shapes": "ignore"}, "new_shapes is 'ignore'"),
         ({"max_graphs": 0}, "max_graphs is 0; expected a whole number of 1 or more"),
         ({"max_graphs": 1.5}, "max_graphs is 1.5"),
         ({"state": ["model"]}, "state holds a str; expected modules, optimizers and tensors"),
@@ -786,52 +731,21 @@ def test_an_autocast_around_the_step_does_not_freeze_the_weights(device):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize(
-    "setting, value", [("max_norm", 1e-3), ("on_nonfinite", "skip"), ("scope", "tensor")]
-)
-def test_a_setting_of_the_optimizer_changed_by_hand_takes_effect_in_a_graphed_step(
-    device, setting, value
-):
-    before = {"max_norm": None, "on_nonfinite": "propagate", "scope": "global"}[setting]
-
+def test_what_an_optimizer_does_about_nan_changed_by_hand_takes_effect(device):
     def build():
         model = small(device)
-        max_norm = None if setting == "max_norm" else LIMIT
-        opt = AdamW(model.parameters(), lr=LR, max_norm=max_norm)
+        opt = AdamW(model.parameters(), lr=LR, max_norm=LIMIT)
         return model, opt, plain_step(model, opt)
 
     def drive(step, model, opt):
         norms = []
         for k, (x, y) in enumerate(pairs(device, 6)):
-            setattr(opt, setting, value if k in (2, 3) else before)
-            step(x * math.nan if k == 3 and setting == "on_nonfinite" else x, y)
-            norms.append(None if opt.clip_state is None else opt.clip_state.norm.clone())
+            opt.on_nonfinite = "skip" if k in (2, 3) else "propagate"
+            step(x * math.nan if k == 3 else x, y)
+            norms.append(opt.clip_state.norm.clone())
         return norms
 
-    norms = follow_eager(device, build, drive)
-    assert norms[2] is not None
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_an_input_that_comes_to_require_a_gradient_is_refused_and_the_graph_stays_as_it_was(device):
-    weight, x = torch.ones(2, device=device), torch.ones(2, device=device)
-    with ga.GraphedStep(lambda x: x * weight, weight, policy="require") as step:
-        step(x)
-        with pytest.raises(ArgumentError, match="requires a gradient"):
-            step(x.clone().requires_grad_())
-        assert not step(x).requires_grad
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_the_place_of_an_argument_that_is_no_tensor_belongs_to_the_key(device):
-    def fn(a, b):
-        return b + 1 if a is None else a - 1
-
-    ten = torch.full((2,), 10.0, device=device)
-    with ga.GraphedStep(fn, torch.zeros(1, device=device), policy="require") as step:
-        results = [step(ten, None).clone(), step(None, ten).clone(), step(ten, None).clone()]
-        assert [r.tolist() for r in results] == [[9.0, 9.0], [11.0, 11.0], [9.0, 9.0]]
-        assert len(step) == 2
+    follow_eager(device, build, drive)
 
 
 @pytest.mark.parametrize("max_graphs", [1, 2])

@@ -2,8 +2,6 @@
 were, and none of Python's work."""
 
 import gc
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -156,26 +154,6 @@ def test_every_kind_of_result_is_written_anew():
         follows(fn, torch.randn(5, 5))
 
 
-def test_operations_on_many_tensors_at_once_are_repeated():
-    weights, grads = [torch.zeros(n) for n in (1, 3, 5)], [torch.ones(n) for n in (1, 3, 5)]
-
-    def fn():
-        torch._foreach_mul_(weights, 0.5)
-        torch._foreach_add_(weights, torch._foreach_mul(grads, 2.0))
-        torch._foreach_copy_(grads, weights)
-        return torch._foreach_norm(weights)
-
-    tape, norms = taped(fn)
-    want, g = 0.0, 1.0
-    for k in range(4):
-        if k:
-            tape.replay()
-        want = want * 0.5 + 2 * g
-        g = want
-        assert all(w.eq(want).all() for w in weights) and all(x.eq(want).all() for x in grads), k
-        assert [n.item() for n in norms] == pytest.approx([want * n**0.5 for n in (1, 3, 5)])
-
-
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("training", [True, False], ids=["forward and backward", "no gradients"])
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -298,32 +276,6 @@ def test_the_random_state_that_a_function_sets_is_set_in_every_replay(fn):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_another_threads_random_state_is_not_recorded():
-    def fn():
-        thread = threading.Thread(target=torch.manual_seed, args=(5,))
-        thread.start()
-        thread.join()
-        return torch.rand(3)
-
-    tape, _ = taped(fn)
-    assert [step.name for step in tape.steps] == ["rand"]
-
-
-def test_a_state_that_an_operation_sets_is_part_of_the_operation():
-    @torch.library.custom_op("gpuaccel_test::forked", mutates_args=())
-    def forked(x: torch.Tensor) -> torch.Tensor:
-        with torch.random.fork_rng():
-            return x * torch.rand(50)
-
-    torch.manual_seed(1)
-    tape, y = taped(lambda: forked(torch.ones(50)) + torch.rand(50))
-    assert [step.name for step in tape.steps] == ["ones", "forked", "rand", "add"]
-    tape.replay()
-    torch.manual_seed(1)
-    torch.rand(50)
-    assert torch.equal(y, 2 * torch.rand(50))
-
-
 # ---- our kernels ----
 
 
@@ -371,33 +323,6 @@ def test_an_operation_made_of_launches_is_one_step():
     tape, _ = taped(fn)
     tape.replay(), tape.replay()
     assert total.eq(9).all() and len(tape.steps) == 2
-
-
-def test_two_threads_record_at_once():
-    """Each tape holds the launches of its thread, whichever recording ends first."""
-    barrier = threading.Barrier(2, timeout=60)
-    totals, fresh = [torch.zeros(4096) for _ in range(2)], torch.ones(4096)
-    tapes = [Tape(), Tape()]
-
-    def record(k):
-        def fn():
-            barrier.wait()
-            for _ in range(10):
-                ga.ops.accumulate_(totals[k], fresh)
-                totals[k].mul_(2)
-            barrier.wait()
-
-        tapes[k].record(fn)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(record, range(2)))
-    assert [len(tape.steps) for tape in tapes] == [20, 20] and not kernel.recorders
-    for tape, total in zip(tapes, totals):
-        want = total.clone()
-        for _ in range(10):
-            want = (want + 1) * 2
-        tape.replay()
-        assert torch.equal(total, want)
 
 
 # ---- the graph ----

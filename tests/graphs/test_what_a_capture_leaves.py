@@ -134,19 +134,6 @@ def test_a_step_of_another_models_optimizer_is_refused_before_it_is_taken():
     assert all(map(torch.equal, eager, graph))
 
 
-def test_capture_changes_no_weight_and_keeps_gradients():
-    model = MomentumEncoder()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-    step = ga.TrainStep(model, loss_fn=lambda model, x: model(x), replay="graph")
-    step.capture(torch.rand(8, 8))
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    model(torch.rand(8, 8)).backward()
-    grad = model.query.weight.grad.clone()
-    with pytest.raises(CaptureError, match="gradients stand"):
-        step.capture(torch.rand(3, 8))
-    assert torch.equal(model.query.weight.grad, grad)
-
-
 def test_a_capture_that_fails_leaves_the_graphs_that_there_are():
     """The mask grows with the longest batch."""
     model = nn.Linear(8, 8)
@@ -316,15 +303,6 @@ def test_an_error_in_a_warm_up_is_not_hidden_by_one_of_the_restore():
     assert not opt.state[model.weight]
 
 
-def test_a_learning_rate_of_none_is_no_number_to_freeze():
-    model = nn.Linear(8, 8)
-    opt = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
-    opt.param_groups[0]["lr"] = None
-    step = ga.GraphedStep(lambda x: model(x).sum(), [model, opt])
-    step.capture(torch.rand(4, 8))
-    assert step.replay == "graph"
-
-
 # ---- what makes a graph's key, and errors in words -----------------------------------------------
 
 
@@ -375,13 +353,6 @@ def test_a_method_is_the_same_loss_each_time_it_is_set():
         step(torch.rand(4, 8))
         step.loss_fn = trainer.loss
     assert len(step.graphs) == 1
-
-
-def test_a_closed_step_captures_nothing():
-    step = ga.TrainStep(nn.Linear(8, 8), loss_fn=lambda m, x: m(x).sum(), replay="graph")
-    step.close()
-    with pytest.raises(CaptureError, match="the step was closed"):
-        step.capture(torch.rand(4, 8))
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])

@@ -5,14 +5,10 @@ import torch
 from gpuaccel.nn.richards_glu import NAMES, POSITIVE
 
 
-def exact(x, p, variant, birch):
+def exact(x, p):
     """The formula, as it stands in the module's first lines. p: the nine values."""
     nu, k, m, beta, T, a, c, s, b = p
-    V = 2.0 if variant == "tanh" else 1.0
-    sigma = (1 + beta * torch.exp(-(k * nu if birch else k) * (V * (s * x / T + b) - m))) ** (
-        -1 / nu
-    )
-    return a * (2 * sigma - 1 if variant == "tanh" else sigma) + c
+    return a * (1 + beta * torch.exp(-k * nu * (s * x / T + b - m))) ** (-1 / nu) + c
 
 
 def values_of(curve, theta):

@@ -31,13 +31,9 @@ os.environ.setdefault(
 )  # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
+from gpuaccel.compiler import C_TYPES  # noqa: E402
 from gpuaccel.compiler.kernel import Kernel  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.learn.ladders import (  # noqa: E402
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
-)
 from gpuaccel.nn import (
     embedding,  # noqa: E402
     fused_forward,
@@ -163,17 +159,6 @@ def test_sums_are_those_of_float64_and_have_the_references_bits(device, C, types
                 f"{what}: a token that is not there",
             )
             same(got[1].cpu()[T:], old[1][T:], f"{what}: behind the last position")
-
-
-@pytest.mark.parametrize("into", ["dwte", "dwpe"])
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_either_sum_may_be_left_out(device, into):
-    old, dout, tokens = sums_of(6), normal(B, T, 6), tokens_of("zipf")
-    one = [t if name == into else None for name, t in zip(("dwte", "dwpe"), old)]
-    same_both(
-        added(device, one, dout, tokens),
-        [t if o is not None else None for t, o in zip(by_reference(old, dout, tokens), one)],
-    )
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0,), (4, 0), (0, 4), (2, 3, 4)])
@@ -331,18 +316,6 @@ def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_positions_are_summed_over_the_batch_in_its_order(device):
-    dout, dwpe = normal(40, 9, 6), torch.full((12, 6), 0.1)
-    want = dout[0]
-    for more in dout[1:]:
-        want = want + more
-    same(
-        added(device, (None, dwpe), dout, tokens_of("zipf", (40, 9)))[1].cpu(),
-        torch.cat([0.1 + want, dwpe[9:]]),
-    )
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
@@ -376,57 +349,11 @@ def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
 # ---- the ladder ----------------------------------------------------------------------------------
 
 
-def in_llmcs_order(dwte, dout, tokens):
-    """One token after the other: warp w has its rows w, w + 8, ...; then the warps' sums in order,
-    then what stood there."""
-    for v in tokens.unique().tolist():
-        rows = dout[tokens == v].float()
-        warps = [torch.zeros(rows.shape[1]) for _ in range(min(8, len(rows)))]
-        for i, row in enumerate(rows):
-            warps[i % 8] = warps[i % 8] + row
-        for more in warps[1:]:
-            warps[0] = warps[0] + more
-        dwte[v] = (warps[0] + dwte[v].float()).to(dwte.dtype)
-
-
-@pytest.mark.parametrize(
-    "C, dtype, sum_dtype", [(768, BF16, BF16), (1600, BF16, F32), (1600, F32, F32)]
-)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_buckets_give_llmcs_sums_exactly_in_any_order_of_the_buckets(device, C, dtype, sum_dtype):
-    for kind in ("borders", "zipf"):
-        tokens, dout, want = tokens_of(kind), normal(B, T, C, dtype=dtype), sums_of(C, sum_dtype)[0]
-        dwte, (buckets, items) = (
-            want.to(device, copy=True),
-            reference_buckets(tokens, C, 16 // dout.element_size()),
-        )
-        in_llmcs_order(want, dout, tokens)
-        again = dwte.clone()
-        launch_buckets(dwte, dout.to(device), buckets.to(device), items.to(device))
-        same(dwte.cpu(), want, kind)
-        launch_buckets(
-            again,
-            dout.to(device),
-            buckets[torch.randperm(len(buckets), generator=generator(0))].to(device),
-            items.to(device),
-        )
-        same(again, dwte, f"{kind}, buckets in another order")
-
-
-def test_buckets_cover_each_row_once_per_group_of_channels_and_the_fullest_come_first():
-    """C = 1600 in bf16 has 6.25 groups: llm.c's buffers held 6, its buckets were 7."""
-    tokens = tokens_of("zipf")
-    buckets, items = reference_buckets(tokens, 1600, 8)
-    assert buckets.dtype == items.dtype == torch.int32 and len(buckets) == 7 * len(tokens.unique())
-    assert (
-        sorted(items.tolist()) == list(range(tokens.numel())) and (buckets[:, 1].diff() <= 0).all()
-    )
-    for start, count, token, _ in buckets[::7].tolist():
-        assert (
-            items[start : start + count].tolist()
-            == (tokens.flatten() == token).nonzero()[:, 0].tolist()
-        )
-    assert buckets[:, 3].view(-1, 7).tolist() == [list(range(7))] * len(tokens.unique())
+def launch_atomic(dwte, dwpe, dout, tokens):
+    macros = dict(TOKEN_T=C_TYPES[tokens.dtype], GRAD_T=C_TYPES[dout.dtype])
+    kernel = encoder.encoder_kernel("encoder_backward_v1", **macros)
+    blocks, T, C = -(-dout.numel() // 256), tokens.shape[-1], dout.shape[-1]
+    kernel[blocks, 256](dwte, dwpe, dout, tokens, tokens.numel(), T, C, len(dwte))
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -699,21 +626,6 @@ def test_a_module_made_on_the_meta_device_works_where_its_weights_come_to_lie():
         assert model[0].invalid_tokens() is None
 
 
-@pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
-def test_gradcheck_in_float64(device):
-    tokens, plain = (
-        torch.tensor([[0, 2, 2], [1, 0, 2]]),
-        ga.nn.Encoder(3, 2, 4, dtype=torch.float64),
-    )
-
-    def run(wte, wpe):
-        return torch.func.functional_call(plain, {"wte.weight": wte, "wpe.weight": wpe}, (tokens,))
-
-    assert torch.autograd.gradcheck(
-        run, [p.detach().clone().requires_grad_() for p in plain.parameters()]
-    )
-
-
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_opcheck_of_the_operations(device):
     tokens, wte, wpe = (
@@ -813,9 +725,6 @@ def test_shapes_and_dtypes_are_known_without_values():
     meta = ga.nn.Encoder(9, 4, 5, device="meta", dtype=BF16)
     out = meta(torch.zeros(2, 3, dtype=torch.int64, device="meta"))
     assert out.is_meta and out.shape == (2, 3, 4) and out.dtype == BF16
-    assert meta.wte.invalid_tokens() is None
-    here = meta.to_empty(device="cpu")
-    assert here(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 4)
     with FakeTensorMode():
         module = ga.nn.Encoder(9, 4, 5)
         out = module(torch.zeros(2, 3, dtype=torch.int32))
@@ -860,31 +769,17 @@ def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options)
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_a_batch_of_gradients_is_that_of_each(device, options):
-    tokens = torch.tensor([[3, 1, 1, 4], [1, 0, 4, 3]], device=device)
-    encoder = ga.nn.Encoder(6, 5, 7, device=device)
-    embedding = ga.Embedding(6, 5, device=device, **options)
-    for module in (embedding, encoder):
-        y, weights = module(tokens), tuple(module.parameters())
-        douts = torch.randint(-2, 3, (3, *y.shape), generator=generator(1)).to(y)
-        ask = dict(inputs=weights, retain_graph=True)
-        batch = torch.autograd.grad(y, grad_outputs=douts, is_grads_batched=True, **ask)
-        for i, dout in enumerate(douts):
-            for got, want in zip(batch, torch.autograd.grad(y, grad_outputs=dout, **ask)):
-                torch.testing.assert_close(got[i], want)
-
-
-def test_finite_differences_of_the_gradient_agree():
+@pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
+def test_finite_differences_agree_with_first_and_second_derivatives(device):
     for module in (ga.Embedding(4, 3, padding_idx=2), ga.nn.Encoder(4, 3, 5)):
         module = module.double()
         names, params = zip(*module.named_parameters())
         tokens = torch.tensor([[0, 2, 1], [1, 1, 3]])
-        assert torch.autograd.gradgradcheck(
-            lambda *p: torch.func.functional_call(module, dict(zip(names, p)), (tokens,)).pow(2),
-            params,
-        )
+        for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert check(
+                lambda *p: torch.func.functional_call(module, dict(zip(names, p)), (tokens,)) ** 2,
+                params,
+            )
 
 
 def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
@@ -1084,21 +979,6 @@ def test_two_embeddings_of_one_weight_have_one_sum(device):
         assert arena.parameters()[0].grad[:, 0].tolist() == [0, 12, 0, 8, 0]
 
 
-@pytest.mark.parametrize("how", [{"padding_idx": 4}, {"scale_grad_by_freq": True}], ids=str)
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_padding_and_counting_also_go_into_the_arena(device, how):
-    plain, mine = twins(device, **how)
-    tokens = drawn("zipf", 60, 13).view(3, 20).to(device)
-    for _ in range(2):
-        plain(tokens).square().sum().backward()
-    with products_add(arena := Arena(mine)):
-        for _ in range(2):
-            mine(tokens).square().sum().backward()
-        torch.testing.assert_close(
-            arena.named_parameters()["weight"].grad, plain.weight.grad, rtol=1e-5, atol=1e-6
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 def test_a_compiled_encoder_adds_into_the_arena(device):
@@ -1126,46 +1006,16 @@ def test_a_compiled_encoder_adds_into_the_arena(device):
 # ---- other people's models -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_models_of_transformers_train_with_deterministic_embeddings(device, kind):
+def test_a_model_of_transformers_trains_with_deterministic_embeddings(device):
     transformers = pytest.importorskip(
         "transformers", reason="transformers, of the extra `test`, is not installed"
     )
     torch.manual_seed(0)
-    if kind == "gpt2":
-        plain, names = (
-            transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    vocab_size=29,
-                    n_positions=16,
-                    n_embd=16,
-                    n_layer=1,
-                    n_head=2,
-                    resid_pdrop=0,
-                    embd_pdrop=0,
-                    attn_pdrop=0,
-                )
-            ),
-            ["transformer.wte", "transformer.wpe"],
-        )
-    else:
-        plain, names = (
-            transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(
-                    vocab_size=29,
-                    hidden_size=16,
-                    intermediate_size=24,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    num_key_value_heads=1,
-                    max_position_embeddings=16,
-                    pad_token_id=3,
-                )
-            ),
-            ["model.embed_tokens"],
-        )
-    plain = plain.to(device)
+    sizes = dict(vocab_size=29, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    plain = transformers.GPT2LMHeadModel(config).to(device)
+    names = ["transformer.wte", "transformer.wpe"]
     mine, ((x, _),) = copy.deepcopy(plain), micros(1, device)
     weights = {name: p for name, p in mine.named_parameters()}
     assert ga.deterministic_embeddings(mine) == names and ga.deterministic_embeddings(mine) == [], (
@@ -1180,7 +1030,7 @@ def test_models_of_transformers_train_with_deterministic_embeddings(device, kind
     assert_close(
         {name: p.grad for name, p in mine.named_parameters()},
         {name: p.grad for name, p in plain.named_parameters()},
-        kind,
+        "gradient",
         1e-5,
     )
 
@@ -1251,30 +1101,15 @@ REFUSED = {
         {"tokens": torch.zeros(2, 3)},
         r"tokens are torch\.float32; expected a torch\.int64 or torch\.int32",
     ),
-    "tokens int16": ({"tokens": torch.zeros(2, 3, dtype=torch.int16)}, r"tokens are torch\.int16"),
-    "dout int": (
-        {"dout": torch.zeros(2, 3, 4, dtype=torch.int64)},
-        r"dout is torch\.int64; expected",
-    ),
-    "dout complex": (
-        {"dout": torch.zeros(2, 3, 4, dtype=torch.complex64)},
-        r"dout is torch\.complex64",
-    ),
     "dwte elsewhere": (
         {"dwte": torch.ones(5, 4, device="meta")},
         "dwte is on meta, tokens on cpu; expected one device",
-    ),
-    "dout elsewhere": (
-        {"dout": torch.ones(2, 3, 4, device="meta")},
-        "dout is on meta, tokens on cpu",
     ),
     "dout shape": (
         {"dout": torch.zeros(3, 2, 4)},
         r"dout has shape \(3, 2, 4\); expected \(2, 3, 'C'\)",
     ),
-    "dout flat": ({"dout": torch.zeros(6, 4)}, r"dout has shape \(6, 4\); expected \(2, 3, 'C'\)"),
     "dwte width": ({"dwte": torch.ones(5, 3)}, r"dwte has shape \(5, 3\); expected \(V, 4\)"),
-    "dwte 3-d": ({"dwte": torch.ones(1, 5, 4)}, r"dwte has shape \(1, 5, 4\)"),
     "T longer than wpe": (
         {"dwpe": torch.ones(2, 4)},
         r"dwpe has shape \(2, 4\); expected \(at least 3, 4\)",
@@ -1282,10 +1117,6 @@ REFUSED = {
     "dwte strides": (
         {"dwte": torch.ones(4, 5).t()},
         r"dwte has shape \(5, 4\) with strides \(1, 5\); expected a contiguous tensor",
-    ),
-    "dwpe strides": (
-        {"dwpe": torch.ones(6, 8)[:, ::2]},
-        r"dwpe has shape \(6, 4\) with strides \(8, 2\)",
     ),
     "token too large": (
         {"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])},
@@ -1409,14 +1240,12 @@ def test_the_device_path_masks_counts_and_names_tokens_out_of_range(device, dtyp
         return tokens[seen["position"]].item() == seen["token"] and not 0 <= seen["token"] < 9
 
     assert seen["count"] == before + 3 and named(seen, tokens)
-    # Of a later batch they are counted, and the one of the first batch stays named, until a reset.
-    for count, of in ((before + 6, tokens), (3, tokens.flip(0))):
-        torch.ops.gpuaccel.encoder_forward(
-            tokens.flip(0).to(device), module.wte.weight, None, module.wte.invalid, -1, False
-        )
-        seen = module.wte.invalid_tokens(reset=True)
-        assert seen["count"] == count and named(seen, of), seen
-    assert module.wte.invalid_tokens() is None
+    # Of a later batch they are counted, and the one of the first batch stays named.
+    torch.ops.gpuaccel.encoder_forward(
+        tokens.flip(0).to(device), module.wte.weight, None, module.wte.invalid, -1, False
+    )
+    seen = module.wte.invalid_tokens()
+    assert seen["count"] == before + 6 and named(seen, tokens), seen
     fresh = ga.Embedding(9, 6, device=device)
     torch.ops.gpuaccel.encoder_forward(
         torch.tensor(2**31 - 1, dtype=dtype, device=device),

@@ -188,31 +188,6 @@ def test_a_backward_for_some_weights_adds_only_those(device, asked, joined):
                 )
 
 
-@pytest.mark.parametrize("asked", SOME, ids=lambda asked: "+".join(asked) or "input")
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
-def test_autograd_grad_for_some_weights_returns_those_and_adds_nothing(device, asked, joined):
-    model, plain, x = heads(device), heads(device), inputs(device).requires_grad_()
-    with products_add(arena := Arena(model)):
-        results = []
-        for module, outputs in ((model, model(x)), (plain, separately(plain, x))):
-            leaves = [module.get_parameter(f"{name}.weight") for name in asked] or [x]
-            results.append(torch.autograd.grad(objective(outputs), leaves))
-        assert len(joined) == 1 and not arena.grads.any()
-        for name, got, want in zip(asked or ("input",), *results, strict=True):
-            close(got, want, f"gradient of {name}")
-
-
-def test_a_backward_for_all_after_one_for_some_adds_to_it():
-    model, plain, x = heads(), heads(), inputs()
-    arena = Arena(model)
-    with products_add(arena):
-        objective(model(x)).backward(inputs=[model.w_k.weight])
-        objective(model(x)).backward()
-        objective(separately(plain, x)).backward()
-        sums_agree(arena, plain, only=("before.weight", "w_q.weight", "w_v.weight"))
-        sums_agree(arena, plain, times=2, only=("w_k.weight",))
-
-
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_a_weight_frozen_later_gets_no_gradient(device, joined):
     model, plain, x = heads(device), heads(device), inputs(device)
@@ -223,17 +198,6 @@ def test_a_weight_frozen_later_gets_no_gradient(device, joined):
         objective(separately(plain, x)).backward()
         assert len(joined) == 1 and not sums(arena)["w_k.weight"].any()
         sums_agree(arena, plain, only=("before.weight", "w_q.weight", "w_v.weight"))
-
-
-def test_the_same_graph_backward_twice_adds_twice():
-    model, plain, x = heads(), heads(), inputs()
-    arena = Arena(model)
-    with products_add(arena):
-        total = objective(model(x))
-        total.backward(retain_graph=True)
-        total.backward()
-        objective(separately(plain, x)).backward()
-        sums_agree(arena, plain, times=2)
 
 
 # ---- when each layer is called by itself ----
@@ -384,27 +348,6 @@ def test_close_takes_the_joint_product_away(joined):
     assert len(joined) == 1, "and it comes again"
 
 
-def test_a_deep_copy_has_plain_layers_with_weights_of_their_own(joined):
-    model, x = heads(), inputs()
-    arena = Arena(model)
-    with products_add(arena):
-        twin = copy.deepcopy(model)
-        for name in NAMES:
-            layer = getattr(twin, name)
-            assert type(layer) is nn.Linear and not fused_forward(layer)
-            assert (
-                torch.equal(layer.weight, getattr(model, name).weight)
-                and layer.weight.data_ptr() != getattr(model, name).weight.data_ptr()
-            )
-        objective(twin(x)).backward()
-        assert not joined and not arena.grads.any(), (
-            "the copy's gradient went into the original's sums"
-        )
-        assert all(p.grad is not None for p in twin.parameters())
-        model(x)
-        assert len(joined) == 1
-
-
 def test_every_block_of_the_transformer_has_one_product(joined):
     config = Config(
         vocab=11, hidden=64, intermediate=64, layers=3, heads=2, kv_heads=1, head_dim=64, T=8
@@ -495,10 +438,6 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
         torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
 
 
-def test_a_block_says_which_layers_belong_together():
-    assert Block.FUSED_LINEARS == (NAMES, ("gate", "up"))
-
-
 def test_a_layer_whose_forward_somebody_has_replaced_is_left_alone():
     """Also a copy of a fused layer; a copy that nobody has touched is fused as any other."""
     arena = Arena(nn.Sequential(nn.Linear(3, 2)))
@@ -580,16 +519,6 @@ def test_conv1d_has_the_values_and_gradients_of_transformers(
     assert not fused_forward(copy.deepcopy(model.c_fc))
 
 
-@pytest.mark.parametrize("shape", [(32,), (7, 32), (2, 3, 4, 32), (0, 32)])
-def test_conv1d_takes_any_number_of_leading_dimensions(conv1d, shape):
-    model, plain = mlps(conv1d)
-    arena = Arena(model)
-    with products_add(arena):
-        objective([model(inputs(shape=shape))]).backward()
-        objective([plain(inputs(shape=shape))]).backward()
-        sums_agree(arena, plain)
-
-
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_conv1d_under_autocast(conv1d, device):
     model, plain = mlps(conv1d, device)
@@ -601,20 +530,6 @@ def test_conv1d_under_autocast(conv1d, device):
             assert y.dtype == torch.bfloat16
             objective([y]).backward()
         sums_agree(arena, plain, bound=2 * BOUND[torch.bfloat16])
-
-
-def test_conv1d_with_a_hook_on_its_weight_is_left_to_autograd(conv1d):
-    model, plain = mlps(conv1d)
-    for module in (model, plain):
-        module.c_fc.weight.register_hook(lambda grad: 3 * grad)
-    arena = Arena(model)
-    with products_add(arena):
-        assert not fused_forward(model.c_fc) and fused_forward(model.c_proj)
-        # Registered later: the gradient is autograd's from now on.
-        for module in (model, plain):
-            module.c_proj.weight.register_hook(lambda grad: 5 * grad)
-            objective([module(inputs(shape=(3, 32)))]).backward()
-        sums_agree(arena, plain)
 
 
 def test_conv1d_returns_what_autograd_grad_asks_for_and_second_derivatives(conv1d):

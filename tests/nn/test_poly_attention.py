@@ -2,45 +2,36 @@
 down here once more, one query after the other."""
 
 import copy
-import functools
 import importlib
 import math
-import warnings
 
-import ptx
 import pytest
 import torch
+from helpers import EVERYWHERE, KERNELS
 from richards_formula import close, exact, values_of
-from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn import PolyAttention, reference_poly_attention
+from gpuaccel.nn import PolyAttention
 from gpuaccel.nn.poly_attention import (
     WIDTHS,
     attention_kernel,
-    chunks_of,
     launch_backward,
     launch_forward,
     plan,
-    poly_attention,
+    reference_poly_attention,
     shared_bytes,
 )
 
 module = importlib.import_module("gpuaccel.nn.poly_attention")
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-PLACES, KERNELS = ["cpu", "simt", CUDA], ["simt", CUDA]
-NAMES = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")
-V1, V2, V2_LATER, V3 = (
-    (1, 1),
-    (2, 2),
-    (2, 1),
-    (3, 2),
-)  # version of the kernels, stages of their loads
+NAMES = ("y", "dq_tilde", "dqkv", "dpe", "dcoefficients")
+# Version of the kernels, stages of their loads.
+V1, V2, V2_LATER, V3 = (1, 1), (2, 2), (2, 1), (3, 2)
 
 
-def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
+def by_query(q_tilde, qkv, pe, coefficients, degree, window):
     """The formula, one query at a time: what a query does not see is not there."""
+    q, k, v = qkv.unbind(2)
     a, b, scale = coefficients
     B, T, H, _ = q.shape
     y = []
@@ -59,20 +50,22 @@ def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
 
 
 def given(device, dtype, B, T, H, d, seed=0, more=1):
-    """q~, q, k, v (three of them columns of one product), PE with `more` rows than needed,
-    coefficients; and dy."""
+    """q~, qkv, PE with `more` rows than needed, coefficients; and dy."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
         return torch.randn(shape, generator=generator)
 
     qkv, noise = random(B, T, 3, H, d).to(dtype), random(B, T, H, d)
-    q, k, v = qkv.to(device).unbind(2)
     q_tilde = (qkv[:, :, 0].float() / math.sqrt(d) + 0.1 * noise).to(device, dtype)
     pe = (2.0 / math.sqrt(d) * random(T + more, d)).to(device, dtype)
-    return [q_tilde, q, k, v, pe, torch.tensor([1.1, 0.3, 0.2], device=device)], random(
-        B, T, H, d
-    ).to(device, dtype)
+    coefficients = torch.tensor([1.1, 0.3, 0.2], device=device)
+    dy = random(B, T, H, d).to(device, dtype)
+    return [q_tilde, qkv.to(device), pe, coefficients], dy
+
+
+def by_reference(q_tilde, qkv, *others):
+    return reference_poly_attention(q_tilde, *qkv.unbind(2), *others)
 
 
 def wanted(inputs, dy, degree, window, f=by_query):
@@ -149,17 +142,6 @@ ON_HOPPER = [
 ]
 
 
-def test_without_a_degree_and_a_window_the_degree_is_3_and_all_before_is_seen():
-    inputs, _ = given("cpu", torch.float32, 1, 6, 2, 4)
-    for function in (reference_poly_attention, poly_attention):
-        y = function(*inputs)
-        assert torch.equal(y, function(*inputs, degree=3, window=None))
-        for degree, window in ((1, None), (5, None), (3, 5)):
-            assert not torch.allclose(y, function(*inputs, degree=degree, window=window))
-    layer = PolyAttention(8, 2)
-    assert (layer.degree, layer.window) == (3, None)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("how, dtype, degree, d, shapes", ON_HOPPER, ids=str)
 def test_gpu_with_products_of_warpgroups_values_are_those_of_float64(how, dtype, degree, d, shapes):
@@ -195,33 +177,6 @@ def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(
         same(found, launched(inputs, dy, degree, window, how))
 
 
-@pytest.fixture
-def as_on_sm_89():
-    """Kernels run on the CPU as on a GPU with tensor cores for bf16."""
-    # Kernels that other tests have used are compiled already.
-    attention_kernel.cache_clear()
-    with ga.use_backend("simt"), ptx.on("sm_89"):
-        yield
-    attention_kernel.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "degree, how, d, shape",
-    [
-        (3, V2, 64, (1, 130, 1, None)),
-        (7, V2_LATER, 16, (1, 130, 1, 66)),
-        (1, V2, 128, (1, 65, 1, 5)),
-    ],
-    ids=str,
-)
-def test_the_paths_of_tensor_cores_run_on_the_cpu(as_on_sm_89, degree, how, d, shape):
-    inputs, dy = given("cpu", torch.bfloat16, *shape[:3], d)
-    found = launched(inputs, dy, degree, shape[3], how)
-    for name, mine, theirs in zip(NAMES, found, wanted(inputs, dy, degree, shape[3])):
-        close(mine, theirs, 1e-4 if name == "dcoefficients" else 1e-2, name)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "how, dtype, degree, d",
@@ -248,9 +203,7 @@ def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree
         dtype
     )  # else millions of terms cancel in dcoefficients, and only rounding is left to be compared
     found = launched(inputs, dy, degree, window, how)
-    for name, mine, theirs in zip(
-        NAMES, found, wanted(inputs, dy, degree, window, reference_poly_attention)
-    ):
+    for name, mine, theirs in zip(NAMES, found, wanted(inputs, dy, degree, window, by_reference)):
         close(mine, theirs, (1e-5 if dtype == torch.float32 else 1e-2), name)
     same(found, launched(inputs, dy, degree, window, how))
 
@@ -268,19 +221,16 @@ def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree
 def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_matter(
     device, how, dtype, d
 ):
-    (q_tilde, q, k, v, pe, coefficients), dy = given(device, dtype, 2, 70, 2, d)
-    y, *grads = launched((q_tilde, q, k, v, pe, coefficients), dy, 3, 6, how)
-    alone = launched((q_tilde[1:], q[1:], k[1:], v[1:], pe, coefficients), dy[1:], 3, 6, how)
-    for name, one, all in zip(NAMES[:5], alone, (y, *grads)):
+    (q_tilde, qkv, pe, coefficients), dy = given(device, dtype, 2, 70, 2, d)
+    y, *grads = launched((q_tilde, qkv, pe, coefficients), dy, 3, 6, how)
+    alone = launched((q_tilde[1:], qkv[1:], pe, coefficients), dy[1:], 3, 6, how)
+    for name, one, all in zip(NAMES[:3], alone, (y, *grads)):
         assert torch.equal(one, all[1:]), name
-    k, v, pe = k.clone(), v.clone(), pe.clone()
-    k[:, :20], v[:, 69:], pe[6:] = (
-        100.0,
-        -7.0,
-        50.0,
-    )  # before, after, farther than what queries 30 .. 60 see
+    # Before, after, farther than what queries 30 .. 60 see.
+    qkv, pe = qkv.clone(), pe.clone()
+    qkv[:, :20, 1], qkv[:, 69:, 2], pe[6:] = 100.0, -7.0, 50.0
     assert torch.equal(
-        launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60]
+        launch_forward(q_tilde, qkv, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60]
     )
 
 
@@ -294,7 +244,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
     ids=str,
 )
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device, how, dtype, d):
+def test_a_gate_multiplies_rows(device, how, dtype, d):
     inputs, dy = given(device, dtype, 2, 70, 3, d)
     want, gate = (
         launched(inputs, dy, 3, 6, how),
@@ -309,16 +259,13 @@ def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device,
         1e-6 if dtype == torch.float32 else 5e-3,
         "y",
     )
-    into = torch.full((2, 70, 3, 3, d), math.nan, dtype=dtype, device=device)
-    same((want[0], *launch_backward(dy, *inputs, 3, 6, how, into)), want)
-    assert torch.equal(into, torch.stack(want[2:5], 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
 def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
     inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
-    for i in (0, 4):  # not where 16 bytes can be loaded from
+    for i in (0, 2):  # not where 16 bytes can be loaded from
         inputs[i] = torch.cat([inputs[i].new_zeros(1), inputs[i].flatten()])[1:].view_as(inputs[i])
     with ga.use_backend("simt"):
         want = launched(inputs, dy, 3, 5, how)
@@ -391,8 +338,6 @@ def formula(x, p, layer):
     gate = exact(
         p["alpha"] * (x @ p["w_gate.weight"].t()) + p["beta"],
         values_of(layer.gate, p["gate.theta"]),
-        "sigmoid",
-        True,
     )
     rows = []
     for n in range(B):
@@ -404,23 +349,12 @@ def formula(x, p, layer):
                 for j in range(max(0, i - (layer.window or T) + 1), i + 1):
                     qi, kj = q[n, i, of], k[n, j, of]
                     s = qi @ kj / math.sqrt(d) + qi @ p["pe"][i - j]
-                    if layer.low_rank:
-                        u, kbar = (
-                            torch.stack([t[one:two].mean() for one, two in zip(ends, ends[1:])])
-                            for t in (qi, kj)
-                        )
-                        s = (
-                            s
-                            + 0.15
-                            / math.sqrt(rank)
-                            * (
-                                u
-                                * exact(
-                                    u, values_of(layer.curve, p["curve.theta"]), "sigmoid", True
-                                )
-                            )
-                            @ kbar
-                        )
+                    u, kbar = (
+                        torch.stack([t[one:two].mean() for one, two in zip(ends, ends[1:])])
+                        for t in (qi, kj)
+                    )
+                    term = u * exact(u, values_of(layer.curve, p["curve.theta"]))
+                    s = s + 0.15 / math.sqrt(rank) * term @ kbar
                     y = y + scale * (a * (8 * torch.tanh(s / 8)) ** layer.degree + b) * v[n, j, of]
                 heads.append(gate[n, i, h] * y if gate[n, i, h] > 1e-4 else 0 * y)
             rows.append(torch.cat(heads) @ p["w_out.weight"].t())
@@ -429,8 +363,9 @@ def formula(x, p, layer):
 
 def layer_of(device, dim=32, heads=2, seed=1, dtype=None, **more):
     torch.manual_seed(seed)
-    layer = PolyAttention(dim, heads, max_positions=80, dtype=dtype, b=0.2, **more).to(device)
+    layer = PolyAttention(dim, heads, max_positions=80, dtype=dtype, **more).to(device)
     with torch.no_grad():
+        layer.coefficients[1] = 0.2
         layer.pe.mul_(20.0)
         layer.alpha.uniform_(0.5, 2.0)
         layer.beta.normal_()
@@ -442,13 +377,13 @@ def layer_of(device, dim=32, heads=2, seed=1, dtype=None, **more):
     "dtype, bound, more",
     [
         (torch.float32, 1e-5, {}),
-        (torch.float32, 1e-5, dict(window=4, low_rank=False)),
+        (torch.float32, 1e-5, dict(window=4)),
         (torch.float64, 1e-10, dict(heads=4)),
         (torch.bfloat16, 3e-2, {}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_the_layer_and_all_its_gradients_are_those_of_the_formula(device, dtype, bound, more):
     layer = layer_of(device, dtype=dtype, **more)
     if dtype == torch.float64:
@@ -486,7 +421,7 @@ def run(layer, x, dy):
     [
         (torch.bfloat16, 3e-2, 128, {}),
         (torch.float16, 1e-2, 80, {}),
-        (torch.float32, 1e-5, 6, dict(low_rank=False)),
+        (torch.float32, 1e-5, 6, {}),
     ],
     ids=str,
 )
@@ -501,28 +436,26 @@ def test_around_the_attention_kernels_agree_with_float64_in_many_blocks_of_rows(
     )
     dy = (layer(x).detach() + dy / 4).to(dtype)
     want = run(copy.deepcopy(layer).double(), x, dy)
-    monkeypatch.setattr(module, "_reference_layer", None)  # from here on only our kernels will do
+    # From here on only our kernels will do.
+    monkeypatch.setattr(module, "reference_poly_attention", None)
     found, again = run(layer, x, dy), run(layer, x, dy)
     for name in found:
         close(found[name], want[name], bound, name)
         assert torch.equal(found[name], again[name]), f"{name} has other bits in a second run"
 
 
+def others_of(layer):
+    """The operation's inputs from pe to the settings."""
+    gate, curve = layer.gate, layer.curve
+    parameters = layer.pe, layer.coefficients, layer.alpha, layer.beta, gate.theta, curve.theta
+    return *parameters, gate.setting + curve.setting
+
+
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_columns_of_a_wider_product_and_gradients_that_lie_apart_are_taken(device):
     layer = layer_of(device)
     wider, seen, dout = (torch.randn(2, 5, n).to(device) for n in (112, 2, 64))
-    others = (
-        layer.pe,
-        layer.coefficients,
-        layer.alpha,
-        layer.beta,
-        layer.gate.theta,
-        layer.curve.theta,
-        layer.gate.setting + layer.curve.setting,
-        3,
-        5,
-    )
+    others = *others_of(layer), 3, 5
     for first in (0, 1):  # of the second 16 bytes cannot be loaded
         apart = wider[..., first : first + 96].unflatten(-1, (3, 2, 16)).detach().requires_grad_()
         near = apart.detach().contiguous().requires_grad_()
@@ -550,16 +483,7 @@ def test_finite_differences_in_float64_agree():
     )
 
 
-def test_chunks():
-    for d, rank in ((1, 1), (2, 2), (7, 3), (16, 4), (24, 5), (64, 8), (128, 11), (400, 16)):
-        chunks, x = chunks_of(d), torch.randn(d)
-        lengths = [d // rank + (m < d % rank) for m in range(rank)]
-        assert chunks.shape == (rank, d) and torch.allclose(
-            chunks @ x, torch.stack([part.sum() for part in x.split(lengths)]), atol=1e-5
-        )
-
-
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_a_head_whose_gate_is_shut_is_exactly_zero_and_gets_no_gradient(device):
     layer = layer_of(device)
     with torch.no_grad():
@@ -578,38 +502,18 @@ def test_a_head_whose_gate_is_shut_is_exactly_zero_and_gets_no_gradient(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_opcheck_passes(device):
-    inputs, _ = given(device, torch.float32, 2, 5, 2, 16)
-    torch.library.opcheck(
-        torch.ops.gpuaccel.poly_attention.default,
-        (*(t.requires_grad_() if t.is_leaf else t for t in inputs), 3, 4),
+    layer = layer_of(device)
+    qkv, seen = (
+        torch.randn(2, 5, *shape).to(device).requires_grad_() for shape in ((3, 2, 16), (2,))
     )
-    for low_rank in (True, False):
-        layer, (qkv, seen) = (
-            layer_of(device, low_rank=low_rank),
-            (torch.randn(2, 5, *shape).to(device).requires_grad_() for shape in ((3, 2, 16), (2,))),
-        )
-        theta, setting = (layer.curve.theta, layer.curve.setting) if low_rank else (None, [])
-        torch.library.opcheck(
-            torch.ops.gpuaccel.poly_layer.default,
-            (
-                qkv,
-                seen,
-                layer.pe,
-                layer.coefficients,
-                layer.alpha,
-                layer.beta,
-                layer.gate.theta,
-                theta,
-                layer.gate.setting + setting,
-                3,
-                4,
-            ),
-        )
+    torch.library.opcheck(
+        torch.ops.gpuaccel.poly_layer.default, (qkv, seen, *others_of(layer), 3, 4)
+    )
 
 
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_shapes_strides_and_nothing_at_all(device):
     layer = layer_of(device)
     x = torch.randn(2, 3, 6, 32, device=device)
@@ -622,153 +526,6 @@ def test_shapes_strides_and_nothing_at_all(device):
     assert torch.allclose(layer(x[1, 2]), y[1, 2], atol=1e-6) and torch.allclose(
         layer(x.transpose(0, 1)).transpose(0, 1), y, atol=1e-6
     )
-    (q_tilde, *rest), _ = given(device, torch.float32, 2, 5, 2, 16)
-    want = poly_attention(q_tilde, *rest)
-    apart = [
-        t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q_tilde, *rest[:3])
-    ]  # heads before rows: made contiguous first
-    assert torch.allclose(poly_attention(*apart, *rest[3:]), want, rtol=1e-5)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(31, 32), nn.Linear(32, 31)
-        self.blocks = nn.ModuleList([PolyAttention(32, 2, max_positions=80)])
-        self.norm = nn.RMSNorm(32)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        return self.head(x + self.blocks[0](self.norm(x)))
-
-
-def trained(device, **options):
-    torch.manual_seed(4)
-    net = Net().to(device)
-    opt = ga.AdamW(ga.Arena(net), lr=1e-2, max_norm=1.0)
-    with ga.TrainStep(net, opt, micro_batches=2, deterministic=True, **options) as step:
-        data = torch.randint(0, 31, (3, 2, 4, 9), generator=torch.Generator().manual_seed(5))
-        losses = [step(tuple(batch.to(device))).loss for batch in data]
-        return torch.stack(losses), *[p.detach().clone() for p in net.parameters()]
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_in_a_train_step_replay_has_eagers_bits(device):
-    replayed = trained(device, replay=ga.training.Replay(policy="require"))
-    for got, want in zip(replayed, trained(device), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_compiled_it_computes_the_same():
-    layer, runs = layer_of("cpu"), []
-    x = torch.randn(2, 6, 32)
-    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        layer.zero_grad()
-        f(x).square().sum().backward()
-        runs.append([p.grad.clone() for p in layer.parameters()])
-    for a, b in zip(*runs):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("device", PLACES, indirect=True)
-def test_under_autocast_products_and_attention_are_bf16_and_the_curves_stay_fp32(device):
-    layer = layer_of(device)
-    x = torch.randn(2, 6, 32, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        y = layer(x)
-    y.float().sum().backward()
-    assert y.dtype == torch.bfloat16 and all(
-        p.grad.dtype == torch.float32 for p in layer.parameters()
-    )
-    close(y, layer(x), 3e-2, "y")
-
-
-def test_copies_and_state_dicts():
-    one, other = layer_of("cpu", seed=1), layer_of("cpu", seed=2)
-    other.load_state_dict(one.state_dict())
-    x = torch.randn(2, 6, 32)
-    assert torch.equal(one(x), other(x)) and torch.equal(copy.deepcopy(one)(x), one(x))
-
-
-def test_the_degree_changes_between_steps_by_hand_or_where_the_loss_stands_still():
-    layer, x = layer_of("cpu", degree=5), torch.randn(1, 4, 32)
-    at_five = layer(x)
-    layer.set_degree(1)
-    assert not torch.equal(layer(x), at_five)
-    layer.set_degree(5)
-    assert torch.equal(layer(x), at_five)
-    layer = layer_of("cpu", degree=5, adaptive_degree=True)
-    degrees = [
-        layer.adapt_degree(loss, patience=3)
-        for loss in (4.0, 3.0, 3.0, 3.0, 3.0, 2.0, 2.0, 2.0, math.nan, 2.0, 2.0, 2.0, 2.0)
-    ]
-    assert degrees == [1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 5], degrees
-
-
-def test_a_loss_may_be_negative_and_a_tensor_which_is_not_kept():
-    layer = layer_of("cpu", degree=5, adaptive_degree=True)
-    losses = (-4.0, -3.99, -3.98, -4.03, -5.0, -5.2, -5.2, -5.2, -5.2)
-    degrees = [layer.adapt_degree(loss, patience=3) for loss in losses]
-    assert degrees == [1, 1, 1, 3, 3, 3, 3, 3, 5], degrees
-    layer = layer_of("cpu", degree=5, adaptive_degree=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer.adapt_degree(layer(torch.randn(1, 4, 32)).square().sum())
-    assert type(layer.best) is float
-    copy.deepcopy(layer)
-
-
-def test_an_adapted_degree_goes_on_from_a_state_dict():
-    """Where it was, with the best loss and the calls it has waited; a layer whose degree is fixed
-    has no more state than its parameters."""
-    one, other, x = (
-        layer_of("cpu", degree=5, adaptive_degree=True),
-        layer_of("cpu", degree=5, adaptive_degree=True),
-        torch.randn(1, 4, 32),
-    )
-    assert not layer_of("cpu").state_dict().keys() & {"adapted"} and other.adapt_degree(7.0) == 1
-    for loss in (4.0, 3.0, 3.0, 3.0, 3.0, 3.0):
-        one.adapt_degree(loss, patience=3)
-    other.load_state_dict(one.state_dict())
-    assert (
-        (other.degree, other.best, other.waited)
-        == (one.degree, one.best, one.waited)
-        == (3, 3.0, 1)
-    )
-    assert torch.equal(one(x), other(x)) and [one.adapt_degree(3.0, 3) for _ in range(2)] == [
-        other.adapt_degree(3.0, 3) for _ in range(2)
-    ] == [3, 5]
-    other.set_degree(1)
-    again = layer_of("cpu", degree=5, adaptive_degree=True).bfloat16()
-    again.load_state_dict(other.bfloat16().state_dict())
-    assert (again.degree, again.best) == (1, 3.0)
-    state = one.state_dict()
-    older = layer_of("cpu", degree=5, adaptive_degree=True)
-    older.load_state_dict(
-        {name: t for name, t in state.items() if name != "adapted"}
-    )  # of a version that did not keep it
-    assert older.degree == 1
-    with pytest.raises(ArgumentError, match="degree is 4; expected an odd"):
-        older.load_state_dict(state | {"adapted": torch.tensor([4, 0, 0])})
-    with torch.device("meta"):
-        bare = PolyAttention(32, 2, degree=5, max_positions=80, adaptive_degree=True)
-    bare.load_state_dict(state, assign=True)
-    assert bare.degree == one.degree and torch.equal(bare.adapted, one.adapted)
-
-
-def test_a_query_of_a_layer_made_on_the_meta_device_is_that_of_any():
-    layer, q = layer_of("cpu"), torch.randn(3, 16)
-    for fill in ("to_empty", "assign"):
-        bare = PolyAttention(32, 2, max_positions=80, device="meta")
-        bare = bare.to_empty(device="cpu") if fill == "to_empty" else bare
-        bare.load_state_dict(layer.state_dict(), assign=fill == "assign")
-        assert torch.equal(bare.query(q), layer.query(q)), fill
-
-
-def core(**other):
-    names = ("q_tilde", "q", "k", "v", "pe", "coefficients", "degree", "window")
-    inputs = dict(zip(names, (*given("cpu", torch.float32, 1, 4, 1, 16)[0], 3, None))) | other
-    return functools.partial(poly_attention, **inputs)
 
 
 @pytest.mark.parametrize(
@@ -783,32 +540,13 @@ def core(**other):
             lambda: PolyAttention(32, 2, degree=2),
             "degree is 2; expected an odd number from 1 to 41",
         ),
-        (lambda: PolyAttention(32, 2, degree=-1), "degree is -1; expected an odd"),
         (lambda: PolyAttention(32, 2, degree=3.0), "degree is 3.0; expected an odd"),
         (lambda: PolyAttention(32, 2, window=0), "window is 0; expected None, or a whole number"),
         (lambda: PolyAttention(32, 2, max_positions=0), "max_positions is 0; expected 1 or more"),
-        (lambda: PolyAttention(32, 2, scale=math.nan), "scale is nan; expected a finite number"),
-        (lambda: PolyAttention(32, 2, a=math.inf), "a is inf; expected a finite number"),
-        (lambda: PolyAttention(32, 2).set_degree(4), "degree is 4; expected an odd"),
-        (
-            lambda: PolyAttention(32, 2, degree=5, adaptive_degree=True).set_degree(7),
-            "degree is 7; expected at most 5, which the layer was made with",
-        ),
         (
             lambda: PolyAttention(32, 2, degree=43),
             "degree is 43; expected an odd number from 1 to 41",
         ),
-        (lambda: PolyAttention(32, 2, degree=True), "degree is True"),
-        (
-            lambda: PolyAttention(32, 2, window=True),
-            "window is True; expected None, or a whole number",
-        ),
-        (lambda: PolyAttention(32, 2, scale=1e39), r"scale is 1e\+39"),
-        (
-            lambda: PolyAttention(32, 2, max_positions=2.5),
-            "max_positions is 2.5; expected 1 or more",
-        ),
-        (lambda: PolyAttention(32.0, 2), "dim is 32.0 and heads 2"),
         (
             lambda: PolyAttention(32, 2)(torch.zeros(1, 4, 32).double()),
             r"x is torch.float64; expected torch.float32, as w_qkv.weight is \(or torch.autocast\)",
@@ -818,10 +556,6 @@ def core(**other):
             "x is torch.int64; expected a floating-point tensor",
         ),
         (
-            lambda: PolyAttention(32, 2).adapt_degree(1.0),
-            "this layer's degree is fixed; expected one made with adaptive_degree=True",
-        ),
-        (
             lambda: PolyAttention(32, 2, max_positions=8)(torch.zeros(1, 9, 32)),
             "x has 9 positions; expected at most max_positions, 8",
         ),
@@ -829,25 +563,6 @@ def core(**other):
             lambda: PolyAttention(32, 2)(torch.zeros(1, 9, 31)),
             r"x is \(1, 9, 31\); expected a tensor \(\.\.\., T, 32\)",
         ),
-        (
-            core(k=torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16)),
-            "k is torch.bfloat16 on cpu; expected torch.float32 on cpu, as q",
-        ),
-        (
-            core(v=torch.zeros(1, 5, 1, 16)),
-            r"v has shape \(1, 5, 1, 16\); expected \(1, 4, 1, 16\), as q",
-        ),
-        (
-            core(pe=torch.zeros(3, 16)),
-            r"pe has shape \(3, 16\); expected at least 4 positions of width 16",
-        ),
-        (
-            core(coefficients=torch.zeros(2)),
-            r"coefficients is torch.float32 of shape \(2,\) on cpu; expected a, b and scale",
-        ),
-        (core(window=-1), "window is -1"),
-        (core(q=torch.zeros(4, 1, 16)), r"q has shape \(4, 1, 16\); expected \(B, T, H, d\)"),
-        (core(pe=torch.zeros(4, 16).double()), "pe is torch.float64"),
     ],
 )
 def test_bad_input_is_named(wrong, message):

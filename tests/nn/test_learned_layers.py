@@ -1,7 +1,6 @@
-"""GPU when there is one: chosen once, said in one line, kept; and when something goes wrong nothing
-is half done."""
+"""What RichardsGLU and PolyAttention have in common: kernels where they run, torch elsewhere, and
+any derivative of either; in a captured step, compiled, under autocast, in a checkpoint."""
 
-import contextlib
 import copy
 import functools
 import logging
@@ -11,15 +10,16 @@ import sys
 
 import pytest
 import torch
+from helpers import EVERYWHERE, KERNELS, same
+from richards_formula import close
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
 from gpuaccel.compiler import kernel as kernels
-from gpuaccel.errors import BackendError, CompileError
+from gpuaccel.errors import CompileError
 from gpuaccel.nn import richards_glu as richards
 
-PLACES = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
 NOT = "no CUDA driver (libcuda.so.1 not found)"
 LAYERS = """
 import logging, torch
@@ -105,18 +105,7 @@ def test_with_require_a_kernel_that_does_not_compile_stops_before_anything_has_c
     assert all(p.grad is None for p in layer.parameters())
 
 
-def test_every_layer_asks_one_place():
-    with ga.use_backend("torch"):
-        for layer in (ga.RichardsGLU(4, 6), ga.nn.RichardsCurve()):
-            assert (
-                not richards._kernels_run(torch.randn(2, 4), *layer.parameters())
-                and ga.backend().name == "torch"
-            )
-
-
-@pytest.mark.parametrize(
-    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_out_of_memory_in_a_step_changes_nothing_and_the_next_step_goes_on(device, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(ga.RichardsGLU(8, 12), nn.Linear(8, 4)).to(device)
@@ -125,17 +114,17 @@ def test_out_of_memory_in_a_step_changes_nothing_and_the_next_step_goes_on(devic
     )
     batch = (torch.randn(6, 8, device=device),)
     step(batch)
-    before, launch = [p.clone() for p in model.parameters()], richards.launch_glu_backward
+    before, launch = [p.clone() for p in model.parameters()], richards.launch_backward
 
     def no_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(richards, "launch_glu_backward", no_memory)
+    monkeypatch.setattr(richards, "launch_backward", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         step(batch)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
     assert not any(step.arena.gradients.received())
-    monkeypatch.setattr(richards, "launch_glu_backward", launch)
+    monkeypatch.setattr(richards, "launch_backward", launch)
     step(batch)
     assert not torch.equal(next(model.parameters()), before[0])
 
@@ -151,25 +140,16 @@ def test_gpu_a_layer_on_the_second_device_runs_there():
         layer(torch.randn(3, 8, device="cuda:0"))
 
 
-def test_a_backend_that_cannot_be_is_refused_before_anything_changes():
-    before = ga.backend()
-    with pytest.raises(BackendError) if not torch.cuda.is_available() else contextlib.nullcontext():
-        ga.use_backend("cuda", "require")
-    ga.use_backend(before.requested)
-
-
 KINDS = {
-    "curve": lambda: ga.nn.RichardsCurve("gompertz"),
+    "curve": lambda: ga.nn.RichardsCurve(nu=0.5, beta=0.1),
     "glu": lambda: ga.RichardsGLU(6, 4),
-    "attention": lambda: ga.PolyAttention(6, 2, max_positions=8),
-    "attention without the low-rank term": lambda: ga.PolyAttention(
-        6, 2, max_positions=8, low_rank=False
-    ),
+    "attention": lambda: ga.PolyAttention(6, 2, max_positions=16),
 }
+LAYERS_OF_A_MODEL = ["glu", "attention"]
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(device, make):
     """A gradient's length as part of the loss, a directional derivative, torch.func.grad; nothing
     may vanish without a word."""
@@ -199,24 +179,16 @@ def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(dev
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_what_is_made_of_one_another_is_counted_once(device):
-    """A gradient that may be differentiated again is the same gradient: a query q~ that is made of
-    q, one theta for two curves, one curve twice."""
+    """A gradient that may be differentiated again is the same gradient: one theta for two curves,
+    one curve twice."""
     torch.manual_seed(5)
-    layer, glu = (
-        ga.PolyAttention(12, 2, max_positions=8).to(device),
-        ga.RichardsGLU(6, 4).to(device),
-    )
-    glu.activation = ga.nn.RichardsCurve("sigmoid", learn=richards.GATE, bounded=True).to(device)
+    glu = ga.RichardsGLU(6, 4).to(device)
+    glu.activation = ga.nn.RichardsCurve(richards.GATE, bounded=True).to(device)
     glu.activation.theta = glu.gate.theta
-    qkv, x, abc = (
-        torch.randn(3, 1, 5, 2, 6, device=device, requires_grad=True),
-        torch.randn(3, 6, device=device, requires_grad=True),
-        layer.coefficients,
-    )
+    x = torch.randn(3, 6, device=device, requires_grad=True)
     for inputs, function in (
-        ((qkv, abc), lambda: ga.nn.poly_attention(layer.query(qkv[0]), *qkv, layer.pe, abc)),
         ((x, glu.gate.theta), lambda: glu(x)),
         ((x, glu.gate.theta), lambda: glu.gate(glu.gate(x))),
     ):
@@ -229,7 +201,7 @@ def test_what_is_made_of_one_another_is_counted_once(device):
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("device", PLACES, indirect=True)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):
     torch.manual_seed(4)
     layer, x = make().to(device), torch.randn(2, 5, 6, device=device)
@@ -248,9 +220,7 @@ def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize(
-    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_backward_after_the_block_of_its_forward_has_the_same_gradients(device, make):
     torch.manual_seed(6)
     layer, x = make().to(device), torch.randn(2, 5, 6, device=device)
@@ -269,17 +239,64 @@ def test_a_backward_after_the_block_of_its_forward_has_the_same_gradients(device
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())), (a, b)
 
 
-@pytest.mark.parametrize(
-    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
-def test_the_numbers_of_a_curve_are_those_that_the_kernels_keep(device):
-    for curve in (
-        ga.nn.RichardsCurve(nu=0.7, k=1.3, m=0.2, beta=1.1, T=1.5, a=0.9, c=0.1, s=1.2, b=-0.3),
-        ga.nn.RichardsCurve("tanh", learn=("nu", "m", "b"), b=0.4),
-        ga.nn.RichardsCurve("gompertz", birch=True),
-        ga.nn.RichardsCurve("sigmoid", learn=richards.GATE, bounded=True, T=3.0),
-    ):
-        x, theta = torch.randn(3, device=device), curve.theta.detach().to(device)
-        _, kept = richards.launch_forward(x, theta, curve.setting)
-        numbers = richards.reference_numbers(theta, curve.setting)
-        assert torch.allclose(numbers, kept[0], rtol=1e-5, atol=1e-6), (numbers, kept)
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 6), nn.Linear(6, 31)
+        self.norm, self.layer = nn.RMSNorm(6), KINDS[kind]()
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.layer(self.norm(x)))
+
+
+def trained(device, kind, **options):
+    torch.manual_seed(4)
+    net = Net(kind).to(device)
+    opt = ga.AdamW(ga.Arena(net), lr=1e-2, max_norm=1.0)
+    with ga.TrainStep(net, opt, micro_batches=2, deterministic=True, **options) as step:
+        data = torch.randint(0, 31, (3, 2, 4, 9), generator=torch.Generator().manual_seed(5))
+        losses = [step(tuple(batch.to(device))).loss for batch in data]
+        return torch.stack(losses), *[p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", LAYERS_OF_A_MODEL)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_in_a_train_step_replay_has_eagers_bits(device, kind):
+    replayed = trained(device, kind, replay=ga.training.Replay(policy="require"))
+    for got, want in zip(replayed, trained(device, kind), strict=True):
+        same(got, want)
+
+
+@pytest.mark.parametrize("kind", LAYERS_OF_A_MODEL)
+def test_compiled_it_computes_the_same(kind):
+    torch.manual_seed(6)
+    layer, x, runs = KINDS[kind](), torch.randn(2, 5, 6), []
+    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        f(x).square().sum().backward()
+        runs.append([p.grad.clone() for p in layer.parameters()])
+    for a, b in zip(*runs):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", LAYERS_OF_A_MODEL)
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_under_autocast_products_are_bf16_and_parameters_stay_fp32(device, kind):
+    torch.manual_seed(7)
+    layer, x = KINDS[kind]().to(device), torch.randn(2, 5, 6, device=device)
+    inside = []
+    layer.w_out.register_forward_pre_hook(lambda _, given: inside.append(given[0].dtype))
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    y.float().sum().backward()
+    assert inside == [torch.bfloat16]
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    close(y, layer(x), 3e-2, "y")
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_copies_and_state_dicts_carry_what_is_learned(make):
+    one, other, x = make(), make(), torch.randn(2, 5, 6)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(x), other(x)) and torch.equal(copy.deepcopy(one)(x), one(x))
