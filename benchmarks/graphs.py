@@ -26,13 +26,13 @@ import json
 import torch
 import torch.nn.functional as F
 from common import DEVICE, Clock, record
+from spans import facts, lines, whole
 from tables import Column, Table, integer, number, ratio, share, thousands
 from timing import in_turns, queued, release
 from training import SETTINGS, build, token_batch
 from workers import Workers
 
 from gpuaccel.measure import ledger, resident_bytes
-from gpuaccel.measure.timeline import facts, lines, whole
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay

@@ -10,11 +10,11 @@ the order of events, not how long they take.
 
 import torch
 from common import record
+from spans import facts, lines, tail
 from tables import Column, Table, integer, number, share
 from training import SETTINGS, build, token_batch
 from workers import Workers
 
-from gpuaccel.measure.timeline import facts, lines, tail
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep

@@ -1,4 +1,4 @@
-"""What the ledger, the timeline and the pictures read: the records of `torch.profiler`.
+"""What the ledger and the benchmarks read: the records of `torch.profiler`.
 
     with profiled("ledger('arena')") as events:
         step(batch)
@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -45,6 +46,22 @@ SYNC_RECORDS = {
     f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")
 }
 SCALAR_READ = "aten::_local_scalar_dense"
+
+
+class Span(NamedTuple):
+    """A stretch of one lane. Times in microseconds since the first of them began.
+
+    Attributes:
+        lane: who did it.
+        name: what was done.
+        start: microseconds.
+        stop: microseconds.
+    """
+
+    lane: str
+    name: str
+    start: float
+    stop: float
 
 
 def profiler_sees_gpu() -> bool:
