@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import C_TYPES
-from ..ops import NO_ROUNDING, encoder_kernel, pack_rounding
+from ..ops import encoder_kernel
 
 
 def reference_buckets(tokens: Tensor, C: int, lane: int) -> tuple[Tensor, Tensor]:
@@ -61,5 +61,5 @@ def launch_buckets(dwte: Tensor, dout: Tensor, buckets: Tensor, items: Tensor):
     """
     macros = dict(GRAD_T=C_TYPES[dout.dtype], ACC_T=C_TYPES[dwte.dtype])
     encoder_kernel("encoder_backward_v2", **macros)[len(buckets), 256](
-        dwte, dout, buckets, items, dout.shape[-1], pack_rounding(*NO_ROUNDING)
+        dwte, dout, buckets, items, dout.shape[-1]
     )

@@ -129,10 +129,10 @@ def _add_rows(sums, dout, segments, by_count):
     if not dout.numel():
         return
     if segments is None:
-        add_gradients(None, sums, dout, None, by_count, None)
+        add_gradients(None, sums, dout, None, by_count)
     else:
         token_segments = Segments(segments, dout.numel() // dout.shape[-1], len(sums))
-        add_gradients(sums, None, dout, token_segments, by_count, None)
+        add_gradients(sums, None, dout, token_segments, by_count)
 
 
 for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _backward)):

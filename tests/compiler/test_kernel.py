@@ -129,13 +129,6 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
         (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
         (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),
-        *[
-            (
-                encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1),
-                [encoder.pack_rounding],
-            )
-            for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")
-        ],
     ],
     ids=lambda k: getattr(k, "name", ""),
 )

@@ -1976,9 +1976,6 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 # ---- segments and encoder: the places and sums they should give, in plain Python and numpy ----
 
 OUT_OF_RANGE = 1 << 31  # in a position
-_ROUNDING = struct.Struct(
-    "QQii"
-).pack  # seed, address of what is added to the step, step, micro-batch
 
 
 def _pairs_of(tokens, vocab, left_out):
@@ -2218,30 +2215,13 @@ def run(kernel, seed, device):
         yield Outcome(f"B, T, C, V = {B, T, C, V}, dwpe", there[1].cpu(), dwpe)
 
 
-def _into(sums, at, total, which, STOCHASTIC):
-    """sums[at] += total (numpy, fp32), rounded as the kernels do. which: 0 for wte, 1 for wpe."""
-    from gpuaccel.ops.rounding import reference_random_bits, reference_round
-
-    value = sums[at].float() + torch.from_numpy(total)
-    if STOCHASTIC:
-        wide = -(-sums.shape[1] // 4) * 4
-        value = reference_round(
-            value,
-            reference_random_bits(SEED, 2**31 + 2 * 3 + which, len(sums) * wide, 9).view(-1, wide)[
-                at, : sums.shape[1]
-            ],
-        )
-    sums[at] = value.to(sums.dtype)
-
-
-def _rounding(device, STOCHASTIC):
-    """(the struct Rounding of step 9, 4 of it on the device, and micro-batch 3; that tensor)."""
-    later = torch.tensor([4], dtype=torch.int32, device=device)
-    return _ROUNDING(SEED, later.data_ptr(), 5, 3) if STOCHASTIC else _ROUNDING(0, 0, 0, 0), later
+def _into(sums, at, total):
+    """sums[at] += total (numpy, fp32), rounded as the kernels do."""
+    sums[at] = (sums[at].float() + torch.from_numpy(total)).to(sums.dtype)
 
 
 @ours("encoder", "encoder_backward_v2")
-def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
+def run(kernel, seed, device, ACC_T="float"):
     """llm.c's order: warp w has rows w, w + 8, ...; then the warps' sums in order; then dwte."""
     random, dtype, lanes = (
         rng(seed),
@@ -2259,15 +2239,13 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
         ]
         dout = torch.from_numpy(normal(random, sum(counts), C)).to(_grad_dtype(kernel))
         dwte = torch.from_numpy(normal(random, len(counts), C)).to(dtype)
-        there, (rounding, later) = dwte.to(device, copy=True), _rounding(device, STOCHASTIC)
+        there = dwte.to(device, copy=True)
         kernel[len(buckets), 256](
             there,
             dout.to(device),
             on(device, random.permutation(np.array(buckets, np.int32))),
             on(device, np.concatenate([np.sort(r) for r in rows]).astype(np.int32)),
             C,
-            rounding,
-            tensors=[later],
         )
         for v, r in enumerate(rows):
             if len(r):
@@ -2276,7 +2254,7 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
                     functools.reduce(np.add, x[w::8], np.zeros(C, np.float32))
                     for w in range(min(8, len(r)))
                 ]
-                _into(dwte, v, functools.reduce(np.add, warps), 0, STOCHASTIC)
+                _into(dwte, v, functools.reduce(np.add, warps))
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
 
@@ -2322,15 +2300,11 @@ def _partials(sums, n, C):
 
 
 @ours("encoder", "encoder_backward_v3")
-def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(
         seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
     ):
-        n, (rounding, later), there = (
-            len(pairs),
-            _rounding(device, STOCHASTIC),
-            dwte.to(device, copy=True),
-        )
+        n, there = len(pairs), dwte.to(device, copy=True)
         partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
         kernel[(-(-n // 128), -(-C // (128 * QUADS))), 128](
             there,
@@ -2340,12 +2314,10 @@ def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_
             torch.tensor(pieces, dtype=torch.int32, device=device),
             n,
             C,
-            rounding,
-            tensors=[later],
         )
         for token, (_, rows, (first, *more)) in sums.items():
             if not more:
-                _into(dwte, token, first / np.float32(rows) if BY_COUNT else first, 0, STOCHASTIC)
+                _into(dwte, token, first / np.float32(rows) if BY_COUNT else first)
         yield Outcome(f"C = {C}, dwte", _finite(there), _finite(dwte))
         yield Outcome(
             f"C = {C}, partials", _finite(partials)[:, :C], _finite(_partials(sums, n, C))[:, :C]
@@ -2353,15 +2325,11 @@ def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_
 
 
 @ours("encoder", "encoder_combine_v3")
-def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(
         seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
     ):
-        n, (rounding, later), there = (
-            len(pairs),
-            _rounding(device, STOCHASTIC),
-            dwte.to(device, copy=True),
-        )
+        n, there = len(pairs), dwte.to(device, copy=True)
         kernel[(-(-n // (32 * SPAN)), -(-C // 128)), 512](
             there,
             _partials(sums, n, C).to(device),
@@ -2369,8 +2337,6 @@ def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_C
             torch.tensor(pieces, dtype=torch.int32, device=device),
             n,
             C,
-            rounding,
-            tensors=[later],
         )
         for token, (_, rows, parts) in sums.items():
             if len(parts) > 1:
@@ -2378,23 +2344,21 @@ def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_C
                     np.add,
                     [functools.reduce(np.add, parts[w::16]) for w in range(min(16, len(parts)))],
                 )
-                _into(dwte, token, total / np.float32(rows) if BY_COUNT else total, 0, STOCHASTIC)
+                _into(dwte, token, total / np.float32(rows) if BY_COUNT else total)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
 
 @ours("encoder", "encoder_wpe")
-def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
+def run(kernel, seed, device, WHOLE=0, ACC_T="float"):
     random, dtype = rng(seed), DTYPES[ACC_T]
     for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
         dout, dwpe = (
             torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)),
             torch.from_numpy(normal(random, T, C)).to(dtype),
         )
-        there, (rounding, later) = dwpe.to(device, copy=True), _rounding(device, STOCHASTIC)
-        kernel[-(-T * -(-C // 4) // 128), 128](
-            there, dout.to(device), B, T, C, rounding, tensors=[later]
-        )
-        _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()), 1, STOCHASTIC)
+        there = dwpe.to(device, copy=True)
+        kernel[-(-T * -(-C // 4) // 128), 128](there, dout.to(device), B, T, C)
+        _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()))
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 
@@ -2409,16 +2373,16 @@ VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("segments", "segments_count"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("segments", "segments_scatter"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("encoder", "encoder_forward"): [{"WHOLE": 1, "PARAM_T": "bf16", "TOKEN_T": "int"}],
-    ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16"}],
     ("encoder", "encoder_backward_v3"): [
         {"WHOLE": 1, "QUADS": 2, "BY_COUNT": 1},
-        {"ACC_T": "bf16", "STOCHASTIC": 1},
+        {"ACC_T": "bf16"},
     ],
     ("encoder", "encoder_combine_v3"): [
         {"WHOLE": 1, "SPAN": 2, "BY_COUNT": 1},
-        {"ACC_T": "bf16", "STOCHASTIC": 1},
+        {"ACC_T": "bf16"},
     ],
-    ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16"}],
 }
 
 VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
