@@ -32,7 +32,6 @@ from ..ops import (
     range_on_host,
     reference_encoder,
     reference_segments,
-    segments_on_host,
 )
 from .fused_forward import FusedForward, adds_to_arena, fused_forward, has_class_forward
 from .gradient_slice import GradientSlice, slice_of
@@ -85,8 +84,7 @@ def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
     on_host = low >= 0 and high < len(wte)
     buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
     if segments:
-        find = segments_on_host if on_host else reference_segments
-        buffer = find(tokens, len(wte), left_out).buffer
+        buffer = reference_segments(tokens, len(wte), left_out, on_host).buffer
     if on_host:
         out = F.embedding(tokens, wte)
         return out if wpe is None else out + wpe[: tokens.shape[-1]], buffer

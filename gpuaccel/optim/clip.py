@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, NonFiniteError, check_choice, described
-from ..ops import (
+from ..ops.clip import (
     EPS,
     ClipState,
     OnNonfinite,

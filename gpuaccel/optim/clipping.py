@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NonFiniteError
-from ..ops import (
+from ..ops.clip import (
     Scope,
     launch_reduce,
     launch_squares,

@@ -23,22 +23,16 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
+from ..compiler import KINDS
 from ..errors import ArgumentError, check_choice
 from ..nn import invalid_tokens
-from ..ops import (
-    KINDS,
+from ..ops.clip import (
     ClipState,
-    Job,
-    Jobs,
     OnNonfinite,
     Scope,
-    StepInputs,
-    UpdateRule,
     check_gradients,
     check_max_norm,
     clip_kernel,
-    launch_begin,
-    launch_update,
     tensors_of_launch,
 )
 from .arena import Arena, check_parameters_or_arena
@@ -48,6 +42,7 @@ from .members import Members
 from .state_dicts import fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
+from .update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
 
 log = logging.getLogger("gpuaccel")
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import launch_settings
 from .clipping import Norms
+from .update_rule import launch_settings
 
 
 def is_capturing() -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..ops import check_gradient
+from ..ops.accumulate import check_gradient
 from .layout import Segment, own_storage
 
 # Fresh gradients are copied into their slices when this many bytes wait.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import UpdateRule
 from .device_optimizer import DeviceOptimizer, StepOptions
+from .update_rule import UpdateRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

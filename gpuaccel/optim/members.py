@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import unnamed
+from ..ops.clip import unnamed
 
 
 class Members:

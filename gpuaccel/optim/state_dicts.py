@@ -3,8 +3,8 @@
 import itertools
 
 from ..errors import ArgumentError
-from ..ops import UpdateRule
 from .members import Members
+from .update_rule import UpdateRule
 
 
 def fitted(state_dict: dict, param_groups: list[dict], members: Members, rule: UpdateRule):

@@ -17,17 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import (
-    Jobs,
-    StepInputs,
-    UpdateRule,
-    arena_launches,
-    dense,
-    list_launches,
-    torch_step,
-)
+from ..ops.clip import dense
 from .device_state import is_capturing
 from .layout import own_storage
+from .update_rule import Jobs, StepInputs, UpdateRule, arena_launches, list_launches, torch_step
 
 
 class ParameterLayout:

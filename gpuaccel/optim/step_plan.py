@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..backends import backend, takes
-from ..ops import KINDS, Job, Jobs, UpdateRule, dense, kernel_takes
+from ..compiler import KINDS
+from ..ops.clip import dense, kernel_takes
 from .state_layout import ParameterLayout, same_order
+from .update_rule import Job, Jobs, UpdateRule
 
 
 def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *options):

@@ -51,9 +51,8 @@ from torch.optim.optimizer import (
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.errors import ArgumentError, NonFiniteError
-from gpuaccel.ops import update_rule
 from gpuaccel.ops.rounding import reference_random_bits, reference_round
-from gpuaccel.optim import state_layout
+from gpuaccel.optim import state_layout, update_rule
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.lion import Lion

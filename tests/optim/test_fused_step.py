@@ -10,12 +10,12 @@ from optimizers import give, params_of
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.ops import ADAMW, update_rule
+from gpuaccel.optim import update_rule
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 
 SHAPES = ((7, 5), (3,), (), (0, 4), (2, 3, 4, 5), (64, 33))
-BY_DEFINITION = dataclasses.replace(ADAMW, fused=None)
+BY_DEFINITION = dataclasses.replace(AdamW.rule, fused=None)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_over_an_arena_with_masters(low, seed, fused_tensors):
             opt.zero_grad()
         return arena.weights, [p.detach().float() for p in model.parameters()]
 
-    ours, theirs = trained(ADAMW), trained(BY_DEFINITION)
+    ours, theirs = trained(AdamW.rule), trained(BY_DEFINITION)
     assert len(fused_tensors) >= 4
     close([ours[0]], [theirs[0]], torch.float32)
     close(ours[1], theirs[1], low)

@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler
 
 import gpuaccel as ga
 from gpuaccel.compiler.kernel import Kernel
-from gpuaccel.ops.adamw import ADAMW
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.lion import Lion, reference_lion
@@ -133,7 +132,7 @@ def test_low_precision_weights_are_rounded_once(dtype, device):
             assert opt.state[p]["exp_avg"].dtype == dtype
 
 
-@pytest.mark.parametrize("rule", [ADAMW, Lion.rule], ids=lambda rule: rule.file)
+@pytest.mark.parametrize("rule", [AdamW.rule, Lion.rule], ids=lambda rule: rule.file)
 def test_the_state_keys_of_a_rule_are_the_pointers_of_its_kernel(rule):
     names = [param.name for param in rule.kernel("v3").params]
     state = names[names.index("g") + 1 : names.index("copy")]

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..compiler import C_TYPES, Kernel, Launch, kernel_root
+from ..ops.accumulate import CHUNK
+from ..ops.clip import MAX_BLOCKS, ClipState, dense
+from ..ops.rounding import reference_random_bits, reference_round
 from ..source import struct_fields
-from .accumulate import CHUNK
-from .clip import MAX_BLOCKS, ClipState, dense
-from .rounding import reference_random_bits, reference_round
 
 MAX_TENSORS = 256
 MAX_UPDATES = 60
