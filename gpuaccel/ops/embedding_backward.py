@@ -66,12 +66,7 @@ def reference_encoder_backward(
 ):
     """Add the gradients into dwte and dwpe in torch, bit-identical to the kernels.
 
-    Args:
-        dwte, dwpe: (V, C) and (at least T, C), any device; either may be None.
-        dout: (..., T, C). Sums are in fp32, in fp64 where a tensor is.
-        segments: find_segments(tokens, V).
-        by_count: divide a token's sum by the number of its rows.
-    """
+    As add_gradients(), for any device and dtype: sums are in fp32, in fp64 where a tensor is."""
     dtypes = {t.dtype for t in (dwte, dwpe, dout) if t is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grad = dout.reshape(-1, dout.shape[-1]).to(wide)

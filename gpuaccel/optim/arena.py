@@ -4,7 +4,6 @@
     arena.weights, arena.grads     # (N,) fp32 each
     arena.bf16_weights             # (N,) bf16; None for a module without bf16 parameters
     opt = torch.optim.AdamW(arena.parameters())
-    print(arena.summary())
     arena.release()                # ordinary parameters again
 
 The layout is that of optim/layout.py: every tensor begins at a multiple of CHUNK elements.
@@ -36,7 +35,7 @@ from torch.optim.optimizer import (
 from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
 from .gradients import Gradients, Master, remove_all
-from .layout import Block, Segment, Summary, lay_out, own_storage, trainable
+from .layout import Block, Segment, lay_out, own_storage, trainable
 
 log = logging.getLogger("gpuaccel")
 # Hooks of arenas that are gone: removed when an arena is made or released.
@@ -351,10 +350,6 @@ class Arena:
                 group["lr"] = lr * s.lr_scale
         return list(groups.values())
 
-    def summary(self) -> Summary:
-        """Bytes of the accumulator, before padding and with it; `print` it."""
-        return Summary(self.segments, self.blocks)
-
     @property
     def step(self) -> Any:
         """The open TrainStep of this arena, or None. release() closes it."""
@@ -363,16 +358,6 @@ class Arena:
     @step.setter
     def step(self, step: Any):
         self._step = _nobody if step is None else weakref.ref(step)
-
-    def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if this optimizer holds some of parameters().
-
-        Args:
-            optimizer: any torch optimizer.
-        """
-        return any(
-            id(p) in self.master_ids for group in optimizer.param_groups for p in group["params"]
-        )
 
     @torch.no_grad()
     def move(self, name: str, memory: Tensor):
@@ -650,8 +635,10 @@ def _follow_optimizers(arena):
 
     def updated_arena(optimizer):
         arena = weak()
-        alive = arena is not None and not arena.released
-        return arena if alive and arena.is_updated_by(optimizer) else None
+        if arena is None or arena.released:
+            return None
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return None if arena.master_ids.isdisjoint(held) else arena
 
     def before_all(optimizer, args, kwargs):
         if getattr(optimizer, "publishes", False) or updated_arena(optimizer) is None:

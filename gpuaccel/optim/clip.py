@@ -285,9 +285,7 @@ def _by_kernels(
     partials = torch.empty(chunks, dtype=torch.float64, device=device)
     chunk_to_tensor = torch.empty(chunks, dtype=torch.int32, device=device)
     launch_squares(packed, partials, chunk_to_tensor, norm_type, launches)
-    launch_reduce(
-        state, partials, chunk_to_tensor, group_of, len(partials), limit, eps, None, norm_type
-    )
+    launch_reduce(state, partials, chunk_to_tensor, group_of, limit, eps, None, norm_type)
 
     def scale():
         launch_scale(packed, state, group_of, policy == "skip", launches)

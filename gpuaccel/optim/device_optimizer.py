@@ -16,7 +16,6 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
@@ -36,10 +35,8 @@ from ..ops.clip import (
     tensors_of_launch,
 )
 from .arena import Arena, check_parameters_or_arena
-from .clipping import Norms
-from .device_state import DeviceState, is_capturing
-from .members import Members
-from .state_dicts import fitted
+from .device_state import DeviceState, Norms, is_capturing
+from .members import Members, fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
 from .update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
@@ -94,8 +91,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
     gradient_divisor: Tensor | None = None
     _step_supports_amp_scaling = True
-    # torch.compiler.disable(_step), made by the first optimizer: it imports half of torch.
-    _untraced_step: Callable | None = None
 
     def __init__(
         self,
@@ -137,10 +132,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         super().__init__(params_or_arena, **arguments)
 
     def _begin(self):
-        if DeviceOptimizer._untraced_step is None:
-            DeviceOptimizer._untraced_step = staticmethod(
-                torch.compiler.disable(self._step.__func__)
-            )
         arena = self.arena
         self.layout = ParameterLayout() if arena is None else ArenaLayout(arena)
         # Called by last_skip() with the tensor's number; what it returns is added.
@@ -254,6 +245,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     # ---- the step ----
 
+    @torch._disable_dynamo
+    @torch.no_grad()
     def step(self, closure=None):
         """Take one step. Only on_nonfinite="raise" waits for the device.
 
@@ -268,11 +261,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 capture before the first step.
             NonFiniteError: with on_nonfinite="raise"; nothing has changed.
         """
-        assert DeviceOptimizer._untraced_step is not None
-        return DeviceOptimizer._untraced_step(self, closure)
-
-    @torch.no_grad()
-    def _step(self, closure):
         loss = None
         if closure is not None:
             with torch.enable_grad():

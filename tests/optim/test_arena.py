@@ -15,7 +15,7 @@ from gpuaccel.errors import ArgumentError
 from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.optim import AdamW, Products
 from gpuaccel.optim.arena import Arena
-from gpuaccel.optim.layout import Summary, lay_out
+from gpuaccel.optim.layout import lay_out
 from gpuaccel.training import TrainStep
 from gpuaccel.training.models import Transformer, preset
 
@@ -186,28 +186,12 @@ def test_a_block_is_an_item_of_the_outermost_list():
     }
 
 
-def test_accumulator_of_llama_350m_is_1520_2_mib_before_padding_and_embedding():
+def test_the_layout_of_a_model_without_memory():
     with torch.device("meta"):
         model = Transformer(preset("llama-350m"))
     segments, blocks = lay_out(model)
     check_layout(segments, blocks, model)
-    summary = Summary(segments, blocks)
-    assert (
-        round(summary.block_bytes / 2**20, 1) == 1520.2 and summary.block_bytes == 4 * 398_509_056
-    )
-    assert summary.embedding_bytes == 4 * 32768 * 1024
-    assert (
-        summary.total_bytes == summary.block_bytes + summary.embedding_bytes + summary.padding_bytes
-    )
-    assert (summary.tensors, summary.blocks) == (24 * 9 + 3, 26)
-    text = str(summary)
-    assert (
-        "1,520.2 MiB" in text
-        and "128.0 MiB" in text
-        and "blocks.23 .. blocks.0" in text
-        and len(text.splitlines()) < 10
-    )
-    assert Arena(nn.Linear(3, 2)).summary().block_bytes == 4 * 8
+    assert sum(s.numel for s in segments if not s.embedding) == 398_509_056
 
 
 def test_parameter_groups_carry_decay_and_learning_rate():
@@ -577,7 +561,7 @@ def test_a_second_arena_takes_the_place_of_the_first(dtype, caplog):
 def test_an_arena_of_empty_tensors_only():
     module = nn.ParameterList([nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))])
     arena = Arena(module)
-    assert arena.numel == 0 and arena.summary().total_bytes == 0
+    assert arena.numel == 0
     sum(p.sum() for p in module).backward()
     torch.optim.SGD(arena.parameters(), lr=1.0).step()
 
