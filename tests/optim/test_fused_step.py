@@ -121,23 +121,6 @@ def test_over_an_arena_with_masters(low, seed, fused_tensors):
     close(ours[1], theirs[1], low)
 
 
-def test_a_step_that_a_grad_scaler_skips_changes_nothing(fused_tensors):
-    params = parameters(torch.float32)
-    opt = AdamW(params, lr=0.1)
-    give(0, params)
-    opt.step()
-    before = [p.detach().clone() for p in params]
-    steps = [float(opt.state[p]["step"]) for p in params]
-    opt.found_inf, opt.grad_scale = torch.ones(1), torch.full((1,), 8.0)
-    fused_tensors.clear()
-    opt.step()
-    assert not fused_tensors and all(map(torch.equal, params, before))
-    assert [float(opt.state[p]["step"]) for p in params] == steps
-    opt.found_inf = torch.zeros(1)
-    opt.step()
-    assert fused_tensors and float(opt.state[params[0]]["step"]) == 2
-
-
 def test_what_is_kept_for_the_next_step_follows_what_changes(monkeypatch):
     """The calls are planned once, anew for another scope, and loaded state is used."""
     made, plain = [], update_rule._fused_batches
