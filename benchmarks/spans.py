@@ -1,8 +1,8 @@
 """What host and GPU did in a step, as spans of time: from the records of torch.profiler.
 
 On the host's lane `launch`, `wait` and `copy` are its calls to the GPU, and `python` is the rest of
-its time. On the GPU's lane are kernels by name, copies, and `backward`: work that was queued before.
-Without a GPU there is one lane: torch's own operators, and `read` where a number went to Python. The
+its time. On the GPU's lane are kernels by name, copies, and `backward`: work queued before. Without
+a GPU there is one lane: torch's own operators, and `read` where a number went to Python. The
 profiler slows everything down: the spans show the order of things, not how fast they are.
 """
 

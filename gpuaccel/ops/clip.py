@@ -390,7 +390,7 @@ def kernel_takes(grads: list[Tensor]) -> bool:
 
 
 def check_gradients(grads: list[Tensor], names):
-    """ArgumentError for sparse and complex gradients. names: a function that returns their names."""
+    """ArgumentError for sparse and complex gradients. names: returns their names."""
     for i, g in enumerate(grads):
         sparse = g.layout != torch.strided
         if sparse or g.is_complex():

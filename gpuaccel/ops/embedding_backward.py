@@ -98,13 +98,8 @@ def reference_encoder_backward(
 def _piece_sums(grad, row, head, kind):
     """The sum of each piece's rows, added in order.
 
-    Args:
-        grad: (N, C).
-        row: (N,) indices into `grad` in the order of addition. A negative index belongs to a token
-            out of range and counts as a row of NaN.
-        head: where each piece starts in `row`.
-        kind: of each piece, as in Segments.pieces.
-    """
+    row: (N,) indices into `grad` in the order of addition; a negative one belongs to a token out of
+    range and counts as a row of NaN. head: where each piece starts. kind: as in Segments.pieces."""
     rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
     if grad.is_cpu and len(head) and int(row.min()) >= 0:
         # Rows that are left out come after the last piece.

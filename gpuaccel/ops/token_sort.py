@@ -51,17 +51,6 @@ class Segments:
     order = property(lambda self: self.buffer[: 2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n : 3 * self.n])
 
-    def runs(self) -> list[tuple[int, Tensor]]:
-        """(token, its rows in the order in which they are added) of every token that counts.
-
-        Waits for the device."""
-        pieces, (row, token) = self.pieces.tolist(), self.order.long().cpu().unbind(1)
-        # Rows that are left out stand last, and no piece begins there.
-        last = max((i for i, kind in enumerate(pieces) if kind), default=None)
-        kept = 0 if last is None else last + (pieces[last] - 1) % PIECE + 1
-        values, counts = torch.unique_consecutive(token[:kept], return_counts=True)
-        return list(zip(values.tolist(), (row[:kept] & MAX_TOKENS).split(counts.tolist())))
-
 
 # ---- reference -----------------------------------------------------------------------------------
 

@@ -37,21 +37,11 @@ def reference_adamw(
     weight_decay,
     factor=1.0,
 ):
-    """One AdamW step in place: weight, m, v (and vmax: AMSGrad) of one shape, on any device.
+    """One AdamW step in place, of tensors of one shape on any device. step: from 1.
 
-    bf16 and fp16 are computed in fp32 and rounded once.
-
-    Args:
-        weight, grad, m, v: of one shape.
-        vmax: the largest v so far, or None without AMSGrad.
-        step: the number of this step, from 1, or a () tensor.
-        lr, beta1, beta2: numbers or () tensors.
-        eps, weight_decay: numbers.
-        factor: what the gradient is multiplied by (clip scale, sign), a number or a () tensor.
-
-    Returns:
-        The new weight before it is rounded to the weight's dtype.
-    """
+    bf16 and fp16 are computed in fp32 and rounded once. vmax: the largest v so far, or None without
+    AMSGrad. factor: what the gradient is multiplied by (clip scale, sign). Numbers may be ()
+    tensors. Returns the new weight before it is rounded to the weight's dtype."""
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, new_m, new_v = (t.float() if low else t for t in (weight, grad, m, v))
     g = g.to(w.dtype) * factor
@@ -73,18 +63,9 @@ def reference_adamw(
 def fused_adamw(
     weights, grads, m, v, vmax, steps, *, lr, beta1, beta2, eps, weight_decay, maximize
 ):
-    """reference_adamw of many tensors by torch's kernel for a CPU, in place; equal within rounding.
+    """reference_adamw of lists of dense tensors of one dtype, by torch's kernel for a CPU.
 
-    Args:
-        weights, grads, m, v: lists of dense tensors, all of one dtype.
-        vmax: as many, or as many times None.
-        steps: () fp32, the number of this step of each tensor.
-        lr, beta1, beta2, eps, weight_decay: numbers.
-        maximize: step along the gradients.
-
-    Source:
-        torch.optim.AdamW(fused=True).
-    """
+    Equal within rounding. vmax: as many times None without AMSGrad."""
     amsgrad = vmax[0] is not None
     torch._fused_adamw_(
         weights,

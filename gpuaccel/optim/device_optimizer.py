@@ -285,12 +285,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         state = self.device_state(part.device)
         if part.by_kernels or part.measurable:
             self.refresh()
-        divisor = _one_number(self, "gradient_divisor", part.device)
-        grad_scale = _one_number(self, "grad_scale", part.device)
-        if divisor is None or grad_scale is None:
-            divisor = grad_scale if divisor is None else divisor
-        else:
-            divisor = divisor * grad_scale
+        names = "gradient_divisor", "grad_scale"
+        divisors = [d for d in (_one_number(self, n, part.device) for n in names) if d is not None]
+        divisor = functools.reduce(torch.mul, divisors) if divisors else None
         norms = None
         if self._takes_norm():
             norms = self._norms(part.device)

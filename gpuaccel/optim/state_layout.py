@@ -129,11 +129,7 @@ class ArenaLayout(ParameterLayout):
 def place_states(layout: ParameterLayout, state: dict, members, names):
     """Copy state into the layout's memory; missing state becomes zero.
 
-    Args:
-        layout: of the optimizer.
-        state: of the optimizer.
-        members: (parameter, number, keys of its state) of each parameter.
-        names: a function that returns the tensors' names.
+    members: (parameter, number, keys of its state) of each parameter.
 
     Raises:
         ArgumentError: with nothing changed, for a state of another shape, and in a capture.
