@@ -10,7 +10,7 @@ A step launches kernels and waits for nothing. Over an arena one kernel multipli
 the clip scale and uses them, and writes bf16 weights from their fp32 masters in the same pass.
 `p.grad` is read; over an arena it becomes the arena's slice, and otherwise it stays.
 
-The formula and its launches: ops/update_rule.py. Where the state lies: optim/state_layout.py.
+The formula and its launches: optim/update_rule.py. Where the state lies: optim/state_layout.py.
 """
 
 import contextlib

@@ -87,7 +87,7 @@ class ParameterLayout:
         count_it: bool,
         seed: int | None,
     ):
-        """The update in torch; arguments: ops/update_rule.py."""
+        """The update in torch; arguments: optim/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, count_it, seed)
 
     def after_update(self):

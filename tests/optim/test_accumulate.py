@@ -347,18 +347,14 @@ def test_a_gradient_that_does_not_fit_is_named_before_anything_changes():
 # ---- what users do besides -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"checkpointing": True}, {"checkpointing": False}, {"tied": True}], ids=str
+)
 @pytest.mark.parametrize("adding", ADDING)
-def test_activation_checkpointing(adding, reentrant):
+def test_activation_checkpointing_and_tied_weights(adding, options):
     micros = micro_batches(4)
-    check_sums(Net(checkpointing=reentrant), adding, micros, exact_sum(Net(), micros), 1e-6)
-
-
-@pytest.mark.parametrize("adding", ADDING)
-def test_tied_weights_get_both_gradients(adding):
-    model, micros = Net(tied=True), micro_batches(4)
-    check_sums(model, adding, micros, exact_sum(copy.deepcopy(model), micros), 1e-6)
-    assert model.head.weight is model.embedding.weight
+    exact = exact_sum(Net(tied=options.get("tied", False)), micros)
+    check_sums(Net(**options), adding, micros, exact, 1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
