@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -210,25 +210,14 @@ def clip_kernel(name: str, norm_type: float, tensors: int = MAX_TENSORS) -> Kern
     )
 
 
-def launches_for(tensors: Sequence[Tensor | None], most: int | None = None) -> tuple:
-    """(first tensor's number, number of chunks, tensors that it can have, struct) of each launch.
-
-    tensors: on one device; None: one that has no gradient."""
-    most = most or tensors_of_launch(len(tensors))
-    try:
-        # The fast path; raises TypeError if one of the tensors is None.
-        present = cast("Sequence[Tensor]", tensors)
-        return _packed(
-            tuple(map(Tensor.data_ptr, present)),
-            tuple(map(Tensor.numel, present)),
-            tuple([KINDS[t.dtype] for t in present]),
-            most,
-        )
-    except TypeError:
-        rows = [
-            (0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors
-        ]
-        return _packed(*zip(*rows), most)
+def launches_for(tensors: Sequence[Tensor], most: int | None = None) -> tuple:
+    """(first tensor's number, chunks, tensors that it can have, struct) of each launch."""
+    return _packed(
+        tuple(map(Tensor.data_ptr, tensors)),
+        tuple(map(Tensor.numel, tensors)),
+        tuple([KINDS[t.dtype] for t in tensors]),
+        most or tensors_of_launch(len(tensors)),
+    )
 
 
 def _parts(addresses, counts, most: int):
@@ -273,7 +262,7 @@ def _packed(addresses, counts, kinds, most):
 
 
 def launch_squares(
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
     partials: Tensor,
     chunk_to_tensor: Tensor | None = None,
     norm_type: float = 2.0,
@@ -282,7 +271,7 @@ def launch_squares(
     """Launch squares_v2: a partial sum per chunk of the tensors.
 
     Args:
-        tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
+        tensors: fp32, bf16, fp16, dense, on one device; an empty one for none.
         partials: (chunks,) fp64.
         chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
         norm_type: 1, 2 or infinity.

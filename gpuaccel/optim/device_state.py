@@ -59,10 +59,10 @@ class Norms:
         known already, or None. divisor: (1,) fp32, what gradients are divided by, or None."""
         if squares is None:
             # Sorted by tensor number, so that the first nonfinite tensor can be named.
-            grads: list[Tensor | None] = [None] * len(self.rows)
+            grads = [self.clip.values[:0]] * len(self.rows)
             for j in jobs:
                 grads[j.number] = j.grad
-            addresses = [0 if g is None else g.data_ptr() for g in grads]
+            addresses = list(map(Tensor.data_ptr, grads))
             if addresses != self._addresses:
                 self._addresses, self._launches = addresses, launches_for(grads)
             rows = sum(chunks for _, chunks, *_ in self._launches)
