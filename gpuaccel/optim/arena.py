@@ -135,15 +135,6 @@ class Arena:
         >>> arena.release()
     """
 
-    weights: Tensor
-    grads: Tensor
-    bf16_weights: Tensor | None
-    params: list[nn.Parameter]
-    masters: list[nn.Parameter]
-    gradients: Gradients
-    segments: list[Segment]
-    blocks: list[Block]
-
     def __init__(
         self,
         module: nn.Module,
@@ -167,7 +158,14 @@ class Arena:
                 other.release()
         self._build(module, [p for _, p in reversed(named)], segments, blocks)
 
-    def _build(self, module, params, segments, blocks, masters=None):
+    def _build(
+        self,
+        module,
+        params: list[nn.Parameter],
+        segments: list[Segment],
+        blocks: list[Block],
+        masters=None,
+    ):
         """Allocate the buffers, move the parameters into them, and follow optimizer steps.
 
         params and masters are in the arena's order; masters exist after a copy or an unpickling."""
@@ -194,7 +192,7 @@ class Arena:
         # Nothing of the module changes until all allocations have succeeded.
         self.weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         self.grads = torch.zeros_like(self.weights)
-        self.bf16_weights = None
+        self.bf16_weights: Tensor | None = None
         if any(p.dtype == torch.bfloat16 for p in self.params):
             self.bf16_weights = torch.zeros_like(self.weights, dtype=torch.bfloat16)
         # The first chunk of each tensor; at the end the number of chunks.

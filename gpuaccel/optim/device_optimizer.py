@@ -216,7 +216,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             macros = self.rule.macros_of(self.param_groups[g])
             kinds.setdefault(p.device, set()).add((p.dtype, macros))
         for device, pairs in kinds.items():
-            self.device_state(device)
+            self._device_state(device)
             if self._takes_norm():
                 self._norms(device)
             # Compiled and loaded: neither can be done in a capture.
@@ -282,7 +282,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_on(self, part: DevicePlan):
-        state = self.device_state(part.device)
+        state = self._device_state(part.device)
         if part.by_kernels or part.measurable:
             self.refresh()
         names = "gradient_divisor", "grad_scale"
@@ -335,7 +335,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 part.set_gradients(grads)
             return parts
         self._plan = None, []
-        jobs = self.jobs()
+        jobs = self._jobs()
         parts = [
             DevicePlan(
                 device,
@@ -355,12 +355,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
         return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
-    def jobs(self) -> Jobs:
-        """What this step updates, by number, checked; nothing has changed when it raises.
-
-        Raises:
-            ArgumentError: for several devices, with max_norm or on_nonfinite="skip".
-        """
+    def _jobs(self) -> Jobs:
+        """What this step updates, by number, checked; nothing has changed when it raises."""
         arena, rule = self.arena, self.rule
         if arena is not None:
             arena.check()
@@ -418,7 +414,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
 
     def _norms(self, device: torch.device) -> Norms:
-        norms_of = self.device_state(device).norms
+        norms_of = self._device_state(device).norms
         norms, count = norms_of.get(self.scope), self._members.count(self.param_groups)
         if norms is None or len(norms.rows) != count:
             if is_capturing():
@@ -432,15 +428,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         norms.clip.names = functools.partial(self._members.names, self.param_groups)
         return norms
 
-    def device_state(self, device: torch.device) -> DeviceState:
-        """Settings, counts and norms on this device.
-
-        Args:
-            device: where parameters lie.
-
-        Raises:
-            ArgumentError: inside of a capture before the first step.
-        """
+    def _device_state(self, device: torch.device) -> DeviceState:
         if device not in self._devices:
             self._devices[device] = DeviceState(device)
         return self._devices[device]
