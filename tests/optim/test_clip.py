@@ -24,6 +24,7 @@ from helpers import (
     parameters,
     same,
 )
+from optimizers import check_arena
 from torch import nn
 
 import gpuaccel as ga
@@ -346,7 +347,8 @@ def underflow(device, ours):
 def max_norm_0(device, ours):
     found, grads, _ = edge([[3.0, -4.0], [1.0]], 0.0, device)
     assert found.scale == 0 and found.clipped_norm == 0 and not any(g.any() for g in grads)
-    assert edge([[0.0]], 0.0, device)[0].scale == 0, "and for norm 0, where eps keeps 0 / 0 away"
+    # For norm 0 eps keeps 0 / 0 away.
+    assert edge([[0.0]], 0.0, device)[0].scale == 0
 
 
 def max_norm_negative(device, ours):
@@ -374,12 +376,11 @@ def no_tensors(device, ours):
     for scope, shape in (("global", ()), ("tensor", (0,))):
         found = clip_grads_([], 1.0, scope=scope)
         assert found.norm.shape == shape and found.scale.shape == shape and found.name() is None
-    found, grads, _ = edge(
-        [torch.zeros(0), torch.tensor([3.0, 4.0]), torch.zeros(3, 0)], 1.0, device
-    )
+    empty = [torch.zeros(0), torch.zeros(3, 0)]
+    found, grads, _ = edge([empty[0], torch.tensor([3.0, 4.0]), empty[1]], 1.0, device)
     assert found.norm == 5 and found.finite
     close(exact_norm(grads), 1.0, 1e-6)
-    found, _, _ = edge([torch.zeros(0), torch.zeros(0, 4)], 1.0, device)
+    found, _, _ = edge(empty, 1.0, device)
     assert found.norm == 0 and found.scale == 1 and found.finite and found.name() is None
 
 
@@ -639,34 +640,51 @@ def test_torch_computes_for_what_our_kernels_do_not_take(device, monkeypatch):
 # ---- scopes and policies -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF, 3.0])
-@pytest.mark.parametrize(
+# Of the seven tensors of Blocks, in the order of the model.
+GROUPS = {
+    "global": [range(7)],
+    "block": [(0, 1), (2, 3, 4), (5, 6)],
+    "tensor": [(i,) for i in range(7)],
+}
+SCOPES = pytest.mark.parametrize(
     "what, scope",
-    [("parameters", "tensor"), ("arena", "global"), ("arena", "block"), ("arena", "tensor")],
+    [
+        ("parameters", "global"),
+        ("parameters", "tensor"),
+        ("arena", "global"),
+        ("arena", "block"),
+        ("arena", "tensor"),
+    ],
 )
-def test_scopes_against_torch_per_group(what, scope, norm_type, device):
-    model = Blocks().to(device)
-    grads = [s * g for g, s in zip(filled(model), (10, 10, 1e-5, 1e-5, 1e-5, 1, 3))]
-    twins = torchs(grads, device)
-    groups = {
-        "global": [twins],
-        "block": [twins[5:], twins[2:5], twins[:2]],
-        "tensor": [[t] for t in (twins if what == "parameters" else reversed(twins))],
-    }[scope]
+
+
+def target_of(what, grads, device):
+    """(what is clipped, its gradients, their names), in the order of the model."""
     if what == "parameters":
         target = torchs(grads, device)
-        now = [p.grad for p in target]
-    else:
-        target = Arena(model)
-        fill(target, grads)
-        now = [*reversed(target.gradients.views)]
+        names = [f"parameter {i} of shape {tuple(g.shape)}" for i, g in enumerate(grads)]
+        return target, [p.grad for p in target], names
+    arena = Arena(Blocks().to(device))
+    fill(arena, grads)
+    names = [s.name for s in reversed(arena.segments)]
+    return arena, [*reversed(arena.gradients.views)], names
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF, 3.0])
+@SCOPES
+def test_scopes_against_torch_per_group(what, scope, norm_type, device):
+    sizes = (10, 10, 1e-5, 1e-5, 1e-5, 1, 3)
+    grads = [s * g for g, s in zip(filled(Blocks().to(device)), sizes)]
+    twins = torchs(grads, device)
+    target, now, _ = target_of(what, grads, device)
     found = clip_grads_(target, 2.0, norm_type, scope=scope)
+    groups = GROUPS[scope] if what == "parameters" else GROUPS[scope][::-1]
     shape = () if scope == "global" else (len(groups),)
     assert found.norm.shape == found.scale.shape == found.first_nonfinite.shape == shape
     assert found.finite.all() and found.name() is None
     for norm, group in zip(found.norm.view(-1), groups, strict=True):
-        members = [t for t in group if t.numel()]
+        members = [twins[i] for i in group if twins[i].numel()]
         want = nn.utils.clip_grad_norm_(members, 2.0, norm_type)
         torch.testing.assert_close(norm, want.to(norm), rtol=1e-5, atol=1e-7)
     for got, twin in zip(now, twins, strict=True):
@@ -678,41 +696,21 @@ def test_scopes_against_torch_per_group(what, scope, norm_type, device):
         norms = clip_grad_norm_(torchs(grads, device), 2.0, norm_type, scope=scope)
         assert torch.equal(norms, found.norm)
         return
-    for s in target.segments:
-        padding = target.grads[s.offset + s.numel : s.offset + s.padded]
-        assert not padding.any(), "padding was written"
+    check_arena(target)
     target.release()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("policy", [None, *get_args(OnNonfinite)])
-@pytest.mark.parametrize(
-    "what, scope",
-    [
-        ("parameters", "global"),
-        ("parameters", "tensor"),
-        ("arena", "global"),
-        ("arena", "block"),
-        ("arena", "tensor"),
-    ],
-)
+@SCOPES
 def test_policies_for_each_scope(what, scope, policy, value, device):
     """One bad number: finite groups are clipped as ever, the others by the policy.
 
     Its default is torch's behaviour for parameters; over an arena nothing is written."""
-    model = Blocks().to(device)
-    grads = filled(model, size=10.0)
+    grads = filled(Blocks().to(device), size=10.0)
     grads[3][4000] = value  # the second block's second tensor
-    if what == "arena":
-        target = Arena(model)
-        fill(target, grads)
-        names = [s.name for s in reversed(target.segments)]
-        now = [*reversed(target.gradients.views)]
-    else:
-        names = [f"parameter {i} of shape {tuple(g.shape)}" for i, g in enumerate(grads)]
-        target = torchs(grads, device)
-        now = [p.grad for p in target]
+    target, now, names = target_of(what, grads, device)
     if policy == "raise":
         name = re.escape(names[3])
         message = f"The total norm of order 2.0 for gradients of {name} is non-finite"
@@ -727,12 +725,7 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
     firsts = found.first_nonfinite.flatten().tolist()
     # The fourth of seven, from either end.
     assert sorted(firsts)[-1] == 3 and firsts.count(-1) == len(firsts) - 1
-    groups = {
-        "global": [range(7)],
-        "block": [(0, 1), (2, 3, 4), (5, 6)],
-        "tensor": [(i,) for i in range(7)],
-    }[scope]
-    for group in groups:
+    for group in GROUPS[scope]:
         norm = exact_norm([grads[i] for i in group])
         for i in group:
             if 3 not in group:
