@@ -702,12 +702,10 @@ def test_scopes_against_torch_per_group(what, scope, norm_type, device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("policy", [None, *get_args(OnNonfinite)])
+@pytest.mark.parametrize("policy", get_args(OnNonfinite))
 @SCOPES
 def test_policies_for_each_scope(what, scope, policy, value, device):
-    """One bad number: finite groups are clipped as ever, the others by the policy.
-
-    Its default is torch's behaviour for parameters; over an arena nothing is written."""
+    """One bad number: finite groups are clipped as ever, the others by the policy."""
     grads = filled(Blocks().to(device), size=10.0)
     grads[3][4000] = value  # the second block's second tensor
     target, now, names = target_of(what, grads, device)
@@ -719,7 +717,6 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
         assert unchanged(now, grads)
         return
     found = clip_grads_(target, 1.0, scope=scope, on_nonfinite=policy)
-    policy = policy or ("skip" if what == "arena" else "propagate")
     assert found.name() == names[3]
     assert (~found.finite).sum() == 1
     firsts = found.first_nonfinite.flatten().tolist()
@@ -740,6 +737,17 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
                 assert now[i].isnan().sum() == (i == 3)
     if what == "arena":
         target.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_by_default_a_bad_gradient_of_an_arena_writes_nothing(device):
+    """Of parameters: torch's behaviour, in the table of edges."""
+    grads = filled(Blocks().to(device))
+    grads[0][0, 0] = NAN
+    target, now, _ = target_of("arena", grads, device)
+    clip_grads_(target, 1.0)
+    assert unchanged(now, grads)
+    target.release()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
