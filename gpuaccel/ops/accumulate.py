@@ -21,7 +21,7 @@ from ..errors import ArgumentError
 CHUNK = 4096
 THREADS = 512
 MAX_TENSORS = 256
-# Threads of accumulate_v4, the same as in clip.cu, so that partial sums are bit-identical.
+# Threads of clip.cu and peers.cu, whose sums of squares are bit-identical.
 SQUARES_THREADS = 256
 GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -39,13 +39,12 @@ def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
         name: of the kernel.
         dtype: fp32 or bf16.
     """
-    threads = SQUARES_THREADS if name == "accumulate_v4" else THREADS
     return Kernel(
         "accumulate",
         name,
         GRAD_T=C_TYPES[dtype],
         CHUNK=CHUNK,
-        THREADS=threads,
+        THREADS=THREADS,
         MAX_TENSORS=MAX_TENSORS,
     )
 

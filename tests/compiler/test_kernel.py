@@ -120,7 +120,6 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     "kernel, sizes",
     [
         (accumulate_kernel("accumulate_v3", torch.float32), [ADDRESSES.pack]),
-        (accumulate_kernel("accumulate_v4", torch.bfloat16), [ADDRESSES.pack]),
         *[
             (clip.clip_kernel(name, 2.0, most), [clip._pack_tensors[most]])
             for name in ("squares_v2", "scale_v2")

@@ -1299,76 +1299,32 @@ def _chunk_table(sizes):
     return rows, firsts
 
 
-class _Accumulation:
-    """Tensors of an arena, the second one without a gradient, some of the others misaligned."""
-
-    def __init__(self, kernel, random, device, sizes, skips):
-        self.sizes, dtype = sizes, _grad_dtype(kernel)
-        self.rows, self.firsts = _chunk_table(sizes)
-        self.table = on(device, np.array(self.rows, np.int32))
-        self.start = torch.zeros(CHUNK * len(self.rows))
-        for view in self.views(self.start):
-            view.copy_(torch.from_numpy(normal(random, len(view))))
-        self.grads = [
-            None
-            if i == 1
-            else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-            for i, (n, skip) in enumerate(zip(sizes, skips))
-        ]
-
-    def views(self, flat):
-        return [flat[CHUNK * k : CHUNK * k + n] for n, k in zip(self.sizes, self.firsts)]
-
-    def sums(self):
-        want = self.start.clone()
-        for view, g in zip(self.views(want), self.grads):
-            if g is not None:
-                view += g.cpu().float()
-        return want
-
-    def launch(self, kernel, threads, first, last, *tensors):
-        """Add the gradients of the tensors from `first` to before `last`."""
-        grads = self.grads[first:last]
-        addresses = [0 if g is None else g.data_ptr() for g in grads]
-        within = [k for k, row in enumerate(self.rows) if first <= row[0] < last]
-        kernel[len(within), threads](
-            *tensors,
-            self.table,
-            within[0],
-            first,
-            struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
-            tensors=[g for g in grads if g is not None],
-        )
-
-
 @ours("accumulate", "accumulate_v3")
 def run(kernel, seed, device):
-    """In one launch, and in two."""
+    """In one launch, and in two: the second tensor without a gradient, some of them misaligned."""
     sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
-    case = _Accumulation(kernel, rng(seed), device, sizes, skips)
+    random, dtype = rng(seed), _grad_dtype(kernel)
+    rows, firsts = _chunk_table(sizes)
+    start = torch.zeros(CHUNK * len(rows))
+    want = start.clone()
+    addresses, grads = [0] * 256, []
+    for i, (n, skip, k) in enumerate(zip(sizes, skips, firsts)):
+        place = slice(CHUNK * k, CHUNK * k + n)
+        start[place] = torch.from_numpy(normal(random, n))
+        want[place] = start[place]
+        if i != 1:
+            grad = torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+            want[place] += grad.cpu().float()
+            addresses[i] = grad.data_ptr()
+            grads.append(grad)
+    table = on(device, np.array(rows, np.int32))
     for launches in ([(0, 6)], [(0, 2), (2, 6)]):
-        acc = case.start.to(device, copy=True)
+        acc = start.to(device, copy=True)
         for first, last in launches:
-            case.launch(kernel, 512, first, last, acc)
-        yield Outcome(f"launches of {launches}", acc.cpu(), case.sums())
-
-
-@ours("accumulate", "accumulate_v4")
-def run(kernel, seed, device):
-    """As v3; each row of a tensor with a gradient also writes its sum of squares."""
-    case = _Accumulation(kernel, rng(seed), device, (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2))
-    case.views(case.start)[3][0] = 1e25
-    want = case.sums()
-    squares = want.double().square().view(-1, CHUNK).sum(1)
-    squares[case.firsts[1]] = 0.5  # no gradient: what stood there stays
-    acc = case.start.to(device, copy=True)
-    partials = torch.full((len(case.rows),), 0.5, dtype=torch.float64, device=device)
-    for first, last in ((0, 2), (2, 5)):
-        case.launch(kernel, kernel.bound, first, last, acc, partials)
-    yield Outcome("sums", acc.cpu(), want)
-    yield Outcome(
-        "squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6
-    )
+            within = [k for k, row in enumerate(rows) if first <= row[0] < last]
+            sources = struct.pack("256Q", *addresses[first:], *[0] * first)
+            kernel[len(within), 512](acc, table, within[0], first, sources, tensors=grads)
+        yield Outcome(f"launches of {launches}", acc.cpu(), want)
 
 
 @ours("clip", "squares_v1")
