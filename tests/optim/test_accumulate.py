@@ -477,11 +477,9 @@ def test_a_fused_layer_is_ordinary_after_close_and_in_copies():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_the_fused_product(dtype):
-    acc, dy, x = (
-        torch.zeros(4, 3),
-        torch.randn(2, 5, 4, dtype=dtype),
-        torch.randn(2, 5, 3, dtype=dtype),
-    )
+    acc = torch.zeros(4, 3)
+    dy = torch.randn(2, 5, 4, dtype=dtype)
+    x = torch.randn(2, 5, 3, dtype=dtype)
     torch.library.opcheck(torch.ops.gpuaccel.add_weight_gradient_.default, (acc, dy, x))
 
 

@@ -144,10 +144,8 @@ def test_parameter_groups_with_their_own_numbers(device):
 
     mine, theirs = AdamW(groups(ours), lr=0.002), Torchs(groups(reference), lr=0.002)
     march(mine, theirs, ours[:5], reference[:5])
-    (
-        mine.add_param_group({"params": ours[5], "lr": 0.1}),
-        theirs.add_param_group({"params": reference[5], "lr": 0.1}),
-    )
+    mine.add_param_group({"params": ours[5], "lr": 0.1})
+    theirs.add_param_group({"params": reference[5], "lr": 0.1})
     march(mine, theirs, ours, reference, 5, atol=5e-6)
 
 
@@ -287,10 +285,8 @@ def test_weights_and_gradients_in_any_order_of_memory(device):
         around.append(whole)
     reference = twin(ours)
     before = [whole.clone() for whole in around]
-    mine, theirs = (
-        AdamW(ours, lr=0.01, max_norm=2.0, amsgrad=True),
-        Torchs(reference, lr=0.01, amsgrad=True),
-    )
+    mine = AdamW(ours, lr=0.01, max_norm=2.0, amsgrad=True)
+    theirs = Torchs(reference, lr=0.01, amsgrad=True)
     for k in range(6):
         give(k, ours, reference)
         if k % 2:
@@ -375,14 +371,10 @@ def test_dtypes_side_by_side(device):
 def test_named_parameters(device):
     model = Blocks().to(device)
     names = [name for name, _ in model.named_parameters()]
-    mine, theirs = (
-        AdamW(model.named_parameters(), on_nonfinite="skip"),
-        Torchs(model.named_parameters()),
-    )
-    assert (
-        mine.names() == names
-        and mine.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"] == names
-    )
+    mine = AdamW(model.named_parameters(), on_nonfinite="skip")
+    theirs = Torchs(model.named_parameters())
+    assert mine.names() == names
+    assert mine.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"] == names
     assert mine.state_dict()["param_groups"][0]["param_names"] == names
     model(filled(model)).backward()
     model.blocks[1][0].grad[0, 0] = NAN
@@ -993,10 +985,8 @@ extern "C" __global__ void philox(
 
 def philox(keys, counters, device):
     out = torch.zeros(4 * len(keys), dtype=torch.int32, device=device)
-    key, counter = (
-        torch.tensor(keys, device=device),
-        torch.tensor(counters, device=device).flatten(),
-    )
+    key = torch.tensor(keys, device=device)
+    counter = torch.tensor(counters, device=device).flatten()
     kernel = ga.compile(PHILOX.replace("unsigned* out", "int* out").replace("= r.", "= (int)r."))
     kernel[-(-len(keys) // 64), 64](out, key, counter, len(keys))
     return (out.long() & 0xFFFFFFFF).view(-1, 4).cpu()
@@ -1041,10 +1031,8 @@ def test_reference_round_by_hand():
             same(got, torch.tensor(value).bfloat16(), f"{value} is a bf16 already")
     assert reference_round(torch.tensor([NAN, -NAN]), torch.tensor([0xFFFF, 0])).isnan().all()
     largest = torch.tensor(torch.finfo(torch.float32).max)
-    assert (
-        reference_round(largest, torch.tensor(0xFFFF)) == INF
-        and reference_round(largest, torch.tensor(0)) == torch.finfo(torch.bfloat16).max
-    )
+    assert reference_round(largest, torch.tensor(0xFFFF)) == INF
+    assert reference_round(largest, torch.tensor(0)) == torch.finfo(torch.bfloat16).max
     x = torch.randn(10_000, generator=generator(0))
     for n in (0, 0x8000, 0xFFFF):
         got = reference_round(x, torch.full_like(x, n, dtype=torch.long)).float()
@@ -1375,10 +1363,8 @@ def test_gpu_a_captured_step_replays_as_eager(what, prepared):
         "stochastic_rounding": True,
         "amsgrad": True,
     }
-    (mine, targets, weights), (eager, targets2, weights2) = (
-        graph_setup(what, **how),
-        graph_setup(what, **how),
-    )
+    (mine, targets, weights) = graph_setup(what, **how)
+    (eager, targets2, weights2) = graph_setup(what, **how)
 
     if prepared:
         mine.prepare()

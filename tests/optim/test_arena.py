@@ -70,12 +70,10 @@ def check_layout(segments, blocks, module):
         assert s.offset == offset and offset % CHUNK == 0, (
             f"{s.name} does not follow its neighbour on a chunk"
         )
-        assert (
-            s.shape == p.shape
-            and s.numel == p.numel()
-            and 0 <= s.padded - s.numel < CHUNK
-            and s.padded % CHUNK == 0
-        )
+        assert s.shape == p.shape
+        assert s.numel == p.numel()
+        assert 0 <= s.padded - s.numel < CHUNK
+        assert s.padded % CHUNK == 0
         offset += s.padded
     assert (blocks[0].start, blocks[0].first, blocks[-1].stop, blocks[-1].last) == (
         0,
@@ -100,19 +98,15 @@ def check_views(arena):
         assert p.data_ptr() == home.data_ptr() + s.offset * home.element_size(), (
             f"{s.name} is no view of its buffer"
         )
-        assert (
-            owner.dtype == torch.float32
-            and owner.data_ptr() == arena.weights.data_ptr() + 4 * s.offset
-        )
+        assert owner.dtype == torch.float32
+        assert owner.data_ptr() == arena.weights.data_ptr() + 4 * s.offset
         assert (
             view.data_ptr() == arena.grads.data_ptr() + 4 * s.offset and view.data_ptr() % 16 == 0
         )
-        assert (
-            owner.is_leaf
-            and p.is_leaf
-            and p.stride() == s.stride
-            and view.shape == p.shape == owner.shape
-        )
+        assert owner.is_leaf
+        assert p.is_leaf
+        assert p.stride() == s.stride
+        assert view.shape == p.shape == owner.shape
 
 
 def padding(arena):
@@ -193,12 +187,10 @@ def test_deepcopy_of_arena_and_of_module_stand_alone(dtype):
     arena.masters[0].grad = torch.full_like(arena.masters[0], 7.0)
     twin, plain = copy.deepcopy(arena), copy.deepcopy(model)
     check_views(twin), check_views(arena)
-    assert (
-        twin.module is not model
-        and torch.equal(twin.weights, arena.weights)
-        and twin.gradients.received() == arena.gradients.received() == [True, False, False, False]
-        and twin.params[0].grad.eq(7).all()
-    )
+    assert twin.module is not model
+    assert torch.equal(twin.weights, arena.weights)
+    assert twin.gradients.received() == arena.gradients.received() == [True, False, False, False]
+    assert twin.params[0].grad.eq(7).all()
     assert twin.weights.data_ptr() != arena.weights.data_ptr()
     assert Arena.of(twin.module) is twin and Arena.of(model) is arena and Arena.of(plain) is None
     with torch.no_grad():

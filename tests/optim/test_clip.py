@@ -463,10 +463,8 @@ def torchs(grads, device):
 def compared(grads, device, max_norm, **how):
     """Ours and torch's on the same gradients: bit-identical where torch computes both."""
     mine, theirs = torchs(grads, device), torchs(grads, device)
-    got, want = (
-        clip_grad_norm_(mine, max_norm, **how),
-        nn.utils.clip_grad_norm_(theirs, max_norm, **how),
-    )
+    got = clip_grad_norm_(mine, max_norm, **how)
+    want = nn.utils.clip_grad_norm_(theirs, max_norm, **how)
     assert got.shape == want.shape == () and got.device == want.device
     if ga.backend().name == "torch":
         same(got, want if want.dtype == torch.float64 else want.float(), f"norm {how}")
@@ -749,11 +747,9 @@ def test_the_first_of_several_bad_tensors_is_named(device):
         device,
     )
     found = clip_grads_(params, 1.0, on_nonfinite="skip")
-    assert (
-        found.first_nonfinite == 2
-        and found.first_nonfinite.dtype == torch.int32
-        and found.name() == "parameter 2 of shape (9000,)"
-    )
+    assert found.first_nonfinite == 2
+    assert found.first_nonfinite.dtype == torch.int32
+    assert found.name() == "parameter 2 of shape (9000,)"
     found = clip_grads_(params, 1.0, on_nonfinite="skip", scope="tensor")
     assert found.first_nonfinite.tolist() == [-1, -1, 2, 3]
     assert found.finite.tolist() == [True, True, False, False]
