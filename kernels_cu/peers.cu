@@ -10,9 +10,9 @@
 // H200 with 4.2 TB/s at least 0.62 ms.
 //
 // The new sums are in registers, so each chunk's sum of squares is written too, and the gradient
-// norm needs no pass of its own. A chunk whose sum is not finite is checked once more, part by part,
-// to find the ranks whose gradients are not finite. (inf - inf is NaN, so nothing is hidden in a
-// sum.)
+// norm needs no pass of its own. A chunk whose sum is not finite is checked once more, part by
+// part, to find the ranks whose gradients are not finite. (inf - inf is NaN, so nothing is hidden
+// in a sum.)
 
 #ifndef CHUNK
 #define CHUNK 4096
