@@ -17,6 +17,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from common import DEVICE, Clock, record
+from spans import facts, whole
 from step_variants import BF16, CALLS, LAUNCHED, REPLAYED, Bf16Peer, Ours, Task
 from tables import Column, Table, integer, number, ratio, share, thousands
 from timing import OURS, in_turns, queued
@@ -24,7 +25,6 @@ from training import SETTINGS, build, token_batch
 from workers import Workers
 
 from gpuaccel.measure import ledger
-from gpuaccel.measure.timeline import facts, whole
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay

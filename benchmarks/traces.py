@@ -15,10 +15,10 @@ groups and `exposed`, is between its kernels.
 import re
 
 import torch
+from spans import GPU_WORK
 from torch.profiler import record_function
 
 from gpuaccel.measure.profiler import covered, profiled
-from gpuaccel.measure.timeline import GPU_WORK
 
 REST, COMMUNICATION = "rest", "communication"
 # What a name holds. The first group that matches has the kernel.

@@ -16,9 +16,6 @@
 //                  table says which tensor a chunk belongs to. The addresses of the gradients are
 //                  passed by value with the launch, so nothing is uploaded. Padding between tensors
 //                  is never read: it exists only in the arena.
-//   accumulate_v4  v3 for the last micro-batch. The new sums are in registers, so each chunk's sum
-//                  of squares is written too, 8 bytes for 4096 elements, and the gradient norm
-//                  (clip.cu) needs no pass over memory of its own.
 //
 // Shapes: N elements of the arena, a multiple of CHUNK; a chunk never crosses a tensor.
 
@@ -89,33 +86,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
         float* out = reinterpret_cast<float*>(acc);
         for (int i = threadIdx.x; i < count; i += THREADS) out[i] += as_float(grad[i]);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v4(
-    float4* acc,
-    double* partials,              // (N / CHUNK) sum of squares of each chunk's new sums
-    const int4* chunks,
-    int first_row,
-    int first_tensor,
-    Sources sources)
-{
-    __shared__ double warps[THREADS / 32];
-    int4 chunk = chunks[(long long)first_row + blockIdx.x];
-    const GRAD_T* grad = sources.grad[chunk.x - first_tensor];
-    if (grad == 0) return;
-    grad += (long long)chunk.z * CHUNK;
-    acc += (long long)chunk.w * (CHUNK / 4);
-    bool whole = chunk.y == CHUNK && aligned4(grad, sizeof(GRAD_T));
-    float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];
-    #pragma unroll
-    for (int k = 0; k < CHUNK / 4 / THREADS; k++) {
-        int i = k * THREADS + threadIdx.x;
-        g[k] = load4(grad, i, chunk.y, whole);
-        a[k] = acc[i];             // behind a tensor's end the arena has zeros, and they stay
-    }
-    #pragma unroll
-    for (int k = 0; k < CHUNK / 4 / THREADS; k++)
-        acc[k * THREADS + threadIdx.x] = a[k] = add4(a[k], g[k]);
-    double sum = block_joined(magnitude(a), warps);
-    if (threadIdx.x == 0) partials[chunk.w] = sum;
 }

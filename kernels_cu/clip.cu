@@ -25,8 +25,8 @@
 //                  1024 threads, a tree, fp64. It also finds the first tensor that is not finite,
 //                  so that its name can be reported.
 //   scale_v2       Many tensors per launch, as squares_v2.
-// Beyond the ladder: accumulate_v4 writes the same partial sums while it adds, and adamw.cu
-// multiplies by the scale itself, so there is no pass for clipping at all.
+// Beyond the ladder: adamw.cu multiplies by the scale itself, and peers.cu writes the same partial
+// sums while it adds.
 
 #ifndef CHUNK
 #define CHUNK 4096

@@ -44,9 +44,6 @@
 #ifndef ACC_T
 #define ACC_T float           // dwte, dwpe
 #endif
-#ifndef STOCHASTIC
-#define STOCHASTIC 0          // 1: how a sum in bf16 is rounded
-#endif
 #ifndef BY_COUNT
 // 1: a token's sum is divided by the number of its rows (scale_grad_by_freq)
 #define BY_COUNT 0
@@ -156,44 +153,6 @@ extern "C" __global__ void encoder_backward_v1(
     atomicAdd(dwpe + row % T * C + c, as_float(dout[i]));
 }
 
-// ---- the last step: into the sum ----
-
-struct Rounding {             // of sums in bf16: what the noise depends on, beside the element
-    unsigned long long seed;
-    const int* offset;        // (1) added to step; 0: nothing. A captured step is counted there
-    int step, micro_batch;
-};
-
-__device__ __forceinline__ void store_rounded(float* x, float value, unsigned) { *x = value; }
-__device__ __forceinline__ void store_rounded(fp16* x, float value, unsigned) {
-    *x = as_fp16(value);
-}
-__device__ __forceinline__ void store_rounded(bf16* x, float value, unsigned noise) {
-    *x = as_bf16_stochastic(value, noise);
-}
-
-// Where adamw.cu has a tensor's number, so that no noise is used twice.
-#define ENCODER 0x80000000u
-
-// sums[row] (C) gets the group of four `x` at q. tensor: 0 wte, 1 wpe.
-__device__ __forceinline__ void store_sum(ACC_T* sums, long long row, int q, int C, float4 x,
-                                          const Rounding& rounding, int tensor) {
-    ACC_T* to = sums + row * C;
-#if STOCHASTIC
-    long long group = row * ((C + 3) / 4) + q;
-    unsigned step = rounding.step + (rounding.offset != 0 ? *rounding.offset : 0);
-    uint4 noise =
-        random_bits(rounding.seed, make_uint4((unsigned)group, (unsigned)(group >> 32),
-                                              ENCODER | (2 * rounding.micro_batch + tensor), step));
-    store_rounded(to + 4 * q, x.x, noise.x);
-    if (WHOLE || 4 * q + 1 < C) store_rounded(to + 4 * q + 1, x.y, noise.y);
-    if (WHOLE || 4 * q + 2 < C) store_rounded(to + 4 * q + 2, x.z, noise.z);
-    if (WHOLE || 4 * q + 3 < C) store_rounded(to + 4 * q + 3, x.w, noise.w);
-#else
-    store4(to, q, C, WHOLE, x);
-#endif
-}
-
 __device__ __forceinline__ float4 scaled(float4 x, int rows) {
 #if BY_COUNT
     float n = (float)rows;
@@ -214,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(256) encoder_backward_v2(
     // Per block: .x its first item, .y how many, .z the token, .w which 128 * LANE4 channels.
     const int4* buckets,
     const int* items,                 // rows of all buckets, each bucket's in ascending order
-    int C, Rounding rounding)
+    int C)
 {
     __shared__ float4 partial[8][LANE4][32];
     int4 bucket = buckets[blockIdx.x];
@@ -231,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(256) encoder_backward_v2(
     if (warp > 0) return;
     for (int k = 0; k < LANE4; k++) {
         for (int w = 1; w < min(8, bucket.y); w++) sum[k] = add4(sum[k], partial[w][k][lane]);
-        store_sum(dwte, bucket.z, q + k, C,
-                  add4(sum[k], load4(dwte + (long long)bucket.z * C, q + k)), rounding, 0);
+        store4(dwte + (long long)bucket.z * C, q + k, C, WHOLE,
+                  add4(sum[k], load4(dwte + (long long)bucket.z * C, q + k)));
     }
 }
 
@@ -251,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
     const GRAD_T* dout,               // (n, C)
     const uint2* order,               // (n) row and token, sorted by token
     const int* pieces,                // (n) what begins at each place
-    int n, int C, Rounding rounding)
+    int n, int C)
 {
     int lane = threadIdx.x % 32;
     // A warp takes what begins in 32 places.
@@ -325,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
                 if (nonfinite) sum[k] = nan4();
                 if (group + 32 * k <= last) {
                     if (old_too >> u & 1)
-                        store_sum(dwte, token, q[k], C,
-                                  add4(as_float4(old[u][k]), scaled(sum[k], rows)), rounding, 0);
+                        store4(dwte + token * C, q[k], C, WHOLE,
+                                  add4(as_float4(old[u][k]), scaled(sum[k], rows)));
                     else partial_of(partials, first + start, what < 0, C)[q[k]] = sum[k];
                 }
                 sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
@@ -337,8 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
 }
 
 extern "C" __global__ void __launch_bounds__(32 * COMBINE) encoder_combine_v3(
-    ACC_T* dwte, float* partials, const uint2* order, const int* pieces, int n, int C,
-    Rounding rounding)
+    ACC_T* dwte, float* partials, const uint2* order, const int* pieces, int n, int C)
 {
     __shared__ float4 warps[COMBINE][32];
     // Of the longer run that begins in each 32 places: at most one can.
@@ -368,9 +326,8 @@ extern "C" __global__ void __launch_bounds__(32 * COMBINE) encoder_combine_v3(
         __syncthreads();
         if (warp == 0 && group <= last) {
             for (int w = 1; w < min(COMBINE, count); w++) sum = add4(sum, warps[w][lane]);
-            store_sum(dwte, token, q, C,
-                      add4(as_float4(fetch4(dwte + token * C, q, C)), scaled(sum, rows)), rounding,
-                      0);
+            store4(dwte + token * C, q, C, WHOLE,
+                      add4(as_float4(fetch4(dwte + token * C, q, C)), scaled(sum, rows)));
         }
         __syncthreads();
     }
@@ -379,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(32 * COMBINE) encoder_combine_v3(
 extern "C" __global__ void __launch_bounds__(THREADS) encoder_wpe(
     ACC_T* dwpe,                      // (T, C)
     const GRAD_T* dout,               // (B, T, C)
-    int B, int T, int C, Rounding rounding)
+    int B, int T, int C)
 {
     int groups = (C + 3) / 4;
     long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
@@ -390,5 +347,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_wpe(
     #pragma unroll 8
     for (int b = 1; b < B; b++)
         sum = add4(sum, as_float4(fetch4(dout + ((long long)b * T + t) * C, q, C)));
-    store_sum(dwpe, t, q, C, add4(as_float4(fetch4(dwpe + t * C, q, C)), sum), rounding, 1);
+    store4(dwpe + t * C, q, C, WHOLE, add4(as_float4(fetch4(dwpe + t * C, q, C)), sum));
 }

@@ -9,10 +9,10 @@
 // one, (N + 1) / N * 4 bytes per element of the arena. 432 M elements on 2 ranks: 2.6 GB, on an
 // H200 with 4.2 TB/s at least 0.62 ms.
 //
-// The new sums are in registers, so each chunk's sum of squares is written too (as in
-// accumulate_v4), and the gradient norm needs no pass of its own. A chunk whose sum is not finite
-// is checked once more, part by part, to find the ranks whose gradients are not finite. (inf - inf
-// is NaN, so nothing is hidden in a sum.)
+// The new sums are in registers, so each chunk's sum of squares is written too, and the gradient
+// norm needs no pass of its own. A chunk whose sum is not finite is checked once more, part by
+// part, to find the ranks whose gradients are not finite. (inf - inf is NaN, so nothing is hidden
+// in a sum.)
 
 #ifndef CHUNK
 #define CHUNK 4096

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import CHUNK, Jobs, arena_launches, torch_step
+from ..ops import CHUNK
 from ..optim import ParameterLayout, own_storage
+from ..optim.update_rule import Jobs, arena_launches, torch_step
 from .collectives import all_gather, gather_objects
 
 

@@ -1,10 +1,8 @@
 """What a step costs, and what the host did meanwhile.
 
 `Meter` measures a training loop while it runs and never waits for the GPU. `ledger` counts the
-launches, synchronisations and copies of a block of code; `timeline` keeps when each of them was.
-The rest reads the records of torch.profiler for other rooms."""
+launches, synchronisations and copies of a block of code."""
 
-from . import timeline
 from .ledger import Ledger, Row, ledger
 from .meter import (
     LateValue,
@@ -15,8 +13,7 @@ from .meter import (
     peak_flops,
     resident_bytes,
 )
-from .profiler import profiler_sees_gpu, quiet_profiler, trace_events
-from .timeline import Span
+from .profiler import Span
 
 __all__ = [
     "LateValue",
@@ -29,9 +26,5 @@ __all__ = [
     "free_gpu_memory",
     "ledger",
     "peak_flops",
-    "profiler_sees_gpu",
-    "quiet_profiler",
     "resident_bytes",
-    "timeline",
-    "trace_events",
 ]

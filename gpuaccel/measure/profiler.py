@@ -1,4 +1,4 @@
-"""What the ledger, the timeline and the pictures read: the records of `torch.profiler`.
+"""What the ledger and the benchmarks read: the records of `torch.profiler`.
 
     with profiled("ledger('arena')") as events:
         step(batch)
@@ -16,8 +16,10 @@ import re
 import sys
 import tempfile
 import warnings
+from typing import NamedTuple
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..backends import backend
@@ -47,6 +49,22 @@ SYNC_RECORDS = {
 SCALAR_READ = "aten::_local_scalar_dense"
 
 
+class Span(NamedTuple):
+    """A stretch of one lane. Times in microseconds since the first of them began.
+
+    Attributes:
+        lane: who did it.
+        name: what was done.
+        start: microseconds.
+        stop: microseconds.
+    """
+
+    lane: str
+    name: str
+    start: float
+    stop: float
+
+
 def profiler_sees_gpu() -> bool:
     """True if the profiler can record a GPU."""
     return torch.cuda.is_available() and backend().policy != "off"
@@ -68,7 +86,8 @@ def profiled(caller):
     options = {}
     if gpu:
         activities.append(ProfilerActivity.CUDA)
-        options["experimental_config"] = _with_sync_records()
+        # Records of synchronisations: calls of the driver API leave no other trace.
+        options["experimental_config"] = _ExperimentalConfig(enable_cuda_sync_events=True)
         # work that was queued before is not the block's
         torch.cuda.synchronize()
     profiler = profile(activities=activities, **options)
@@ -106,24 +125,8 @@ def quiet_profiler():
         os.close(sink)
 
 
-def _with_sync_records():
-    """Ask CUPTI for records of synchronisations: calls of the driver API leave no other trace.
-
-    None if this version of torch has no such option."""
-    try:
-        from torch._C._profiler import _ExperimentalConfig
-
-        return _ExperimentalConfig(enable_cuda_sync_events=True)
-    except (ImportError, TypeError):
-        return None
-
-
 def trace_events(profiler) -> list:
-    """The events of a finished torch.profiler.profile, as dictionaries of a Chrome trace.
-
-    Args:
-        profiler: a torch.profiler.profile whose block has ended.
-    """
+    """The events of a finished torch.profiler.profile, as dictionaries of a Chrome trace."""
     handle, path = tempfile.mkstemp(suffix=".json", prefix="gpuaccel-profile-")
     os.close(handle)
     try:
@@ -135,11 +138,7 @@ def trace_events(profiler) -> list:
 
 
 def split_region(events):
-    """(events with a duration, the event REGION, those that began within it).
-
-    Args:
-        events: of a Chrome trace.
-    """
+    """(events of a Chrome trace with a duration, the event REGION, those that began within it)."""
     events = [event for event in events if event.get("ph") == "X"]
     region = next(
         e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
@@ -180,11 +179,7 @@ def correlation(event):
 
 
 def covered(spans) -> float:
-    """How long at least one of these spans is. Each instant counts once.
-
-    Args:
-        spans: (start, stop) of each, in any unit.
-    """
+    """How long at least one of these spans, (start, stop), is. Each instant counts once."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(stop - max(start, end), 0.0)

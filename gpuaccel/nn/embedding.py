@@ -32,7 +32,6 @@ from ..ops import (
     range_on_host,
     reference_encoder,
     reference_segments,
-    segments_on_host,
 )
 from .fused_forward import FusedForward, adds_to_arena, fused_forward, has_class_forward
 from .gradient_slice import GradientSlice, slice_of
@@ -85,8 +84,7 @@ def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
     on_host = low >= 0 and high < len(wte)
     buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
     if segments:
-        find = segments_on_host if on_host else reference_segments
-        buffer = find(tokens, len(wte), left_out).buffer
+        buffer = reference_segments(tokens, len(wte), left_out, on_host).buffer
     if on_host:
         out = F.embedding(tokens, wte)
         return out if wpe is None else out + wpe[: tokens.shape[-1]], buffer
@@ -129,10 +127,10 @@ def _add_rows(sums, dout, segments, by_count):
     if not dout.numel():
         return
     if segments is None:
-        add_gradients(None, sums, dout, None, by_count, None)
+        add_gradients(None, sums, dout, None, by_count)
     else:
         token_segments = Segments(segments, dout.numel() // dout.shape[-1], len(sums))
-        add_gradients(sums, None, dout, token_segments, by_count, None)
+        add_gradients(sums, None, dout, token_segments, by_count)
 
 
 for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _backward)):

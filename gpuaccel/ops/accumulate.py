@@ -21,20 +21,13 @@ from ..errors import ArgumentError
 CHUNK = 4096
 THREADS = 512
 MAX_TENSORS = 256
-# Threads of accumulate_v4, the same as in clip.cu, so that partial sums are bit-identical.
+# Threads of clip.cu and peers.cu, whose sums of squares are bit-identical.
 SQUARES_THREADS = 256
 GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
-    """acc += grad in acc's dtype, rounded once per element: the definition of accumulation.
-
-    Args:
-        acc, grad: any shape, dtype and device that torch can add.
-
-    Returns:
-        acc.
-    """
+    """acc += grad in acc's dtype, rounded once per element: the definition of accumulation."""
     return acc.add_(grad)
 
 
@@ -46,23 +39,18 @@ def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
         name: of the kernel.
         dtype: fp32 or bf16.
     """
-    threads = SQUARES_THREADS if name == "accumulate_v4" else THREADS
     return Kernel(
         "accumulate",
         name,
         GRAD_T=C_TYPES[dtype],
         CHUNK=CHUNK,
-        THREADS=threads,
+        THREADS=THREADS,
         MAX_TENSORS=MAX_TENSORS,
     )
 
 
 def launch_tensor(acc: Tensor, grad: Tensor):
-    """Launch accumulate_v2 where 16-byte accesses are possible, else accumulate_v1.
-
-    Args:
-        acc, grad: one shape and device, contiguous, not empty.
-    """
+    """Launch accumulate_v2 where 16-byte accesses are possible, else accumulate_v1."""
     n = acc.numel()
     aligned = acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
     if n % 4 == 0 and aligned:
@@ -121,17 +109,7 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
 
 
 def check_gradient(name: str, grad: Tensor, shape, device):
-    """Refuse a gradient that is no dense fp32 or bf16 tensor of this shape and device.
-
-    Args:
-        name: for the message.
-        grad: the gradient.
-        shape: that it must have.
-        device: where it must be.
-
-    Raises:
-        ArgumentError: it says what is wrong.
-    """
+    """ArgumentError unless it is a dense fp32 or bf16 tensor of this shape and device."""
     problem = None
     if not isinstance(grad, Tensor):
         problem = f"is a {type(grad).__name__}; expected a torch tensor"

@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -140,57 +140,38 @@ def reference_norms(
 ) -> tuple[Tensor, Tensor]:
     """The norm of each group of tensors and its first tensor that is not finite, computed by torch.
 
-    Args:
-        grads: any device and dtype.
-        norm_type: order of the norm.
-        groups: the group of each tensor; None: one group.
-        count: how many groups there are.
-        foreach: as torch's.
-        numbers: numbers of the tensors, ascending; None: their places.
-
-    Returns:
-        The norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none.
-    """
+    groups: the group of each tensor, of `count`; None: there is one. numbers: of the tensors,
+    ascending; None: their places. Returns (count,), and (count,) int32 with -1 for none."""
     device = grads[0].device
-    norms = []
-    for g in range(count):
-        some = grads if groups is None else [t for t, of in zip(grads, groups) if of == g]
-        if not all(map(Tensor.numel, some)):
-            some = [t for t in some if t.numel()]
-        norm = (
-            get_total_norm(some, norm_type, foreach=foreach)
-            if some
-            else torch.zeros((), dtype=torch.float32, device=device)
-        )
-        norms.append(norm.to(device))
+    members: list[list[tuple[int, Tensor]]] = [[] for _ in range(count)]
+    for t, number, group in zip(grads, numbers or range(len(grads)), groups or itertools.repeat(0)):
+        if t.numel():
+            members[group].append((number, t))
+    norms = [
+        get_total_norm([t for _, t in some], norm_type, foreach=foreach).to(device)
+        if some
+        else torch.zeros((), dtype=torch.float32, device=device)
+        for some in members
+    ]
     norm = norms[0].view(1) if count == 1 else torch.stack(norms)
     # A norm of order 0 or less may be finite where a tensor is not.
     if norm_type > 0 and readable(norm) and all(map(math.isfinite, norm.tolist())):
         return norm, torch.full((count,), -1, dtype=torch.int32)
     # Larger than any tensor's number.
     no_tensor = 2**31 - 1
-    numbers = numbers or range(len(grads))
-    nonfinite_tensor = []
-    for g in range(count):
-        indices = [
-            i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)
-        ]
+    firsts = []
+    for some in members:
         candidates = [torch.full((), no_tensor, device=device)]
         candidates += [
-            torch.where(torch.isfinite(grads[i]).all(), no_tensor, numbers[i]).to(device)
-            for i in indices
+            torch.where(torch.isfinite(t).all(), no_tensor, number).to(device) for number, t in some
         ]
-        first = torch.stack(candidates).min()
-        nonfinite_tensor.append(torch.where(first < no_tensor, first, -1))
-    return norm, torch.stack(nonfinite_tensor).int()
+        firsts.append(torch.stack(candidates).min())
+    first = torch.stack(firsts)
+    return norm, torch.where(first < no_tensor, first, -1).int()
 
 
 def readable(t: Tensor) -> bool:
-    """True if the host can read these numbers without a wait: not on a GPU, nor in a recording.
-
-    Args:
-        t: any tensor.
-    """
+    """True if the host can read these numbers without a wait: not on a GPU, nor in a recording."""
     return (
         t.is_cpu
         and type(t) is Tensor
@@ -229,30 +210,14 @@ def clip_kernel(name: str, norm_type: float, tensors: int = MAX_TENSORS) -> Kern
     )
 
 
-def launches_for(tensors: Sequence[Tensor | None], most: int | None = None) -> tuple:
-    """(first tensor's number, number of chunks, tensors that it can have, struct) of each launch.
-
-    Chunks are counted without gaps over all launches. None: a tensor that has no gradient.
-
-    Args:
-        tensors: on one device; None: one that has no gradient.
-        most: of tensors_of_launch(); None: that of these tensors.
-    """
-    most = most or tensors_of_launch(len(tensors))
-    try:
-        # The fast path; raises TypeError if one of the tensors is None.
-        present = cast("Sequence[Tensor]", tensors)
-        return _packed(
-            tuple(map(Tensor.data_ptr, present)),
-            tuple(map(Tensor.numel, present)),
-            tuple([KINDS[t.dtype] for t in present]),
-            most,
-        )
-    except TypeError:
-        rows = [
-            (0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors
-        ]
-        return _packed(*zip(*rows), most)
+def launches_for(tensors: Sequence[Tensor], most: int | None = None) -> tuple:
+    """(first tensor's number, chunks, tensors that it can have, struct) of each launch."""
+    return _packed(
+        tuple(map(Tensor.data_ptr, tensors)),
+        tuple(map(Tensor.numel, tensors)),
+        tuple([KINDS[t.dtype] for t in tensors]),
+        most or tensors_of_launch(len(tensors)),
+    )
 
 
 def _parts(addresses, counts, most: int):
@@ -297,7 +262,7 @@ def _packed(addresses, counts, kinds, most):
 
 
 def launch_squares(
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Tensor],
     partials: Tensor,
     chunk_to_tensor: Tensor | None = None,
     norm_type: float = 2.0,
@@ -306,7 +271,7 @@ def launch_squares(
     """Launch squares_v2: a partial sum per chunk of the tensors.
 
     Args:
-        tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
+        tensors: fp32, bf16, fp16, dense, on one device; an empty one for none.
         partials: (chunks,) fp64.
         chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
         norm_type: 1, 2 or infinity.
@@ -330,7 +295,6 @@ def launch_reduce(
     partials: Tensor,
     chunk_to_tensor: Tensor,
     groups: Tensor | None,
-    rows: int,
     max_norm: Tensor,
     eps: float = EPS,
     divisor: Tensor | None = None,
@@ -338,24 +302,16 @@ def launch_reduce(
 ):
     """Launch reduce_v2: norm, scale and first nonfinite tensor of each group, written into `out`.
 
-    Args:
-        out: where the results go.
-        partials: (chunks,) fp64 from squares_v2.
-        chunk_to_tensor: (chunks,) int32 from squares_v2.
-        groups: (tensors,) int32, the group of each; None: one group.
-        rows: number of groups.
-        max_norm: (1,) fp64 on the device.
-        eps: added to the norm.
-        divisor: (1,) fp32, what the gradients are still to be divided by; None: 1.
-        norm_type: 1, 2 or infinity.
-    """
+    partials, chunk_to_tensor: (chunks,) from squares_v2. groups: (tensors,) int32, the group of
+    each; None: there is one. max_norm: (1,) fp64 on the device. divisor: (1,) fp32, what the
+    gradients are still to be divided by; None: 1."""
     clip_kernel("reduce_v2", norm_type)[len(out.values), 1024](
         out.values,
         out.nonfinite_tensor,
         partials,
         chunk_to_tensor,
         groups,
-        rows,
+        len(partials),
         max_norm,
         float(eps),
         divisor,
@@ -365,17 +321,9 @@ def launch_reduce(
 def launch_scale(
     tensors: list[Tensor], state: ClipState, groups: Tensor | None, skip: bool, launches=None
 ):
-    """Launch scale_v2: multiply in place by each group's scale.
+    """Launch scale_v2: multiply in place by each group's scale. skip: but not what is not finite.
 
-    Tensors of a group with scale 1 are neither read nor written.
-
-    Args:
-        tensors: what is multiplied.
-        state: of reduce_v2.
-        groups: (tensors,) int32, the group of each; None: one group.
-        skip: leave a group alone that is not finite.
-        launches: launches_for(tensors), where it is known already.
-    """
+    Tensors of a group with scale 1 are neither read nor written."""
     for start, chunks, most, packed in launches or launches_for(tensors):
         if chunks:
             clip_kernel("scale_v2", 2.0, most)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](
@@ -384,14 +332,7 @@ def launch_scale(
 
 
 def new_state(count: int, device, scope: Scope, names) -> ClipState:
-    """An uninitialised ClipState of `count` groups.
-
-    Args:
-        count: number of groups.
-        device: where it lies.
-        scope: "global", "tensor" or "block".
-        names: a function that returns the tensors' names.
-    """
+    """An uninitialised ClipState of `count` groups."""
     return ClipState(
         torch.empty(count, 4, dtype=torch.float32, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
@@ -427,14 +368,7 @@ def check_max_norm(max_norm) -> float:
 
 
 def kernel_takes(grads: list[Tensor]) -> bool:
-    """Whether the kernels can take these gradients.
-
-    They can if all are plain dense tensors of fp32, bf16 or fp16 on one device whose backend is
-    cuda or simt.
-
-    Args:
-        grads: any tensors.
-    """
+    """True for plain dense tensors of fp32, bf16 or fp16 on one device, of backend cuda or simt."""
     return (
         takes(grads[0].device)
         and set(map(type, grads)) == {Tensor}
@@ -445,50 +379,31 @@ def kernel_takes(grads: list[Tensor]) -> bool:
 
 
 def check_gradients(grads: list[Tensor], names):
-    """Refuse sparse and complex gradients.
-
-    Args:
-        grads: any tensors.
-        names: a function that returns their names.
-
-    Raises:
-        ArgumentError: it names the tensor.
-    """
-    if {g.layout for g in grads} == {torch.strided} and not any(map(Tensor.is_complex, grads)):
-        return
+    """ArgumentError for sparse and complex gradients. names: returns their names."""
     for i, g in enumerate(grads):
-        if g.layout != torch.strided or g.is_complex():
-            problem = f"has layout {g.layout}" if g.layout != torch.strided else f"is {g.dtype}"
+        sparse = g.layout != torch.strided
+        if sparse or g.is_complex():
+            problem = f"has layout {g.layout}" if sparse else f"is {g.dtype}"
             raise ArgumentError(
                 f"the gradient of {names()[i]} {problem}; expected a dense, real tensor"
             )
 
 
 def unnamed(parameters) -> list[str]:
-    """Names for parameters that have none.
-
-    Args:
-        parameters: any number of them.
-    """
+    """Names for parameters that have none."""
     return [f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(parameters)]
 
 
 def dense(t: Tensor) -> bool:
     """Whether the tensor fills its memory without gaps or overlaps, in whatever order.
 
-    A negated view (Tensor.is_neg) does not: other numbers lie there.
-
-    Args:
-        t: any tensor.
-    """
+    A negated view (Tensor.is_neg) does not: other numbers lie there."""
     if t.is_neg():
         return False
     if t.is_contiguous():
         return True
     step = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1
-    ):
+    for stride, size in sorted(pair for pair in zip(t.stride(), t.shape) if pair[1] > 1):
         if stride != step:
             return False
         step *= size

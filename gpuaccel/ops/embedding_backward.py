@@ -16,7 +16,6 @@ Source: llm.c's encoder_backward, whose buckets are made by the CPU; here the de
 """
 
 import functools
-import struct
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,6 @@ from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, kernel
 from ..errors import ArgumentError
 from .accumulate import overlap
-from .rounding import reference_random_bits, reference_round
 from .token_sort import (
     MAX_TOKENS,
     PIECE,
@@ -38,8 +36,6 @@ from .token_sort import (
 )
 
 THREADS, QUADS, COMBINE, SPAN = 128, 1, 16, 8  # as in encoder.cu
-NO_ROUNDING = (0, 0, 0, 0)  # seed, address of a number added to the step, step, micro-batch
-pack_rounding = struct.Struct("QQii").pack
 
 
 # ---- reference -----------------------------------------------------------------------------------
@@ -66,19 +62,11 @@ def reference_encoder_backward(
     dwpe: Tensor | None,
     dout: Tensor,
     segments: Segments,
-    *,
     by_count: bool = False,
-    rounding=None,
 ):
     """Add the gradients into dwte and dwpe in torch, bit-identical to the kernels.
 
-    Args:
-        dwte, dwpe: (V, C) and (at least T, C), any device; either may be None.
-        dout: (..., T, C). Sums are in fp32, in fp64 where a tensor is.
-        segments: find_segments(tokens, V).
-        by_count: divide a token's sum by the number of its rows.
-        rounding: (seed, step, micro-batch) of stochastic rounding for bf16; None: to the nearest.
-    """
+    As add_gradients(), for any device and dtype: sums are in fp32, in fp64 where a tensor is."""
     dtypes = {t.dtype for t in (dwte, dwpe, dout) if t is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grad = dout.reshape(-1, dout.shape[-1]).to(wide)
@@ -97,26 +85,21 @@ def reference_encoder_backward(
             total[long] = _combined(sums, runs[long], count[long])
         if by_count:
             total = total / length[:, None]
-        _add(dwte, token[head], total, rounding, 0)
+        _add(dwte, token[head], total)
     if dwpe is not None and dout.numel():
         T = dout.shape[-2]
         grad = grad.view(-1, T, grad.shape[-1])
         total = grad[0]
         for more in grad[1:]:
             total = total + more
-        _add(dwpe, torch.arange(T, device=dwpe.device), total, rounding, 1)
+        _add(dwpe, torch.arange(T, device=dwpe.device), total)
 
 
 def _piece_sums(grad, row, head, kind):
     """The sum of each piece's rows, added in order.
 
-    Args:
-        grad: (N, C).
-        row: (N,) indices into `grad` in the order of addition. A negative index belongs to a token
-            out of range and counts as a row of NaN.
-        head: where each piece starts in `row`.
-        kind: of each piece, as in Segments.pieces.
-    """
+    row: (N,) indices into `grad` in the order of addition; a negative one belongs to a token out of
+    range and counts as a row of NaN. head: where each piece starts. kind: as in Segments.pieces."""
     rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
     if grad.is_cpu and len(head) and int(row.min()) >= 0:
         # Rows that are left out come after the last piece.
@@ -152,23 +135,8 @@ def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
     return torch.empty_like(total).index_copy_(0, order, total)
 
 
-def _add(sums, index, total, rounding, tensor):
-    """sums[index] += total, rounded to the dtype of sums.
-
-    Args:
-        tensor: 0 for wte, 1 for wpe; part of the key of the random bits.
-    """
-    value = sums[index].to(total.dtype) + total
-    if rounding is not None and sums.dtype == torch.bfloat16:
-        seed, step, micro_batch = rounding
-        C = sums.shape[1]
-        padded = -(-sums.shape[1] // 4) * 4
-        key = 2**31 + 2 * micro_batch + tensor
-        noise = reference_random_bits(seed, key, len(sums) * padded, int(step))
-        noise = noise.view(-1, padded)[:, :C].to(sums.device)
-        sums[index] = reference_round(value, noise[index])
-    else:
-        sums[index] = value.to(sums.dtype)
+def _add(sums, index, total):
+    sums[index] = (sums[index].to(total.dtype) + total).to(sums.dtype)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -230,60 +198,33 @@ def launch_backward(
     dout: Tensor,
     segments: Segments,
     by_count: bool = False,
-    rounding=None,
 ):
     """Launch encoder_backward_v3 and encoder_combine_v3 for dwte, encoder_wpe for dwpe.
 
-    Args:
-        dout: (rows, C) or (B, T, C), not empty. All tensors are contiguous.
-        rounding: (seed, step, micro-batch) for bf16 sums; the step is a number, or an int32 tensor
-            of one element on the device.
-    """
+    dout: (rows, C) or (B, T, C), not empty. All tensors are contiguous."""
     C = dout.shape[-1]
-    seed, step, micro_batch = rounding or (0, 0, 0)
-    if isinstance(step, Tensor):  # the kernels read it when they run
-        step_tensor = step
-        packed = pack_rounding(seed, step.data_ptr(), 0, micro_batch)
-    else:
-        step_tensor = None
-        packed = pack_rounding(seed, 0, step, micro_batch)
     macros = lambda sums: dict(
         GRAD_T=C_TYPES[dout.dtype],
         ACC_T=C_TYPES[sums.dtype],
         WHOLE=_whole(C, sums, dout),
-        STOCHASTIC=int(rounding is not None and sums.dtype == torch.bfloat16),
         BY_COUNT=int(by_count),
     )
     if dwte is not None:
         n, places = segments.n, -(-segments.n // PIECE)  # a warp takes 32 places of the order
         partials = torch.empty(2 * places, -(-C // 4) * 4, dtype=torch.float32, device=dout.device)
         grid = (-(-places // (THREADS // 32)), -(-C // (128 * QUADS)))
+        places_of = segments.order, segments.pieces, n, C
         encoder_kernel("encoder_backward_v3", **macros(dwte))[grid, THREADS](
-            dwte,
-            partials,
-            dout,
-            segments.order,
-            segments.pieces,
-            n,
-            C,
-            packed,
-            tensors=[step_tensor],
+            dwte, partials, dout, *places_of
         )
         grid = (-(-places // SPAN), -(-C // 128))
         encoder_kernel("encoder_combine_v3", **macros(dwte))[grid, 32 * COMBINE](
-            dwte,
-            partials,
-            segments.order,
-            segments.pieces,
-            n,
-            C,
-            packed,
-            tensors=[step_tensor],
+            dwte, partials, *places_of
         )
     if dwpe is not None:
         T = dout.shape[-2]
         encoder_kernel("encoder_wpe", **macros(dwpe))[-(-T * -(-C // 4) // THREADS), THREADS](
-            dwpe, dout, dout.numel() // (T * C), T, C, packed, tensors=[step_tensor]
+            dwpe, dout, dout.numel() // (T * C), T, C
         )
 
 
@@ -301,9 +242,6 @@ def encoder_backward(
     segments: Segments | None = None,
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
-    seed: int | None = None,
-    step=0,
-    micro_batch: int = 0,
 ):
     """Add the gradients of wte and wpe into dwte and dwpe.
 
@@ -315,11 +253,6 @@ def encoder_backward(
         tokens: (..., T), int64 or int32.
         segments: ga.ops.find_segments(tokens, V, padding_idx), where they are known already.
         padding_idx, scale_grad_by_freq: as nn.Embedding's.
-        seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch);
-            None: to the nearest.
-        step: a number, or an int32 tensor of one element on the device, which a captured call reads
-            whenever it is replayed.
-        micro_batch: number of this micro-batch in its step.
 
     Raises:
         ArgumentError: with nothing changed, for a wrong dtype, shape or device, sums that are not
@@ -327,10 +260,7 @@ def encoder_backward(
             number of tokens, vocabulary or padding_idx, and on the CPU for a token out of range;
             on a GPU such a token makes row 0 of dwte NaN.
     """
-    problem = _problem(dwte, dwpe, dout, tokens) or _rounding_problem(
-        seed, step, micro_batch, tokens
-    )
-    if problem:
+    if problem := _problem(dwte, dwpe, dout, tokens):
         raise ArgumentError(problem)
     if dwte is not None:
         check_tokens(tokens, len(dwte))
@@ -345,8 +275,7 @@ def encoder_backward(
                 f" expected those of these {words.format(*expected)}"
             )
     if dout.numel():
-        rounding = None if seed is None else (seed, step, micro_batch)
-        add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq, rounding)
+        add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq)
 
 
 def _problem(dwte, dwpe, dout, tokens) -> str | None:
@@ -393,23 +322,6 @@ def _problem(dwte, dwpe, dout, tokens) -> str | None:
     return None
 
 
-def _rounding_problem(seed, step, micro_batch, tokens) -> str | None:
-    """Which argument of stochastic rounding is invalid, or None."""
-    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
-        return f"seed is {seed!r}; expected a whole number from 0 to 2^64 - 1"
-    if isinstance(step, Tensor):
-        if step.dtype != torch.int32 or step.numel() != 1 or step.device != tokens.device:
-            return (
-                f"step is {step.dtype} of shape {tuple(step.shape)} on {step.device};"
-                f" expected one torch.int32 on {tokens.device}, or a number"
-            )
-    elif not (isinstance(step, int) and 0 <= step < 2**31):
-        return f"step is {step!r}; expected a whole number from 0 to 2^31 - 1, or an int32 tensor"
-    if not (isinstance(micro_batch, int) and 0 <= micro_batch < 2**30):
-        return f"micro_batch is {micro_batch!r}; expected a whole number from 0 to 2^30 - 1"
-    return None
-
-
 def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
     """The lowest and the highest token, or None without tokens that the host can read.
 
@@ -451,18 +363,17 @@ def check_range(tokens: Tensor, vocab: int):
 
 
 @torch.no_grad()
-def add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
+def add_gradients(dwte, dwpe, dout, segments, by_count):
     """encoder_backward without its checks: by the kernels where they can run, else in torch.
 
     Args:
         dwte, dwpe, dout: as for encoder_backward.
         segments: of the batch.
         by_count: divide a token's sum by the number of its rows.
-        rounding: as NO_ROUNDING, or (seed, step, micro-batch) of stochastic rounding.
     """
     tensors = (dwte, dwpe, dout)
     if takes(dout.device) and all(t is None or t.dtype in FLOAT_DTYPES for t in tensors):
-        launch_backward(dwte, dwpe, dout.contiguous().resolve_neg(), segments, by_count, rounding)
+        launch_backward(dwte, dwpe, dout.contiguous().resolve_neg(), segments, by_count)
         torch.autograd.graph.increment_version([t for t in (dwte, dwpe) if t is not None])
     else:
-        reference_encoder_backward(dwte, dwpe, dout, segments, by_count=by_count, rounding=rounding)
+        reference_encoder_backward(dwte, dwpe, dout, segments, by_count)

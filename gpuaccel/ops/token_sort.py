@@ -51,57 +51,29 @@ class Segments:
     order = property(lambda self: self.buffer[: 2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n : 3 * self.n])
 
-    def runs(self) -> list[tuple[int, Tensor]]:
-        """(token, its rows in the order in which they are added) of every token that counts.
-
-        Waits for the device."""
-        pieces, (row, token) = self.pieces.tolist(), self.order.long().cpu().unbind(1)
-        # Rows that are left out stand last, and no piece begins there.
-        last = max((i for i, kind in enumerate(pieces) if kind), default=None)
-        kept = 0 if last is None else last + (pieces[last] - 1) % PIECE + 1
-        values, counts = torch.unique_consecutive(token[:kept], return_counts=True)
-        return list(zip(values.tolist(), (row[:kept] & MAX_TOKENS).split(counts.tolist())))
-
 
 # ---- reference -----------------------------------------------------------------------------------
 
 
-def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
+def reference_segments(
+    tokens: Tensor, vocab: int, left_out: int = -1, in_range: bool = False
+) -> Segments:
     """The definition of find_segments, in torch.
 
     Args:
         tokens: integers, any shape and device.
         vocab: number of different tokens.
         left_out: the token whose rows count for nothing; -1: none.
+        in_range: all tokens are known to be 0 to vocab - 1.
     """
-    token = tokens.reshape(-1).long()
-    valid = (token >= 0) & (token < vocab)
-    key = torch.where(valid & (token == left_out), vocab, torch.where(valid, token, 0))
-    token, row = key.sort(stable=True)
-    _, run, counts = torch.unique_consecutive(token, return_inverse=True, return_counts=True)
-    # Of each row: the length of its run, and its index in the run.
-    rows = counts[run]
-    index = torch.arange(len(token), device=token.device) - (counts.cumsum(0) - counts)[run]
-    piece = (rows - index).clamp(max=PIECE)
-    kind = torch.where(rows <= PIECE, piece, torch.where(index == 0, -rows, PIECE + piece))
-    kind = torch.where((index % PIECE == 0) & (token < vocab), kind, 0)
-    pairs = torch.stack([torch.where(valid[row], row, row + INVALID), token], 1)
-    return Segments(torch.cat([pairs.flatten(), kind]).int(), len(token), vocab, left_out)
-
-
-def segments_on_host(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
-    """reference_segments() of tokens that are in range, in a third of the time.
-
-    It looks at runs of equal tokens instead of at places.
-
-    Args:
-        tokens: on the CPU, 0 to vocab - 1.
-        vocab: number of different tokens.
-        left_out: the token whose rows count for nothing; -1: none.
-    """
-    key = tokens.reshape(-1).long()
+    token = key = tokens.reshape(-1).long()
+    valid = None
+    if not in_range:
+        valid = (token >= 0) & (token < vocab)
+        key = torch.where(valid, token, 0)
     if left_out >= 0:
-        key = torch.where(key == left_out, vocab, key)
+        is_left_out = token == left_out
+        key = torch.where(is_left_out if valid is None else is_left_out & valid, vocab, key)
     token, row = key.sort(stable=True)
     _, rows = torch.unique_consecutive(token, return_counts=True)
     head = rows.cumsum(0) - rows
@@ -111,13 +83,15 @@ def segments_on_host(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments
     if len(rows) and int(rows.max()) > PIECE:
         # Of each piece: its run, and its index in the run.
         count = -(-rows // PIECE)
-        run = torch.arange(len(rows)).repeat_interleave(count)
-        index = torch.arange(len(run)) - (count.cumsum(0) - count)[run]
+        run = torch.arange(len(rows), device=token.device).repeat_interleave(count)
+        index = torch.arange(len(run), device=token.device) - (count.cumsum(0) - count)[run]
         rest = rows[run] - PIECE * index
         first = torch.where(rest > PIECE, -rest, rest)
         kind = torch.where(index == 0, first, PIECE + rest.clamp(max=PIECE))
         head = head[run] + PIECE * index
     pieces = torch.zeros_like(token).index_copy_(0, head, kind)
+    if valid is not None:
+        row = torch.where(valid[row], row, row + INVALID)
     buffer = torch.cat([torch.stack([row, token], 1).flatten(), pieces]).int()
     return Segments(buffer, len(token), vocab, left_out)
 

@@ -6,7 +6,7 @@
     opt.clip_state.norm, opt.clip_state.clipped_norm, opt.skipped    # on the device, no wait
     opt.last_skip()                   # waits: None, or which step and tensor were not finite
 
-How a step works: optim/device_optimizer.py. The formula: ops/adamw.py.
+How a step works: optim/device_optimizer.py.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,72 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import ADAMW, OnNonfinite, Scope
+from ..ops.clip import OnNonfinite, Scope
 from .arena import Arena
 from .device_optimizer import DeviceOptimizer
+from .update_rule import UpdateRule
+
+
+def reference_adamw(
+    weight: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    vmax: Tensor | None,
+    step,
+    *,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    factor=1.0,
+):
+    """One AdamW step in place, of tensors of one shape on any device. step: from 1.
+
+    bf16 and fp16 are computed in fp32 and rounded once. vmax: the largest v so far, or None without
+    AMSGrad. factor: what the gradient is multiplied by (clip scale, sign). Numbers may be ()
+    tensors. Returns the new weight before it is rounded to the weight's dtype."""
+    low = weight.dtype in (torch.bfloat16, torch.float16)
+    w, g, new_m, new_v = (t.float() if low else t for t in (weight, grad, m, v))
+    g = g.to(w.dtype) * factor
+    w = w * (1 - lr * weight_decay)
+    new_m = torch.lerp(new_m, g, 1 - beta1)
+    new_v = (new_v * beta2).addcmul_(g, g, value=1 - beta2)
+    second = new_v
+    if vmax is not None:
+        second = torch.maximum(vmax.to(new_v.dtype), new_v)
+        vmax.copy_(second)
+    correction = (1 - beta2**step) ** 0.5
+    w = w - new_m / (second.sqrt() / correction + eps) * (lr / (1 - beta1**step))
+    m.copy_(new_m)
+    v.copy_(new_v)
+    weight.copy_(w)
+    return w
+
+
+def fused_adamw(
+    weights, grads, m, v, vmax, steps, *, lr, beta1, beta2, eps, weight_decay, maximize
+):
+    """reference_adamw of lists of dense tensors of one dtype, by torch's kernel for a CPU.
+
+    Equal within rounding. vmax: as many times None without AMSGrad."""
+    amsgrad = vmax[0] is not None
+    torch._fused_adamw_(
+        weights,
+        grads,
+        m,
+        v,
+        vmax if amsgrad else [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=amsgrad,
+        maximize=maximize,
+    )
 
 
 class AdamW(DeviceOptimizer, torch.optim.AdamW):
@@ -67,7 +130,13 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         norm 9.49, clipped to 1.00
     """
 
-    rule = ADAMW
+    rule = UpdateRule(
+        "adamw",
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        reference_adamw,
+        fused_adamw,
+        optional={"max_exp_avg_sq": "amsgrad"},
+    )
 
     def __init__(
         self,

@@ -4,7 +4,6 @@
     arena.weights, arena.grads     # (N,) fp32 each
     arena.bf16_weights             # (N,) bf16; None for a module without bf16 parameters
     opt = torch.optim.AdamW(arena.parameters())
-    print(arena.summary())
     arena.release()                # ordinary parameters again
 
 The layout is that of optim/layout.py: every tensor begins at a multiple of CHUNK elements.
@@ -36,7 +35,7 @@ from torch.optim.optimizer import (
 from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
 from .gradients import Gradients, Master, remove_all
-from .layout import Block, Segment, Summary, lay_out, own_storage, trainable
+from .layout import Block, Segment, lay_out, own_storage, trainable
 
 log = logging.getLogger("gpuaccel")
 # Hooks of arenas that are gone: removed when an arena is made or released.
@@ -136,15 +135,6 @@ class Arena:
         >>> arena.release()
     """
 
-    weights: Tensor
-    grads: Tensor
-    bf16_weights: Tensor | None
-    params: list[nn.Parameter]
-    masters: list[nn.Parameter]
-    gradients: Gradients
-    segments: list[Segment]
-    blocks: list[Block]
-
     def __init__(
         self,
         module: nn.Module,
@@ -168,7 +158,14 @@ class Arena:
                 other.release()
         self._build(module, [p for _, p in reversed(named)], segments, blocks)
 
-    def _build(self, module, params, segments, blocks, masters=None):
+    def _build(
+        self,
+        module,
+        params: list[nn.Parameter],
+        segments: list[Segment],
+        blocks: list[Block],
+        masters=None,
+    ):
         """Allocate the buffers, move the parameters into them, and follow optimizer steps.
 
         params and masters are in the arena's order; masters exist after a copy or an unpickling."""
@@ -192,40 +189,42 @@ class Arena:
         _arenas.add(self)
 
     def _allocate(self, masters: list[nn.Parameter] | None):
-        has_bf16 = any(p.dtype == torch.bfloat16 for p in self.params)
-        weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
-        grads = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
-        bf16_weights = None
-        if has_bf16:
-            bf16_weights = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device)
+        # Nothing of the module changes until all allocations have succeeded.
+        self.weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        self.grads = torch.zeros_like(self.weights)
+        self.bf16_weights: Tensor | None = None
+        if any(p.dtype == torch.bfloat16 for p in self.params):
+            self.bf16_weights = torch.zeros_like(self.weights, dtype=torch.bfloat16)
         # The first chunk of each tensor; at the end the number of chunks.
         self.first_chunk = [s.offset // CHUNK for s in self.segments] + [self.numel // CHUNK]
         # Of each chunk: its tensor, how many of its elements are not padding, its index in the
         # tensor, its index in the arena.
-        chunks = torch.empty(self.numel // CHUNK, 4, dtype=torch.int32)
-        for i, s in enumerate(self.segments):
-            index = torch.arange(s.padded // CHUNK)
-            columns = [
-                torch.full_like(index, i),
-                (s.numel - index * CHUNK).clamp(max=CHUNK),
-                index,
-                index + self.first_chunk[i],
-            ]
-            chunks[self.first_chunk[i] : self.first_chunk[i + 1]] = torch.stack(columns, 1)
-        tensor_to_block = torch.tensor([s.block for s in self.segments], dtype=torch.int32)
-        chunk_table = chunks.to(self.device)
-        chunk_to_tensor = chunks[:, 0].contiguous().to(self.device)
-        tensor_to_block = tensor_to_block.to(self.device)
-        # All allocations have succeeded: only from here on does the module change.
-        self.weights = weights
-        self.grads = grads
-        self.bf16_weights = bf16_weights
-        self.chunk_table = chunk_table
-        self.chunk_to_tensor = chunk_to_tensor
-        self.tensor_to_block = tensor_to_block
-        self.gradients = Gradients(self.params, self.segments, grads, chunk_to_tensor, self.check)
+        first = torch.tensor(self.first_chunk)
+        tensor = torch.arange(len(self.segments)).repeat_interleave(first.diff())
+        place = torch.arange(len(tensor))
+        index = place - first[tensor]
+        numel = torch.tensor([s.numel for s in self.segments])
+        elements = (numel[tensor] - index * CHUNK).clamp(max=CHUNK)
+        self.chunk_table = torch.stack([tensor, elements, index, place], 1).int().to(self.device)
+        self.chunk_to_tensor = tensor.int().to(self.device)
+        self.tensor_to_block = torch.tensor(
+            [s.block for s in self.segments], dtype=torch.int32, device=self.device
+        )
+        self.gradients = Gradients(
+            self.params, self.segments, self.grads, self.chunk_to_tensor, self.check
+        )
         self.masters = [self._move_into_slices(i, masters) for i in range(len(self.params))]
-        self._note_addresses()
+        # (bf16 parameter, its master).
+        self._bf16_pairs = [
+            (p, master) for p, master in zip(self.params, self.masters) if master is not p
+        ]
+        # (index, tensor) of all that lies in slices, and where.
+        self._held = [
+            (i, t)
+            for i, (p, master) in enumerate(zip(self.params, self.masters))
+            for t in ((p,) if master is p else (p, master))
+        ]
+        self._addresses = [t.data_ptr() for _, t in self._held]
         # (parameters of a submodule, name in it, index): where the module registers each parameter.
         self._registrations = [
             (part._parameters, key, self._index[id(p)])
@@ -234,19 +233,11 @@ class Arena:
             if id(p) in self._index
         ]
         self.master_ids = {id(master) for master in self.masters}
-        # (bf16 parameter, its master).
-        self._bf16_pairs = [
-            (p, master) for p, master in zip(self.params, self.masters) if master is not p
-        ]
         self.weights_current()
 
     @torch.no_grad()
     def _move_into_slices(self, i: int, masters: list[nn.Parameter] | None) -> nn.Parameter:
-        """Move parameter i and its master into their slices, keeping their values.
-
-        Returns:
-            The master: masters[i] if given, the parameter itself if it is fp32.
-        """
+        """Move parameter i and its master into their slices, keeping values. Returns the master."""
         p = self.params[i]
         weight = own_storage(self.slice(self.weights, i))
         if p.dtype == torch.float32:
@@ -351,10 +342,6 @@ class Arena:
                 group["lr"] = lr * s.lr_scale
         return list(groups.values())
 
-    def summary(self) -> Summary:
-        """Bytes of the accumulator, before padding and with it; `print` it."""
-        return Summary(self.segments, self.blocks)
-
     @property
     def step(self) -> Any:
         """The open TrainStep of this arena, or None. release() closes it."""
@@ -363,16 +350,6 @@ class Arena:
     @step.setter
     def step(self, step: Any):
         self._step = _nobody if step is None else weakref.ref(step)
-
-    def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if this optimizer holds some of parameters().
-
-        Args:
-            optimizer: any torch optimizer.
-        """
-        return any(
-            id(p) in self.master_ids for group in optimizer.param_groups for p in group["params"]
-        )
 
     @torch.no_grad()
     def move(self, name: str, memory: Tensor):
@@ -399,10 +376,10 @@ class Arena:
         if name == "grads":
             self.gradients.moved()
             return
-        for i, view in enumerate(self.masters if name == "weights" else self.params):
+        for i, view in self._held:
             if view.dtype == memory.dtype:
                 view.data = own_storage(self.slice(memory, i))
-        self._note_addresses()
+        self._addresses = [t.data_ptr() for _, t in self._held]
 
     def check(self):
         """Copy parameters and masters that got other memory (`p.data = ...`) into their slices.
@@ -412,16 +389,8 @@ class Arena:
                 memory has another dtype, device or shape, or is that of another parameter; with the
                 way out.
         """
-        moved = self._moved(self.params, self._addresses)
-        moved_masters = []
-        if self.bf16_weights is not None:
-            moved_masters = self._moved(self.masters, self._master_addresses)
-        lost = [
-            i
-            for tensors, indices in ((self.params, moved), (self.masters, moved_masters))
-            for i in indices
-            if self.released or not self._fits(tensors[i], i)
-        ]
+        moved = self._moved()
+        lost = [i for i, t in moved if self.released or not self._fits(t, i)]
         lost += [
             i
             for parameters, key, i in self._registrations
@@ -433,26 +402,20 @@ class Arena:
                 "(module.to(...), load_state_dict(assign=True) or .data = ... moved it): call "
                 "arena.release() before, and make a new Arena after"
             )
-        for i in moved_masters:
-            _put_back(self.masters[i], self.slice(self.weights, i))
-        for i in moved:
-            p = self.params[i]
-            buffer = self.weights if p.dtype == torch.float32 else self.bf16_weights
+        for i, t in moved:
+            buffer = self.weights if t.dtype == torch.float32 else self.bf16_weights
             assert buffer is not None
-            _put_back(p, self.slice(buffer, i))
-        if moved:
+            with torch.no_grad():
+                t.data = own_storage(self.slice(buffer, i)).copy_(t)
+        if any(t is self.params[i] for i, t in moved):
             self.adopt(everything=True)
 
-    def _note_addresses(self):
-        self._addresses = [p.data_ptr() for p in self.params]
-        self._master_addresses = [p.data_ptr() for p in self.masters]
-
-    def _moved(self, tensors: list[nn.Parameter], addresses: list[int]) -> list[int]:
-        """Indices of the tensors whose address is no longer the given one."""
+    def _moved(self) -> list[tuple[int, nn.Parameter]]:
+        """Parameters and masters that no longer lie where their slices are."""
         return [
-            i
-            for i, (p, address) in enumerate(zip(tensors, addresses))
-            if p.data_ptr() != address and self.segments[i].numel
+            (i, t)
+            for (i, t), address in zip(self._held, self._addresses)
+            if t.data_ptr() != address and self.segments[i].numel
         ]
 
     def _fits(self, p: Tensor, i: int) -> bool:
@@ -509,7 +472,7 @@ class Arena:
         if self.bf16_weights is None:
             return
         # An optimizer may write `p.data = ...`.
-        if self._moved(self.masters, self._master_addresses):
+        if self._moved():
             self.check()
         pairs = self._bf16_pairs
         if optimizer is not None:
@@ -614,12 +577,6 @@ class Arena:
         self.gradients.set(state["received"])
 
 
-@torch.no_grad()
-def _put_back(p: nn.Parameter, its_slice: Tensor):
-    """Make a parameter a view of its slice again, keeping its current values."""
-    p.data = own_storage(its_slice).copy_(p)
-
-
 def _nobody() -> None:
     pass
 
@@ -650,8 +607,10 @@ def _follow_optimizers(arena):
 
     def updated_arena(optimizer):
         arena = weak()
-        alive = arena is not None and not arena.released
-        return arena if alive and arena.is_updated_by(optimizer) else None
+        if arena is None or arena.released:
+            return None
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        return None if arena.master_ids.isdisjoint(held) else arena
 
     def before_all(optimizer, args, kwargs):
         if getattr(optimizer, "publishes", False) or updated_arena(optimizer) is None:

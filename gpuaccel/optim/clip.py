@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, NonFiniteError, check_choice, described
-from ..ops import (
+from ..ops.clip import (
     EPS,
     ClipState,
     OnNonfinite,
@@ -196,20 +196,19 @@ def clip_grads_(
             )
         grads, names = _grads_of(parameters_or_arena)
         if not grads:
-            return _empty_state(scope, names)
+            # Norm 0 and scale 1 for a global scope, else no groups.
+            rows = torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float32)[: scope == "global"]
+            return ClipState(rows, torch.full(rows.shape[:1], -1).int(), scope, names)
     if scope == "tensor":
         groups = list(range(len(grads)))
+    how = grads, names, groups, scope, max_norm, norm_type, eps, policy == "skip"
     by_kernels = kernel_takes(grads)
     if not by_kernels:
         check_gradients(grads, names)
     if by_kernels and norm_type in (1.0, 2.0, math.inf):
-        state, scale = _by_kernels(
-            grads, names, groups, scope, max_norm, norm_type, eps, policy, arena
-        )
+        state, scale = _by_kernels(*how, None if arena is None else arena.tensor_to_block)
     else:
-        state, scale = _by_torch(
-            grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach
-        )
+        state, scale = _by_torch(*how, foreach)
     if (error_if_nonfinite or policy == "raise") and not bool(state.finite.all()):
         raise NonFiniteError(
             f"The total norm of order {norm_type} for gradients of "
@@ -218,15 +217,6 @@ def clip_grads_(
         )
     scale()
     return state
-
-
-def _empty_state(scope: Scope, names: Callable[[], list[str]]) -> ClipState:
-    """The ClipState without gradients: norm 0 and scale 1 for a global scope, else no groups."""
-    rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
-    nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
-    return ClipState(
-        torch.tensor(rows, dtype=torch.float32).reshape(-1, 4), nonfinite_tensor, scope, names
-    )
 
 
 def _grads_of(
@@ -255,18 +245,8 @@ def _grads_of(
     return [g for p in members if (g := p.grad) is not None], names
 
 
-def _by_kernels(
-    grads: list[Tensor],
-    names: Callable[[], list[str]],
-    groups: list[int] | None,
-    scope: Scope,
-    max_norm: float,
-    norm_type: float,
-    eps: float,
-    policy: OnNonfinite,
-    arena: Arena | None,
-) -> tuple[ClipState, Callable[[], None]]:
-    """The clip state, and a function that scales the gradients."""
+def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, skip, tensor_to_block):
+    """(the clip state, a function that scales the gradients). groups: of each tensor, or None."""
     device = grads[0].device
     count = 1 if groups is None else groups[-1] + 1
     state = new_state(count, device, scope, names)
@@ -277,20 +257,18 @@ def _by_kernels(
         packed = [g if dense(g) else g.contiguous() for g in grads]
     launches = launches_for(packed)
     group_of = None
-    if scope == "block" and arena is not None:
-        group_of = arena.tensor_to_block
+    if scope == "block":
+        group_of = tensor_to_block
     elif groups is not None:
         group_of = torch.arange(count, dtype=torch.int32, device=device)
     chunks = sum(chunks for _, chunks, *_ in launches)
     partials = torch.empty(chunks, dtype=torch.float64, device=device)
     chunk_to_tensor = torch.empty(chunks, dtype=torch.int32, device=device)
     launch_squares(packed, partials, chunk_to_tensor, norm_type, launches)
-    launch_reduce(
-        state, partials, chunk_to_tensor, group_of, len(partials), limit, eps, None, norm_type
-    )
+    launch_reduce(state, partials, chunk_to_tensor, group_of, limit, eps, None, norm_type)
 
     def scale():
-        launch_scale(packed, state, group_of, policy == "skip", launches)
+        launch_scale(packed, state, group_of, skip, launches)
         if packed is not grads:
             for g, p in zip(grads, packed):
                 if p is not g:
@@ -300,17 +278,8 @@ def _by_kernels(
     return state, scale
 
 
-def _by_torch(
-    grads: list[Tensor],
-    names: Callable[[], list[str]],
-    groups: list[int] | None,
-    scope: Scope,
-    max_norm: float,
-    norm_type: float,
-    eps: float,
-    policy: OnNonfinite,
-    foreach: bool | None,
-) -> tuple[ClipState, Callable[[], None]]:
+def _by_torch(grads, names, groups, scope, max_norm, norm_type, eps, skip, foreach):
+    """The same in torch."""
     count = 1 if groups is None else groups[-1] + 1
     norms, nonfinite_tensor = reference_norms(grads, norm_type, groups, count, foreach)
     scales = reference_scale(norms, max_norm, eps)
@@ -319,7 +288,7 @@ def _by_torch(
     if norms.dtype != torch.float64:
         rows = rows.float()
     state = ClipState(rows, nonfinite_tensor, scope, names)
-    if policy == "skip":
+    if skip:
         scales = torch.where(finite, scales, 1.0)
 
     def scale():
@@ -335,8 +304,7 @@ def _by_torch(
                 torch._foreach_mul_(members, scales[group].to(members[0].device))
                 continue
             for device in {t.device: None for t in members}:
-                torch._foreach_mul_(
-                    [t for t in members if t.device == device], scales[group].to(device)
-                )
+                here = [t for t in members if t.device == device]
+                torch._foreach_mul_(here, scales[group].to(device))
 
     return state, scale

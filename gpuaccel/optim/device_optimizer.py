@@ -10,44 +10,36 @@ A step launches kernels and waits for nothing. Over an arena one kernel multipli
 the clip scale and uses them, and writes bf16 weights from their fp32 masters in the same pass.
 `p.grad` is read; over an arena it becomes the arena's slice, and otherwise it stays.
 
-The formula and its launches: ops/update_rule.py. Where the state lies: optim/state_layout.py.
+The formula and its launches: optim/update_rule.py. Where the state lies: optim/state_layout.py.
 """
 
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..backends import takes
+from ..compiler import KINDS
 from ..errors import ArgumentError, check_choice
 from ..nn import invalid_tokens
-from ..ops import (
-    KINDS,
+from ..ops.clip import (
     ClipState,
-    Job,
-    Jobs,
     OnNonfinite,
     Scope,
-    StepInputs,
-    UpdateRule,
     check_gradients,
     check_max_norm,
     clip_kernel,
-    launch_begin,
-    launch_update,
     tensors_of_launch,
 )
 from .arena import Arena, check_parameters_or_arena
-from .clipping import Norms
-from .device_state import DeviceState, is_capturing
-from .members import Members
-from .state_dicts import fitted
+from .device_state import DeviceState, Norms, is_capturing
+from .members import Members, fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
+from .update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
 
 log = logging.getLogger("gpuaccel")
 
@@ -99,8 +91,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
     gradient_divisor: Tensor | None = None
     _step_supports_amp_scaling = True
-    # torch.compiler.disable(_step), made by the first optimizer: it imports half of torch.
-    _untraced_step: Callable | None = None
 
     def __init__(
         self,
@@ -142,10 +132,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         super().__init__(params_or_arena, **arguments)
 
     def _begin(self):
-        if DeviceOptimizer._untraced_step is None:
-            DeviceOptimizer._untraced_step = staticmethod(
-                torch.compiler.disable(self._step.__func__)
-            )
         arena = self.arena
         self.layout = ParameterLayout() if arena is None else ArenaLayout(arena)
         # Called by last_skip() with the tensor's number; what it returns is added.
@@ -230,7 +216,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             macros = self.rule.macros_of(self.param_groups[g])
             kinds.setdefault(p.device, set()).add((p.dtype, macros))
         for device, pairs in kinds.items():
-            self.device_state(device)
+            self._device_state(device)
             if self._takes_norm():
                 self._norms(device)
             # Compiled and loaded: neither can be done in a capture.
@@ -259,6 +245,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     # ---- the step ----
 
+    @torch._disable_dynamo
+    @torch.no_grad()
     def step(self, closure=None):
         """Take one step. Only on_nonfinite="raise" waits for the device.
 
@@ -273,11 +261,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 capture before the first step.
             NonFiniteError: with on_nonfinite="raise"; nothing has changed.
         """
-        assert DeviceOptimizer._untraced_step is not None
-        return DeviceOptimizer._untraced_step(self, closure)
-
-    @torch.no_grad()
-    def _step(self, closure):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -299,15 +282,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_on(self, part: DevicePlan):
-        state = self.device_state(part.device)
+        state = self._device_state(part.device)
         if part.by_kernels or part.measurable:
             self.refresh()
-        divisor = _one_number(self, "gradient_divisor", part.device)
-        grad_scale = _one_number(self, "grad_scale", part.device)
-        if divisor is None or grad_scale is None:
-            divisor = grad_scale if divisor is None else divisor
-        else:
-            divisor = divisor * grad_scale
+        names = "gradient_divisor", "grad_scale"
+        divisors = [d for d in (_one_number(self, n, part.device) for n in names) if d is not None]
+        divisor = functools.reduce(torch.mul, divisors) if divisors else None
         norms = None
         if self._takes_norm():
             norms = self._norms(part.device)
@@ -355,7 +335,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 part.set_gradients(grads)
             return parts
         self._plan = None, []
-        jobs = self.jobs()
+        jobs = self._jobs()
         parts = [
             DevicePlan(
                 device,
@@ -375,12 +355,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
         return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
-    def jobs(self) -> Jobs:
-        """What this step updates, by number, checked; nothing has changed when it raises.
-
-        Raises:
-            ArgumentError: for several devices, with max_norm or on_nonfinite="skip".
-        """
+    def _jobs(self) -> Jobs:
+        """What this step updates, by number, checked; nothing has changed when it raises."""
         arena, rule = self.arena, self.rule
         if arena is not None:
             arena.check()
@@ -438,7 +414,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
 
     def _norms(self, device: torch.device) -> Norms:
-        norms_of = self.device_state(device).norms
+        norms_of = self._device_state(device).norms
         norms, count = norms_of.get(self.scope), self._members.count(self.param_groups)
         if norms is None or len(norms.rows) != count:
             if is_capturing():
@@ -452,15 +428,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         norms.clip.names = functools.partial(self._members.names, self.param_groups)
         return norms
 
-    def device_state(self, device: torch.device) -> DeviceState:
-        """Settings, counts and norms on this device.
-
-        Args:
-            device: where parameters lie.
-
-        Raises:
-            ArgumentError: inside of a capture before the first step.
-        """
+    def _device_state(self, device: torch.device) -> DeviceState:
         if device not in self._devices:
             self._devices[device] = DeviceState(device)
         return self._devices[device]

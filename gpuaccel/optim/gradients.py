@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..ops import check_gradient
+from ..ops.accumulate import check_gradient
 from .layout import Segment, own_storage
 
 # Fresh gradients are copied into their slices when this many bytes wait.
@@ -136,11 +136,7 @@ class Gradients:
         remove_all(self._handles)
 
     def has_hooks(self, i: int) -> bool:
-        """True if tensor i has a post-accumulate hook that is not the arena's.
-
-        Args:
-            i: index of the tensor in `segments`.
-        """
+        """True if tensor i has a post-accumulate hook that is not the arena's."""
         own = {handle.id for handle in self._handles[i : i + 1]}
         return not own.issuperset(self.params[i]._post_accumulate_grad_hooks or ())
 
@@ -148,11 +144,7 @@ class Gradients:
     def collected_by_hand(self):
         """Context manager: the caller calls collect() after each backward.
 
-        Python is then not called for each gradient.
-
-        Returns:
-            A context manager.
-        """
+        Python is then not called for each gradient."""
         self._remove_hooks()
         try:
             yield
@@ -177,11 +169,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def listening(self, listener: GradientListener | None):
-        """Context manager: `listener` is notified of gradients while backward runs; None: no one.
-
-        Args:
-            listener: its methods are called by autograd's threads.
-        """
+        """Context manager: `listener` is told of gradients while backward runs; None: no one."""
         if listener is None:
             yield
             return
@@ -197,11 +185,7 @@ class Gradients:
                 self._remove_hooks()
 
     def product_added(self, tensors: dict[int, bool]):
-        """Notify the listeners that a product was added: see GradientListener.
-
-        Args:
-            tensors: as there.
-        """
+        """Notify the listeners that a product was added: see GradientListener."""
         for listener in self._listeners:
             listener.product_added(tensors)
 
@@ -220,12 +204,8 @@ class Gradients:
         """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
 
         Runs by itself at the end of a backward, before a step of an optimizer of this package, and
-        where an fp32 master's `.grad` is read.
-
-        Args:
-            first, last: of the tensors [first, last) only. Default: of all.
-            graphs: also those with an autograd graph of their own (create_graph=True), which they
-                lose.
+        where an fp32 master's `.grad` is read. graphs: also of those with an autograd graph of
+        their own (create_graph=True), which they lose.
 
         Raises:
             ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
@@ -271,11 +251,7 @@ class Gradients:
             self.params[i].grad = self.views[i]
 
     def __getitem__(self, i: int) -> Tensor | None:
-        """Tensor i's sum so far, in its slice, or None without a gradient.
-
-        Args:
-            i: index of the tensor in `segments`.
-        """
+        """Tensor i's sum so far, in its slice, or None without a gradient."""
         grad = self.params[i].grad
         if grad is None or self._is_slice(i, grad):
             return grad
@@ -296,11 +272,7 @@ class Gradients:
 
     @torch.no_grad()
     def set(self, received: Iterable[bool]):
-        """Make the slices `.grad` of the tensors that have received a gradient, None of others.
-
-        Args:
-            received: of each tensor.
-        """
+        """Make the slices `.grad` of the tensors that have received a gradient, None of others."""
         for p, view, has_one in zip(self.params, self.views, received):
             p.grad = view if has_one else None
 
@@ -308,11 +280,7 @@ class Gradients:
     def aside(self):
         """Context manager: every `.grad` is None in the block, and then the sum again.
 
-        A backward in the block adds to the sum. collect() may not be called.
-
-        Returns:
-            A context manager.
-        """
+        A backward in the block adds to the sum. collect() may not be called."""
         self._aside = sums = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
@@ -330,24 +298,15 @@ class Gradients:
                     total.add_(made.detach())
 
     def is_stale(self, i: int) -> bool:
-        """True if tensor i's slice has no sum, so that the next addition overwrites it.
-
-        Args:
-            i: index of the tensor in `segments`.
-        """
+        """True if tensor i's slice has no sum, so that the next addition overwrites it."""
         if self._aside and self._aside[i] is not None:
             return False
         return self[i] is None
 
     def place(self, views: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Use other memory for the sums of some tensors. The caller copies the values.
+        """Use other memory, fp32, for the sums of some tensors. The caller copies the values.
 
-        Args:
-            views: index of a tensor -> fp32, of its shape: replaces its slice.
-
-        Returns:
-            The views that were replaced; place() restores them.
-        """
+        Returns the views that were replaced; place() restores them."""
         before = {i: self.views[i] for i in views}
         for i, view in views.items():
             self.views[i] = view
@@ -358,11 +317,7 @@ class Gradients:
         return before
 
     def keep_squares(self, squares: Tensor):
-        """Keep the chunks' sums of squares of `grads` for the next norm, until a gradient changes.
-
-        Args:
-            squares: (chunks,) fp64.
-        """
+        """Keep the chunks' sums of squares, fp64, for the next norm, until a gradient changes."""
         self._squares = squares, self._versions(), self.received()
 
     def kept_squares(self) -> tuple[Tensor, Tensor] | None:
@@ -380,11 +335,7 @@ class Gradients:
 
     @torch.no_grad()
     def zero_stale(self, first: int = 0, last: int | None = None):
-        """Write zeros to the slices of tensors without a gradient: before a sum over ranks.
-
-        Args:
-            first, last: of the tensors [first, last) only. Default: of all.
-        """
+        """Write zeros to the slices of tensors without a gradient: before a sum over ranks."""
         stale = [
             view
             for p, view in zip(self.params[first:last], self.views[first:last])

@@ -1,7 +1,6 @@
 """Where the tensors of a module lie in an arena's flat buffers.
 
     segments, blocks = lay_out(module)     # names and shapes only; nothing is allocated
-    print(Summary(segments, blocks))
 
 Tensors stand in reverse registration order, which is the order in which backward computes their
 gradients. Each is padded with zeros to a multiple of CHUNK elements. So a transformer block, a
@@ -81,56 +80,6 @@ class Block:
     stop: int
     first: int
     last: int
-
-
-class Summary:
-    """Bytes of the fp32 gradient accumulator; `print` shows them by block.
-
-    `Summary(*lay_out(module))` needs no memory: the module may be on the meta device.
-
-    Args:
-        segments: of the arena, in its order.
-        blocks: of the arena, in its order.
-
-    Attributes:
-        block_bytes: of everything but embeddings.
-        embedding_bytes: of embeddings.
-        padding_bytes: of the padding between tensors.
-        total_bytes: of the whole accumulator.
-    """
-
-    def __init__(self, segments: list[Segment], blocks: list[Block]):
-        numel = blocks[-1].stop
-        self.block_bytes = sum(4 * s.numel for s in segments if not s.embedding)
-        self.embedding_bytes = sum(4 * s.numel for s in segments if s.embedding)
-        self.padding_bytes = 4 * (numel - sum(s.numel for s in segments))
-        self.total_bytes = 4 * numel
-        self.tensors = len(segments)
-        self.blocks = len(blocks)
-        # Of each block: name, number of tensors, bytes.
-        self.lines = [
-            (b.name, b.last - b.first, 4 * sum(s.numel for s in segments[b.first : b.last]))
-            for b in blocks
-        ]
-
-    def __str__(self):
-        mib = 2.0**20
-        lines = [
-            f"gradient accumulator (fp32): {self.total_bytes / mib:,.1f} MiB "
-            f"in {self.tensors} tensors, {self.blocks} blocks",
-            f"  blocks, LM head and norms  {self.block_bytes / mib:10,.1f} MiB",
-            f"  embedding                  {self.embedding_bytes / mib:10,.1f} MiB",
-            f"  padding                    {self.padding_bytes / mib:10,.1f} MiB",
-            "in the order of the arena:",
-        ]
-        # Neighbouring blocks of equal size share a line: 24 blocks need not be 24 lines.
-        for (tensors, size), group in itertools.groupby(self.lines, key=lambda line: line[1:]):
-            names = [name for name, *_ in group]
-            name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-            lines.append(f"  {name:40} {tensors:4} tensors {size / mib:10,.2f} MiB each")
-        return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def own_storage(piece: Tensor) -> Tensor:

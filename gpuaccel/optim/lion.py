@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import UpdateRule
 from .device_optimizer import DeviceOptimizer, StepOptions
+from .update_rule import UpdateRule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,18 +25,10 @@ if TYPE_CHECKING:
 def reference_lion(
     weight: Tensor, grad: Tensor, m: Tensor, step, *, lr, beta1, beta2, weight_decay, factor=1.0
 ) -> Tensor:
-    """One Lion step in place: weight and m of one shape, on any device.
+    """One Lion step in place, of tensors of one shape on any device. step: not used.
 
-    bf16 and fp16 are computed in fp32 and rounded once.
-
-    Args:
-        step: not used.
-        lr, beta1, beta2: numbers or () tensors.
-        factor: what the gradient is multiplied by (clip scale, sign), a number or a () tensor.
-
-    Returns:
-        The new weight before it is rounded to the weight's dtype.
-    """
+    bf16 and fp16 are computed in fp32 and rounded once. factor: what the gradient is multiplied by
+    (clip scale, sign). Returns the new weight before it is rounded to the weight's dtype."""
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, momentum = (t.float() if low else t for t in (weight, grad, m))
     g = g.to(w.dtype) * factor

@@ -17,17 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops import (
-    Jobs,
-    StepInputs,
-    UpdateRule,
-    arena_launches,
-    dense,
-    list_launches,
-    torch_step,
-)
+from ..ops.clip import dense
 from .device_state import is_capturing
 from .layout import own_storage
+from .update_rule import Jobs, StepInputs, UpdateRule, arena_launches, list_launches, torch_step
 
 
 class ParameterLayout:
@@ -94,7 +87,7 @@ class ParameterLayout:
         count_it: bool,
         seed: int | None,
     ):
-        """The update in torch; arguments: ops/update_rule.py."""
+        """The update in torch; arguments: optim/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, count_it, seed)
 
     def after_update(self):
@@ -136,11 +129,7 @@ class ArenaLayout(ParameterLayout):
 def place_states(layout: ParameterLayout, state: dict, members, names):
     """Copy state into the layout's memory; missing state becomes zero.
 
-    Args:
-        layout: of the optimizer.
-        state: of the optimizer.
-        members: (parameter, number, keys of its state) of each parameter.
-        names: a function that returns the tensors' names.
+    members: (parameter, number, keys of its state) of each parameter.
 
     Raises:
         ArgumentError: with nothing changed, for a state of another shape, and in a capture.

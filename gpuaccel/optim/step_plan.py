@@ -12,24 +12,17 @@ import torch
 from torch import Tensor
 
 from ..backends import backend, takes
-from ..ops import KINDS, Job, Jobs, UpdateRule, dense, kernel_takes
+from ..compiler import KINDS
+from ..ops.clip import dense, kernel_takes
 from .state_layout import ParameterLayout, same_order
+from .update_rule import Job, Jobs, UpdateRule
 
 
 def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *options):
     """All that the plan of a step depends on, except for the addresses of gradients.
 
-    Args:
-        param_groups: of the optimizer.
-        rule: of the optimizer.
-        state: of the optimizer.
-        buffers: other tensors that a step reads or writes, by address.
-        grads: the gradients; None: a tensor without one.
-        *options: whatever else the plan depends on.
-
-    Returns:
-        A tuple, to be compared; None where a tensor has no address.
-    """
+    buffers: other tensors that a step reads or writes. options: whatever else the plan depends on.
+    Returns a tuple, to be compared; None where a tensor has no address."""
     flatten = itertools.chain.from_iterable
     params = [p for group in param_groups for p in group["params"]]
     given = [grad for grad in grads if grad is not None]
@@ -56,13 +49,6 @@ def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *optio
 class DevicePlan:
     """A step's share of one device, which holds while the facts are the same.
 
-    Args:
-        device: of the jobs.
-        jobs: by number.
-        rule: of the optimizer.
-        layout: of the state.
-        stochastic: round bf16 weights stochastically.
-
     Attributes:
         by_kernels, by_torch: the jobs, by who takes them.
         updates: of by_kernels, for launch_update.
@@ -84,11 +70,7 @@ class DevicePlan:
         self.changed = [t for j in self.by_kernels for t in (j.weight, j.copy) if t is not None]
 
     def set_gradients(self, grads: list[Tensor | None]):
-        """Set the gradients of the next step.
-
-        Args:
-            grads: of the optimizer's tensors, by number.
-        """
+        """Set the gradients of the next step, of all tensors by number."""
         for j in self.jobs:
             j.grad = grads[j.number]
         self._reorder()

@@ -6,7 +6,7 @@ from test_sums import SIMT
 
 import gpuaccel as ga
 from gpuaccel.distributed import trace
-from gpuaccel.measure.timeline import Span
+from gpuaccel.measure import Span
 
 
 @pytest.mark.parametrize(

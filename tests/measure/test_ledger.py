@@ -71,22 +71,18 @@ def test_a_trace_is_counted_by_who_asked():
     assert (
         row.syncs == 3
     )  # the stream, the blocking copy, and a wait by the driver known only by its record
-    assert row.copies == {"DtoH": (1, 4), "HtoD": (1, 1024), "DtoD": (1, 64)} and row.memsets == (
-        1,
-        16,
-    )
+    assert row.copies == {"DtoH": (1, 4), "HtoD": (1, 1024), "DtoD": (1, 64)}
+    assert row.memsets == (1, 16)
     assert row.operators == 1 and row.bytes("DtoH") == 4 and row.bytes("PtoP") == 0
 
 
 def test_a_profiler_that_sees_no_gpu_says_so():
     row = Row("blind")
     _fill(row, [REGION], gpu=True)
-    assert (
-        row.launches is None
-        and row.syncs is None
-        and row.copies is None
-        and "no records of the GPU" in row.notes[0]
-    )
+    assert row.launches is None
+    assert row.syncs is None
+    assert row.copies is None
+    assert "no records of the GPU" in row.notes[0]
 
 
 @pytest.mark.skipif(
@@ -142,10 +138,8 @@ def test_the_table_leaves_out_what_nobody_knows():
     )
     book.add(gpu, tokens_per_s=12345.0, max_diff=0.0, bit_equal=True)
     text = str(book)
-    assert (
-        all(part in text for part in ("12.3K", "3 MiB in 2", "none", "yes"))
-        and "torch operators" not in text
-    )
+    assert all(part in text for part in ("12.3K", "3 MiB in 2", "none", "yes"))
+    assert "torch operators" not in text
     book.add(cpu)
     text, html = str(book), book._repr_html_()
     assert "1,234" in text and "no GPU here" in text and "–" in text

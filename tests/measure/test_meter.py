@@ -203,11 +203,9 @@ def test_gpu_meter_measures_the_device_and_never_waits():
         torch.cuda.set_sync_debug_mode(mode)
     assert reading.step == 30 and reading.tokens == 30_000
     final = meter.finish()
-    assert (
-        final.loss_step == 30
-        and final.loss == pytest.approx(float(loss), rel=1e-6)
-        and final.norm == final.loss
-    )
+    assert final.loss_step == 30
+    assert final.loss == pytest.approx(float(loss), rel=1e-6)
+    assert final.norm == final.loss
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(80):

@@ -24,6 +24,7 @@ from helpers import (
     parameters,
     same,
 )
+from optimizers import check_arena
 from torch import nn
 
 import gpuaccel as ga
@@ -280,13 +281,8 @@ def unchanged(grads, before):
 
 def zeros(device, ours):
     found, grads, before = edge([[0.0, -0.0], [0.0]], 1.0, device)
-    assert (
-        found.norm == 0
-        and found.scale == 1
-        and found.clipped_norm == 0
-        and found.finite
-        and unchanged(grads, before)
-    )
+    assert found.norm == 0 and found.scale == 1 and found.clipped_norm == 0 and found.finite
+    assert unchanged(grads, before)
 
 
 def below(device, ours):
@@ -302,56 +298,26 @@ def below(device, ours):
 def just_above(device, ours):
     scale = torch.tensor(1 - 2**-24)
     found, (g,), (old,) = edge([torch.full((4,), 0.5)], scale.item(), device, eps=0.0)
-    assert (
-        found.norm == 1
-        and found.scale == scale.to(device)
-        and torch.equal(g, old * scale.to(device))
-        and not torch.equal(g, old)
-    )
+    assert found.norm == 1 and found.scale == scale.to(device)
+    assert torch.equal(g, old * scale.to(device)) and not torch.equal(g, old)
 
 
-def with_nan(device, ours):
-    found, grads, before = edge([[3.0, NAN], [4.0]], 1.0, device)
-    assert (
-        found.norm.isnan()
-        and found.scale.isnan()
-        and not found.finite
-        and found.first_nonfinite == 0
-    )
-    assert all(g.isnan().all() for g in grads), "propagate: all become NaN"
-    twins = parameters([g.clone() for g in before], device)
-    nn.utils.clip_grad_norm_(twins, 1.0)
-    for g, twin in zip(grads, twins):
-        same(g, twin.grad, "torch")
-    found, grads, before = edge([[3.0, NAN], [4.0]], 1.0, device, on_nonfinite="skip")
-    assert (
-        unchanged(grads, before)
-        and not found.finite
-        and found.name() == "parameter 0 of shape (2,)"
-    )
+def nonfinite(*values):
+    """Propagate, the default: what torch does. Skip: nothing is written."""
 
+    def check(device, ours):
+        for value in values:
+            found, grads, before = edge([[4.0], [3.0, value, 0.0]], 1.0, device)
+            assert not found.finite and found.first_nonfinite == 1
+            twins = parameters([g.clone() for g in before], device)
+            norm = nn.utils.clip_grad_norm_(twins, 1.0)
+            same(found.norm, norm, "torch's norm")
+            for g, twin in zip(grads, twins):
+                same(g, twin.grad, "torch")
+            found, grads, before = edge([[4.0], [3.0, value]], 1.0, device, on_nonfinite="skip")
+            assert unchanged(grads, before) and found.name() == "parameter 1 of shape (2,)"
 
-def with_infinity(device, ours):
-    for sign in (1, -1):
-        found, grads, before = edge([[4.0], [3.0, sign * INF, 0.0]], 1.0, device)
-        assert (
-            found.norm == INF
-            and found.scale == 0
-            and not found.finite
-            and found.first_nonfinite == 1
-        )
-        assert (
-            grads[0].tolist() == [0.0]
-            and grads[1][0] == 0
-            and grads[1][1].isnan()
-            and grads[1][2] == 0
-        )
-        twins = parameters([g.clone() for g in before], device)
-        nn.utils.clip_grad_norm_(twins, 1.0)
-        for g, twin in zip(grads, twins):
-            same(g, twin.grad, "torch")
-        found, grads, before = edge([[4.0], [3.0, sign * INF]], 1.0, device, on_nonfinite="skip")
-        assert unchanged(grads, before) and found.name() == "parameter 1 of shape (2,)"
+    return check
 
 
 def overflow(device, ours):
@@ -362,13 +328,10 @@ def overflow(device, ours):
     close(found.norm, 5e25)
     close(found.scale, 2e-26, 1e-6, "scale")
     assert found.finite and torch.allclose(g, torch.tensor([0.6, 0.8], device=device))
+    # A norm beyond fp32.
     found, (g,), (old,) = edge([torch.full((100,), 3e38)], 1.0, device, on_nonfinite="skip")
-    assert (
-        found.norm == INF
-        and not found.finite
-        and found.first_nonfinite == -1
-        and torch.equal(g, old)
-    ), "a norm beyond fp32"
+    assert found.norm == INF and not found.finite and found.first_nonfinite == -1
+    assert torch.equal(g, old)
 
 
 def underflow(device, ours):
@@ -384,7 +347,8 @@ def underflow(device, ours):
 def max_norm_0(device, ours):
     found, grads, _ = edge([[3.0, -4.0], [1.0]], 0.0, device)
     assert found.scale == 0 and found.clipped_norm == 0 and not any(g.any() for g in grads)
-    assert edge([[0.0]], 0.0, device)[0].scale == 0, "and for norm 0, where eps keeps 0 / 0 away"
+    # For norm 0 eps keeps 0 / 0 away.
+    assert edge([[0.0]], 0.0, device)[0].scale == 0
 
 
 def max_norm_negative(device, ours):
@@ -412,12 +376,11 @@ def no_tensors(device, ours):
     for scope, shape in (("global", ()), ("tensor", (0,))):
         found = clip_grads_([], 1.0, scope=scope)
         assert found.norm.shape == shape and found.scale.shape == shape and found.name() is None
-    found, grads, _ = edge(
-        [torch.zeros(0), torch.tensor([3.0, 4.0]), torch.zeros(3, 0)], 1.0, device
-    )
+    empty = [torch.zeros(0), torch.zeros(3, 0)]
+    found, grads, _ = edge([empty[0], torch.tensor([3.0, 4.0]), empty[1]], 1.0, device)
     assert found.norm == 5 and found.finite
     close(exact_norm(grads), 1.0, 1e-6)
-    found, _, _ = edge([torch.zeros(0), torch.zeros(0, 4)], 1.0, device)
+    found, _, _ = edge(empty, 1.0, device)
     assert found.norm == 0 and found.scale == 1 and found.finite and found.name() is None
 
 
@@ -445,8 +408,8 @@ EDGES = {
     "all gradients zero": zeros,
     "norm + eps <= max_norm": below,
     "norm just above max_norm": just_above,
-    "any NaN": with_nan,
-    "any infinity": with_infinity,
+    "any NaN": nonfinite(NAN),
+    "any infinity": nonfinite(INF, -INF),
     "squares overflow (|g| > 1.8e19)": overflow,
     "squares underflow (|g| < 1e-23)": underflow,
     "max_norm = 0": max_norm_0,
@@ -500,10 +463,8 @@ def torchs(grads, device):
 def compared(grads, device, max_norm, **how):
     """Ours and torch's on the same gradients: bit-identical where torch computes both."""
     mine, theirs = torchs(grads, device), torchs(grads, device)
-    got, want = (
-        clip_grad_norm_(mine, max_norm, **how),
-        nn.utils.clip_grad_norm_(theirs, max_norm, **how),
-    )
+    got = clip_grad_norm_(mine, max_norm, **how)
+    want = nn.utils.clip_grad_norm_(theirs, max_norm, **how)
     assert got.shape == want.shape == () and got.device == want.device
     if ga.backend().name == "torch":
         same(got, want if want.dtype == torch.float64 else want.float(), f"norm {how}")
@@ -523,115 +484,74 @@ def compared(grads, device, max_norm, **how):
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("norm_type", [0.5, 1.5, 1, 2, 4, INF, "inf"])
 def test_clip_grad_norm_as_torch(norm_type, foreach, device):
-    grads = [
-        torch.arange(1.0, 101, device=device).view(10, 10),
-        torch.ones(10, device=device) / 1000,
-    ]
-    norm, params = compared(grads, device, 2.0, norm_type=norm_type, foreach=foreach)
+    how = {"norm_type": norm_type, "foreach": foreach}
+    grads = [torch.arange(1.0, 101, device=device).view(10, 10)]
+    grads.append(torch.ones(10, device=device) / 1000)
+    norm, params = compared(grads, device, 2.0, **how)
     close(exact_norm([p.grad for p in params], float(norm_type)), 2.0, 2e-6, "norm after")
-    factors = torch.cat([(p.grad / g).flatten() for p, g in zip(params, grads)])
-    assert factors.std() < 1e-6 * factors[0], "every gradient is scaled alike"
-    small = [
-        torch.rand(10, 10, generator=generator(0)).to(device) / 10_000,
-        torch.ones(10, device=device) / 500,
-    ]
-    norm, params = compared(small, device, 2.0, norm_type=norm_type, foreach=foreach)
-    if norm <= 2:
-        assert all(torch.equal(p.grad, g) for p, g in zip(params, small)), (
-            "small ones are left alone"
-        )
+    # Small ones are left alone.
+    small = [g * 1e-6 for g in grads]
+    norm, params = compared(small, device, 2.0, **how)
+    assert norm <= 2 and all(torch.equal(p.grad, g) for p, g in zip(params, small))
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_each_dtype_as_torch(dtype, device):
-    grads = [
-        torch.randn(10, 7, generator=generator(0)).to(device, dtype),
-        torch.ones(3, device=device, dtype=dtype),
-    ]
-    if dtype in (torch.float64, torch.float32) or ga.backend().name == "torch":
+    random = torch.randn(10, 7, generator=generator(0))
+    grads = [random.to(device, dtype), torch.ones(3, device=device, dtype=dtype)]
+    wide = dtype in (torch.float64, torch.float32)
+    by_torch = ga.backend().name == "torch"
+    if wide or by_torch:
         compared(grads, device, 1.0)
     want = exact_norm(grads)
     norm = clip_grad_norm_(parameters(grads, device), 1.0)
     assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    close(
-        norm,
-        want,
-        1e-6 if ga.backend().name != "torch" or dtype in (torch.float64, torch.float32) else 2**-8,
-    )
+    close(norm, want, 1e-6 if wide or not by_torch else 2**-8)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("norm_type", [0.1, 1, 2, 3.5, INF])
 @pytest.mark.parametrize("value", [INF, -INF, NAN, 2.0])
-@pytest.mark.parametrize("only_one", [True, False])
 @pytest.mark.parametrize("prefix", [True, False])
-def test_error_if_nonfinite_as_torch(prefix, only_one, value, norm_type, device):
-    def params(dtype):
-        p = torch.ones(10, dtype=dtype, device=device, requires_grad=True)
-        (p[1] if only_one else p).mul(value).sum().backward()
-        ahead = torch.ones(1, dtype=dtype, device=device, requires_grad=True)
-        ahead.mul(1).sum().backward()
-        return [ahead, p] if prefix else [p]
-
-    for dtype in (torch.float64, torch.float32):
-        mine, theirs, outcomes = params(dtype), params(dtype), []
-        before = [p.grad.clone() for p in mine]
+def test_error_if_nonfinite_as_torch(prefix, value, norm_type, device):
+    for dtype, place in itertools.product((torch.float64, torch.float32), (1, slice(None))):
+        g = torch.ones(10, dtype=dtype, device=device)
+        g[place] = value
+        grads = [torch.ones_like(g[:1]), g] if prefix else [g]
+        mine, theirs, outcomes = torchs(grads, device), torchs(grads, device), []
         for function, ps in ((nn.utils.clip_grad_norm_, theirs), (clip_grad_norm_, mine)):
             try:
-                outcomes.append(
-                    float(function(ps, 1, norm_type=norm_type, error_if_nonfinite=True))
-                )
+                norm = function(ps, 1, norm_type=norm_type, error_if_nonfinite=True)
+                outcomes.append(float(norm))
             except RuntimeError as error:
-                assert re.search(
-                    rf"The total norm of order {float(norm_type)} for gradients", str(error)
-                ), error
-                outcomes.append(str)
-        assert outcomes[0] == outcomes[1] or outcomes[1] == pytest.approx(outcomes[0], rel=1e-5), (
-            outcomes
-        )
-        if outcomes[1] is str:
-            assert all(torch.equal(bits(p.grad), bits(b)) for p, b in zip(mine, before)), (
-                "an error changed gradients"
-            )
-        mine, theirs = params(dtype), params(dtype)  # without the flag: the same numbers go on
-        got, want = (
-            clip_grad_norm_(mine, 1, norm_type=norm_type),
-            nn.utils.clip_grad_norm_(theirs, 1, norm_type=norm_type),
-        )
-        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=0)
-        for a, b in zip(mine, theirs):
-            torch.testing.assert_close(a.grad, b.grad, equal_nan=True, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_the_error_names_the_tensor_and_is_torchs_kind(device):
-    params = parameters(
-        [torch.ones(3, device=device), torch.tensor([[1.0, INF]], device=device)], device
-    )
-    message = (
-        r"The total norm of order 2.0 for gradients of parameter 1 of shape \(1, 2\) is "
-        "non-finite: it is inf. Nothing"
-    )
-    with pytest.raises(NonFiniteError, match=message) as info:
-        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-    assert isinstance(info.value, RuntimeError) and isinstance(info.value, ga.GpuaccelError)
+                words = f"The total norm of order {float(norm_type)} for gradients"
+                assert words in str(error), error
+                outcomes.append(None)
+        assert outcomes[1] == outcomes[0] or outcomes[1] == pytest.approx(outcomes[0], rel=1e-5)
+        if outcomes[1] is None:
+            assert unchanged([p.grad for p in mine], grads), "an error changed gradients"
+        # Without the flag the same numbers go on.
+        mine, theirs = torchs(grads, device), torchs(grads, device)
+        got = clip_grad_norm_(mine, 1, norm_type=norm_type)
+        want = nn.utils.clip_grad_norm_(theirs, 1, norm_type=norm_type)
+        pairs = [(got, want), *((a.grad, b.grad) for a, b in zip(mine, theirs))]
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_parameters_in_every_form(device, recwarn):
     def fresh():
-        return parameters(
-            [torch.tensor([3.0], device=device), None, torch.tensor([4.0], device=device)], device
-        )
+        grads = [torch.tensor([3.0], device=device), None, torch.tensor([4.0], device=device)]
+        return parameters(grads, device)
 
     for form in (
         list,
-        tuple,
         iter,
         lambda ps: (p for p in ps),
-        lambda ps: {i: p for i, p in enumerate(ps)}.values(),
-        lambda ps: nn.ParameterList(ps),
+        lambda ps: dict(enumerate(ps)).values(),
+        nn.ParameterList,
     ):
         params = fresh()
         assert clip_grad_norm_(form(params), 1.0) == 5
@@ -644,9 +564,7 @@ def test_parameters_in_every_form(device, recwarn):
     assert not recwarn.list
     with pytest.warns(UserWarning, match="empty generator") as warned:
         assert clip_grad_norm_((p for p in []), 1.0) == 0
-    assert warned[0].filename == __file__, (
-        f"the warning points to {warned[0].filename}, not to the caller"
-    )
+    assert warned[0].filename == __file__, "the warning does not point to the caller"
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -720,126 +638,101 @@ def test_torch_computes_for_what_our_kernels_do_not_take(device, monkeypatch):
 # ---- scopes and policies -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF, 3.0])
-@pytest.mark.parametrize(
-    "what, scope",
-    [("parameters", "tensor"), ("arena", "global"), ("arena", "block"), ("arena", "tensor")],
-)
-def test_scopes_against_torch_per_group(what, scope, norm_type, device):
-    model = Blocks().to(device)
-    grads = [s * g for g, s in zip(filled(model), (10, 10, 1e-5, 1e-5, 1e-5, 1, 3))]
-    twins = torchs(grads, device)
-    groups = {
-        "global": [twins],
-        "block": [twins[5:], twins[2:5], twins[:2]],
-        "tensor": [[t] for t in (twins if what == "parameters" else reversed(twins))],
-    }[scope]
+# Of the seven tensors of Blocks, in the order of the model.
+GROUPS = {
+    "global": [range(7)],
+    "block": [(0, 1), (2, 3, 4), (5, 6)],
+    "tensor": [(i,) for i in range(7)],
+}
+SCOPES = [(what, scope) for what in ("parameters", "arena") for scope in GROUPS]
+SCOPES.remove(("parameters", "block"))
+
+
+def target_of(what, grads, device):
+    """(what is clipped, its gradients, their names), in the order of the model."""
     if what == "parameters":
         target = torchs(grads, device)
-        now = [p.grad for p in target]
-    else:
-        target = Arena(model)
-        fill(target, grads)
-        now = [*reversed(target.gradients.views)]
-    found = clip_grads_(target, 2.0, norm_type, scope=scope)
-    shape = () if scope == "global" else (len(groups),)
-    assert found.norm.shape == found.scale.shape == found.first_nonfinite.shape == shape
-    assert found.finite.all() and found.name() is None
-    for norm, group in zip(found.norm.view(-1), groups, strict=True):
-        members = [t for t in group if t.numel()]
-        want = nn.utils.clip_grad_norm_(members, 2.0, norm_type)
-        torch.testing.assert_close(norm, want.to(norm), rtol=1e-5, atol=1e-7)
-    for got, twin in zip(now, twins, strict=True):
-        torch.testing.assert_close(got, twin.grad, rtol=1e-5, atol=1e-7)
-    if scope != "global":
-        clipped = sum(s.item() < 1 for s in found.scale)
-        assert 0 < clipped < len(groups), "some were clipped, some were not"
-    if what == "parameters":
-        norms = clip_grad_norm_(torchs(grads, device), 2.0, norm_type, scope=scope)
-        assert torch.equal(norms, found.norm)
-        return
-    for s in target.segments:
-        padding = target.grads[s.offset + s.numel : s.offset + s.padded]
-        assert not padding.any(), "padding was written"
-    target.release()
+        names = [f"parameter {i} of shape {tuple(g.shape)}" for i, g in enumerate(grads)]
+        return target, [p.grad for p in target], names
+    arena = Arena(Blocks().to(device))
+    fill(arena, grads)
+    names = [s.name for s in reversed(arena.segments)]
+    return arena, [*reversed(arena.gradients.views)], names
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF, 3.0])
+def test_scopes_against_torch_per_group(norm_type, device):
+    sizes = (10, 10, 1e-5, 1e-5, 1e-5, 1, 3)
+    grads = [s * g for g, s in zip(filled(Blocks().to(device)), sizes)]
+    for what, scope in SCOPES:
+        twins = torchs(grads, device)
+        target, now, _ = target_of(what, grads, device)
+        found = clip_grads_(target, 2.0, norm_type, scope=scope)
+        groups = GROUPS[scope] if what == "parameters" else GROUPS[scope][::-1]
+        shape = () if scope == "global" else (len(groups),)
+        assert found.norm.shape == found.scale.shape == found.first_nonfinite.shape == shape
+        assert found.finite.all() and found.name() is None
+        for norm, group in zip(found.norm.view(-1), groups, strict=True):
+            members = [twins[i] for i in group if twins[i].numel()]
+            want = nn.utils.clip_grad_norm_(members, 2.0, norm_type)
+            torch.testing.assert_close(norm, want.to(norm), rtol=1e-5, atol=1e-7)
+        for got, twin in zip(now, twins, strict=True):
+            torch.testing.assert_close(got, twin.grad, rtol=1e-5, atol=1e-7)
+        if scope != "global":
+            clipped = sum(s.item() < 1 for s in found.scale)
+            assert 0 < clipped < len(groups), "some were clipped, some were not"
+        if what == "arena":
+            check_arena(target)
+            target.release()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("policy", get_args(OnNonfinite))
-@pytest.mark.parametrize("scope", ["global", "block", "tensor"])
-@pytest.mark.parametrize("what", ["parameters", "arena"])
-def test_policies_for_each_scope(what, scope, policy, value, device):
+def test_policies_for_each_scope(policy, value, device):
     """One bad number: finite groups are clipped as ever, the others by the policy."""
-    if what == "parameters" and scope == "block":
-        pytest.skip("blocks are an arena's")
-    model = Blocks().to(device)
-    grads = filled(model, size=10.0)
+    grads = filled(Blocks().to(device), size=10.0)
     grads[3][4000] = value  # the second block's second tensor
-    arena, names = None, [f"parameter {i} of shape {tuple(g.shape)}" for i, g in enumerate(grads)]
-    if what == "arena":
-        arena = Arena(model)
-        fill(arena, grads)
-        target, names = arena, [s.name for s in reversed(arena.segments)]
-        now = [v for v in reversed(arena.gradients.views)]
-    else:
-        target = torchs(grads, device)
-        now = [p.grad for p in target]
-    bad = {"global": range(7), "block": (2, 3, 4), "tensor": (3,)}[scope]
-    if policy == "raise":
-        name = re.escape(names[3])
-        message = f"The total norm of order 2.0 for gradients of {name} is non-finite"
-        with pytest.raises(NonFiniteError, match=message):
-            clip_grads_(target, 1.0, scope=scope, on_nonfinite=policy)
-        for g, old in zip(now, grads):
-            same(g, old, "raise")
-        return
-    found = clip_grads_(target, 1.0, scope=scope, on_nonfinite=policy)
-    assert found.name() == names[3]
-    assert (~found.finite).sum() == 1
-    firsts = found.first_nonfinite.flatten().tolist()
-    # The fourth of seven, from either end.
-    assert sorted(firsts)[-1] == 3 and firsts.count(-1) == len(firsts) - 1
-    groups = {
-        "global": [range(7)],
-        "block": [(0, 1), (2, 3, 4), (5, 6)],
-        "tensor": [(i,) for i in range(7)],
-    }[scope]
-    for group in groups:
-        norm = exact_norm([grads[i] for i in group])
-        for i in group:
-            if i not in bad:
-                torch.testing.assert_close(
-                    now[i], grads[i] * min(1.0, 1 / (norm + EPS)), rtol=1e-5, atol=1e-7
-                )
-            elif policy == "skip":
-                assert torch.equal(bits(now[i]), bits(grads[i])), f"skip: tensor {i} was written"
-            elif math.isnan(value):
-                assert now[i].isnan().all(), f"propagate: tensor {i} is not all NaN"
-            else:
-                assert (now[i].isnan() | (now[i] == 0)).all() and now[i].isnan().sum() == (
-                    i == 3
-                ), f"propagate: tensor {i}"
-    if arena is not None:
-        arena.release()
+    for what, scope in SCOPES:
+        target, now, names = target_of(what, grads, device)
+        if policy == "raise":
+            name = re.escape(names[3])
+            message = f"The total norm of order 2.0 for gradients of {name} is non-finite"
+            with pytest.raises(NonFiniteError, match=message):
+                clip_grads_(target, 1.0, scope=scope, on_nonfinite=policy)
+            assert unchanged(now, grads)
+            continue
+        found = clip_grads_(target, 1.0, scope=scope, on_nonfinite=policy)
+        assert found.name() == names[3]
+        assert (~found.finite).sum() == 1
+        firsts = found.first_nonfinite.flatten().tolist()
+        # The fourth of seven, from either end.
+        assert sorted(firsts)[-1] == 3 and firsts.count(-1) == len(firsts) - 1
+        for group in GROUPS[scope]:
+            norm = exact_norm([grads[i] for i in group])
+            for i in group:
+                if 3 not in group:
+                    want = grads[i] * min(1.0, 1 / (norm + EPS))
+                    torch.testing.assert_close(now[i], want, rtol=1e-5, atol=1e-7)
+                elif policy == "skip":
+                    assert unchanged([now[i]], [grads[i]]), f"skip: tensor {i} was written"
+                elif math.isnan(value):
+                    assert now[i].isnan().all(), f"propagate: tensor {i} is not all NaN"
+                else:
+                    assert (now[i].isnan() | (now[i] == 0)).all(), f"propagate: tensor {i}"
+                    assert now[i].isnan().sum() == (i == 3)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_defaults_of_the_policy(device):
-    """Parameters: torch's behaviour. An arena: nothing is written."""
-    model = Blocks().to(device)
-    grads = filled(model)
+def test_by_default_a_bad_gradient_of_an_arena_writes_nothing(device):
+    """Of parameters: torch's behaviour, in the table of edges."""
+    grads = filled(Blocks().to(device))
     grads[0][0, 0] = NAN
-    params = torchs(grads, device)
-    clip_grads_(params, 1.0)
-    assert all(p.grad.isnan().all() for p in params)
-    arena = Arena(model)
-    fill(arena, grads)
-    before = arena.grads.clone()
-    clip_grads_(arena, 1.0)
-    assert torch.equal(bits(arena.grads), bits(before))
-    arena.release()
+    target, now, _ = target_of("arena", grads, device)
+    clip_grads_(target, 1.0)
+    assert unchanged(now, grads)
+    target.release()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -854,11 +747,9 @@ def test_the_first_of_several_bad_tensors_is_named(device):
         device,
     )
     found = clip_grads_(params, 1.0, on_nonfinite="skip")
-    assert (
-        found.first_nonfinite == 2
-        and found.first_nonfinite.dtype == torch.int32
-        and found.name() == "parameter 2 of shape (9000,)"
-    )
+    assert found.first_nonfinite == 2
+    assert found.first_nonfinite.dtype == torch.int32
+    assert found.name() == "parameter 2 of shape (9000,)"
     found = clip_grads_(params, 1.0, on_nonfinite="skip", scope="tensor")
     assert found.first_nonfinite.tolist() == [-1, -1, 2, 3]
     assert found.finite.tolist() == [True, True, False, False]
@@ -873,15 +764,8 @@ def test_what_clipping_found(device):
     assert kept.norm == 5 and kept.first_nonfinite == -1 and kept.finite and kept.name() is None
     close(kept.clipped_norm, 1.0, 1e-6)
     close(kept.scale, 0.2, 1e-6)
-    assert all(
-        t.device.type == torch.device(device).type and t.shape == ()
-        for t in (kept.scale, kept.norm, kept.clipped_norm, kept.finite)
-    )
-    assert (kept.scale.dtype, kept.finite.dtype, kept.first_nonfinite.dtype) == (
-        torch.float32,
-        torch.bool,
-        torch.int32,
-    )
+    values = (kept.scale, kept.norm, kept.clipped_norm, kept.finite)
+    assert all(t.device.type == torch.device(device).type and t.shape == () for t in values)
 
 
 # ---- an arena ------------------------------------------------------------------------------------
@@ -983,9 +867,6 @@ def test_an_arena_whose_parameters_were_moved(device):
     with refused("is no longer a view of the arena", arena.grads):
         clip_grad_norm_(arena, 1.0)
     arena.release()
-
-
-# ---- references ----------------------------------------------------------------------------------
 
 
 # ---- nothing waits -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ What it has from DeviceOptimizer is tested with ga.AdamW, in test_adamw.py.
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch.optim import lr_scheduler
 
 import gpuaccel as ga
 from gpuaccel.compiler.kernel import Kernel
-from gpuaccel.ops.adamw import ADAMW
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.lion import Lion, reference_lion
@@ -133,7 +133,7 @@ def test_low_precision_weights_are_rounded_once(dtype, device):
             assert opt.state[p]["exp_avg"].dtype == dtype
 
 
-@pytest.mark.parametrize("rule", [ADAMW, Lion.rule], ids=lambda rule: rule.file)
+@pytest.mark.parametrize("rule", [AdamW.rule, Lion.rule], ids=lambda rule: rule.file)
 def test_the_state_keys_of_a_rule_are_the_pointers_of_its_kernel(rule):
     names = [param.name for param in rule.kernel("v3").params]
     state = names[names.index("g") + 1 : names.index("copy")]
@@ -152,7 +152,7 @@ def test_nan_reaches_the_weights_under_propagate(device):
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
 @pytest.mark.parametrize("what, dtype", [("parameters", torch.float32), ("arena", torch.bfloat16)])
 @pytest.mark.parametrize("make", [AdamW, Lion])
 def test_a_resumed_run_has_the_same_bits(make, what, dtype, how, device):
@@ -160,9 +160,12 @@ def test_a_resumed_run_has_the_same_bits(make, what, dtype, how, device):
     one, two = (Training(make, what, device, dtype, **kwargs) for _ in range(2))
     for k in range(3):
         one.step(k)
-    if how == "deepcopy":
+    if how != "state_dict":
         two.close()
-        two.take(copy.deepcopy(one.opt))
+        two.take(
+            copy.deepcopy(one.opt) if how == "deepcopy" else pickle.loads(pickle.dumps(one.opt))
+        )
+        assert not set(map(id, one.params)) & set(map(id, two.params))
     else:
         with torch.no_grad():
             if what == "arena":

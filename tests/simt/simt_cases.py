@@ -1299,76 +1299,32 @@ def _chunk_table(sizes):
     return rows, firsts
 
 
-class _Accumulation:
-    """Tensors of an arena, the second one without a gradient, some of the others misaligned."""
-
-    def __init__(self, kernel, random, device, sizes, skips):
-        self.sizes, dtype = sizes, _grad_dtype(kernel)
-        self.rows, self.firsts = _chunk_table(sizes)
-        self.table = on(device, np.array(self.rows, np.int32))
-        self.start = torch.zeros(CHUNK * len(self.rows))
-        for view in self.views(self.start):
-            view.copy_(torch.from_numpy(normal(random, len(view))))
-        self.grads = [
-            None
-            if i == 1
-            else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-            for i, (n, skip) in enumerate(zip(sizes, skips))
-        ]
-
-    def views(self, flat):
-        return [flat[CHUNK * k : CHUNK * k + n] for n, k in zip(self.sizes, self.firsts)]
-
-    def sums(self):
-        want = self.start.clone()
-        for view, g in zip(self.views(want), self.grads):
-            if g is not None:
-                view += g.cpu().float()
-        return want
-
-    def launch(self, kernel, threads, first, last, *tensors):
-        """Add the gradients of the tensors from `first` to before `last`."""
-        grads = self.grads[first:last]
-        addresses = [0 if g is None else g.data_ptr() for g in grads]
-        within = [k for k, row in enumerate(self.rows) if first <= row[0] < last]
-        kernel[len(within), threads](
-            *tensors,
-            self.table,
-            within[0],
-            first,
-            struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
-            tensors=[g for g in grads if g is not None],
-        )
-
-
 @ours("accumulate", "accumulate_v3")
 def run(kernel, seed, device):
-    """In one launch, and in two."""
+    """In one launch, and in two: the second tensor without a gradient, some of them misaligned."""
     sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
-    case = _Accumulation(kernel, rng(seed), device, sizes, skips)
+    random, dtype = rng(seed), _grad_dtype(kernel)
+    rows, firsts = _chunk_table(sizes)
+    start = torch.zeros(CHUNK * len(rows))
+    want = start.clone()
+    addresses, grads = [0] * 256, []
+    for i, (n, skip, k) in enumerate(zip(sizes, skips, firsts)):
+        place = slice(CHUNK * k, CHUNK * k + n)
+        start[place] = torch.from_numpy(normal(random, n))
+        want[place] = start[place]
+        if i != 1:
+            grad = torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+            want[place] += grad.cpu().float()
+            addresses[i] = grad.data_ptr()
+            grads.append(grad)
+    table = on(device, np.array(rows, np.int32))
     for launches in ([(0, 6)], [(0, 2), (2, 6)]):
-        acc = case.start.to(device, copy=True)
+        acc = start.to(device, copy=True)
         for first, last in launches:
-            case.launch(kernel, 512, first, last, acc)
-        yield Outcome(f"launches of {launches}", acc.cpu(), case.sums())
-
-
-@ours("accumulate", "accumulate_v4")
-def run(kernel, seed, device):
-    """As v3; each row of a tensor with a gradient also writes its sum of squares."""
-    case = _Accumulation(kernel, rng(seed), device, (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2))
-    case.views(case.start)[3][0] = 1e25
-    want = case.sums()
-    squares = want.double().square().view(-1, CHUNK).sum(1)
-    squares[case.firsts[1]] = 0.5  # no gradient: what stood there stays
-    acc = case.start.to(device, copy=True)
-    partials = torch.full((len(case.rows),), 0.5, dtype=torch.float64, device=device)
-    for first, last in ((0, 2), (2, 5)):
-        case.launch(kernel, kernel.bound, first, last, acc, partials)
-    yield Outcome("sums", acc.cpu(), want)
-    yield Outcome(
-        "squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6
-    )
+            within = [k for k, row in enumerate(rows) if first <= row[0] < last]
+            sources = struct.pack("256Q", *addresses[first:], *[0] * first)
+            kernel[len(within), 512](acc, table, within[0], first, sources, tensors=grads)
+        yield Outcome(f"launches of {launches}", acc.cpu(), want)
 
 
 @ours("clip", "squares_v1")
@@ -1976,9 +1932,6 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 # ---- segments and encoder: the places and sums they should give, in plain Python and numpy ----
 
 OUT_OF_RANGE = 1 << 31  # in a position
-_ROUNDING = struct.Struct(
-    "QQii"
-).pack  # seed, address of what is added to the step, step, micro-batch
 
 
 def _pairs_of(tokens, vocab, left_out):
@@ -2218,30 +2171,13 @@ def run(kernel, seed, device):
         yield Outcome(f"B, T, C, V = {B, T, C, V}, dwpe", there[1].cpu(), dwpe)
 
 
-def _into(sums, at, total, which, STOCHASTIC):
-    """sums[at] += total (numpy, fp32), rounded as the kernels do. which: 0 for wte, 1 for wpe."""
-    from gpuaccel.ops.rounding import reference_random_bits, reference_round
-
-    value = sums[at].float() + torch.from_numpy(total)
-    if STOCHASTIC:
-        wide = -(-sums.shape[1] // 4) * 4
-        value = reference_round(
-            value,
-            reference_random_bits(SEED, 2**31 + 2 * 3 + which, len(sums) * wide, 9).view(-1, wide)[
-                at, : sums.shape[1]
-            ],
-        )
-    sums[at] = value.to(sums.dtype)
-
-
-def _rounding(device, STOCHASTIC):
-    """(the struct Rounding of step 9, 4 of it on the device, and micro-batch 3; that tensor)."""
-    later = torch.tensor([4], dtype=torch.int32, device=device)
-    return _ROUNDING(SEED, later.data_ptr(), 5, 3) if STOCHASTIC else _ROUNDING(0, 0, 0, 0), later
+def _into(sums, at, total):
+    """sums[at] += total (numpy, fp32), rounded as the kernels do."""
+    sums[at] = (sums[at].float() + torch.from_numpy(total)).to(sums.dtype)
 
 
 @ours("encoder", "encoder_backward_v2")
-def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
+def run(kernel, seed, device, ACC_T="float"):
     """llm.c's order: warp w has rows w, w + 8, ...; then the warps' sums in order; then dwte."""
     random, dtype, lanes = (
         rng(seed),
@@ -2259,15 +2195,13 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
         ]
         dout = torch.from_numpy(normal(random, sum(counts), C)).to(_grad_dtype(kernel))
         dwte = torch.from_numpy(normal(random, len(counts), C)).to(dtype)
-        there, (rounding, later) = dwte.to(device, copy=True), _rounding(device, STOCHASTIC)
+        there = dwte.to(device, copy=True)
         kernel[len(buckets), 256](
             there,
             dout.to(device),
             on(device, random.permutation(np.array(buckets, np.int32))),
             on(device, np.concatenate([np.sort(r) for r in rows]).astype(np.int32)),
             C,
-            rounding,
-            tensors=[later],
         )
         for v, r in enumerate(rows):
             if len(r):
@@ -2276,7 +2210,7 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
                     functools.reduce(np.add, x[w::8], np.zeros(C, np.float32))
                     for w in range(min(8, len(r)))
                 ]
-                _into(dwte, v, functools.reduce(np.add, warps), 0, STOCHASTIC)
+                _into(dwte, v, functools.reduce(np.add, warps))
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
 
@@ -2322,15 +2256,11 @@ def _partials(sums, n, C):
 
 
 @ours("encoder", "encoder_backward_v3")
-def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(
         seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
     ):
-        n, (rounding, later), there = (
-            len(pairs),
-            _rounding(device, STOCHASTIC),
-            dwte.to(device, copy=True),
-        )
+        n, there = len(pairs), dwte.to(device, copy=True)
         partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
         kernel[(-(-n // 128), -(-C // (128 * QUADS))), 128](
             there,
@@ -2340,12 +2270,10 @@ def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_
             torch.tensor(pieces, dtype=torch.int32, device=device),
             n,
             C,
-            rounding,
-            tensors=[later],
         )
         for token, (_, rows, (first, *more)) in sums.items():
             if not more:
-                _into(dwte, token, first / np.float32(rows) if BY_COUNT else first, 0, STOCHASTIC)
+                _into(dwte, token, first / np.float32(rows) if BY_COUNT else first)
         yield Outcome(f"C = {C}, dwte", _finite(there), _finite(dwte))
         yield Outcome(
             f"C = {C}, partials", _finite(partials)[:, :C], _finite(_partials(sums, n, C))[:, :C]
@@ -2353,15 +2281,11 @@ def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_
 
 
 @ours("encoder", "encoder_combine_v3")
-def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(
         seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
     ):
-        n, (rounding, later), there = (
-            len(pairs),
-            _rounding(device, STOCHASTIC),
-            dwte.to(device, copy=True),
-        )
+        n, there = len(pairs), dwte.to(device, copy=True)
         kernel[(-(-n // (32 * SPAN)), -(-C // 128)), 512](
             there,
             _partials(sums, n, C).to(device),
@@ -2369,8 +2293,6 @@ def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_C
             torch.tensor(pieces, dtype=torch.int32, device=device),
             n,
             C,
-            rounding,
-            tensors=[later],
         )
         for token, (_, rows, parts) in sums.items():
             if len(parts) > 1:
@@ -2378,23 +2300,21 @@ def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_C
                     np.add,
                     [functools.reduce(np.add, parts[w::16]) for w in range(min(16, len(parts)))],
                 )
-                _into(dwte, token, total / np.float32(rows) if BY_COUNT else total, 0, STOCHASTIC)
+                _into(dwte, token, total / np.float32(rows) if BY_COUNT else total)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
 
 @ours("encoder", "encoder_wpe")
-def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
+def run(kernel, seed, device, WHOLE=0, ACC_T="float"):
     random, dtype = rng(seed), DTYPES[ACC_T]
     for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
         dout, dwpe = (
             torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)),
             torch.from_numpy(normal(random, T, C)).to(dtype),
         )
-        there, (rounding, later) = dwpe.to(device, copy=True), _rounding(device, STOCHASTIC)
-        kernel[-(-T * -(-C // 4) // 128), 128](
-            there, dout.to(device), B, T, C, rounding, tensors=[later]
-        )
-        _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()), 1, STOCHASTIC)
+        there = dwpe.to(device, copy=True)
+        kernel[-(-T * -(-C // 4) // 128), 128](there, dout.to(device), B, T, C)
+        _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()))
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 
@@ -2409,16 +2329,16 @@ VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("segments", "segments_count"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("segments", "segments_scatter"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("encoder", "encoder_forward"): [{"WHOLE": 1, "PARAM_T": "bf16", "TOKEN_T": "int"}],
-    ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16"}],
     ("encoder", "encoder_backward_v3"): [
         {"WHOLE": 1, "QUADS": 2, "BY_COUNT": 1},
-        {"ACC_T": "bf16", "STOCHASTIC": 1},
+        {"ACC_T": "bf16"},
     ],
     ("encoder", "encoder_combine_v3"): [
         {"WHOLE": 1, "SPAN": 2, "BY_COUNT": 1},
-        {"ACC_T": "bf16", "STOCHASTIC": 1},
+        {"ACC_T": "bf16"},
     ],
-    ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16"}],
 }
 
 VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gpuaccel as ga
 from gpuaccel.errors import NonFiniteError
-from gpuaccel.ops import update_rule
+from gpuaccel.optim import update_rule
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep

@@ -18,33 +18,21 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..compiler import C_TYPES, Kernel, Launch, kernel_root
+from ..ops.accumulate import CHUNK
+from ..ops.clip import MAX_BLOCKS, ClipState, dense
+from ..ops.rounding import reference_random_bits, reference_round
 from ..source import struct_fields
-from .accumulate import CHUNK
-from .clip import MAX_BLOCKS, ClipState, dense
-from .rounding import reference_random_bits, reference_round
 
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
 # Elements of one call of UpdateRule.fused. Scaled gradients are copies, of this size at most.
 BATCH = 2**24
+LOW = (torch.bfloat16, torch.float16)
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
 VALUES = struct.Struct(f"{MAX_VALUES}d")
 STEPS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS}i{MAX_TENSORS}H")
-
-
-@functools.cache
-def optimizer_kernel(file: str, name: str, threads: int, macros: tuple) -> Kernel:
-    return Kernel(
-        file,
-        name,
-        THREADS=threads,
-        CHUNK=CHUNK,
-        MAX_TENSORS=MAX_TENSORS,
-        MAX_UPDATES=MAX_UPDATES,
-        **dict(macros),
-    )
 
 
 @functools.cache
@@ -78,11 +66,6 @@ class UpdateRule:
     fused: Callable[..., None] | None = None
     optional: dict[str, str] = field(default_factory=dict)
 
-    @functools.cached_property
-    def options(self) -> tuple[str, ...]:
-        """Options of a parameter group that choose among the kernels."""
-        return tuple(dict.fromkeys(self.optional.values()))
-
     def keys_of(self, group: dict) -> list[str]:
         """Names of the state tensors that a parameter of this group has.
 
@@ -99,7 +82,8 @@ class UpdateRule:
         Args:
             group: a parameter group of the optimizer.
         """
-        return tuple((option.upper(), int(bool(group[option]))) for option in self.options)
+        options = dict.fromkeys(self.optional.values())
+        return tuple((option.upper(), int(bool(group[option]))) for option in options)
 
     @functools.cached_property
     def _source(self) -> str:
@@ -125,6 +109,7 @@ class UpdateRule:
 
     # ---- kernels ----
 
+    @functools.cache
     def kernel(self, version: str, *macros) -> Kernel:
         """The kernel <file>_<version>.
 
@@ -132,8 +117,14 @@ class UpdateRule:
             version: "begin", "v2" or "v3".
             *macros: (name, value) of each.
         """
-        return optimizer_kernel(
-            self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros
+        return Kernel(
+            self.file,
+            f"{self.file}_{version}",
+            THREADS=THREADS.get(version, 256),
+            CHUNK=CHUNK,
+            MAX_TENSORS=MAX_TENSORS,
+            MAX_UPDATES=MAX_UPDATES,
+            **dict(macros),
         )
 
     @functools.cached_property
@@ -223,7 +214,15 @@ class Jobs(list):
     @functools.cached_property
     def steps(self) -> list[tuple[int, bytes]]:
         """(place of the first job, struct Steps) of each launch of <file>_begin."""
-        return list(_pack_steps(self))
+        launches = []
+        for start in range(0, len(self), MAX_TENSORS):
+            part = self[start : start + MAX_TENSORS]
+            rest = [0] * (MAX_TENSORS - len(part))
+            addresses = [*[j.step.data_ptr() for j in part], *rest]
+            numbers = [*[j.number for j in part], *[-1] * len(rest)]
+            packed = STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
+            launches.append((start, packed))
+        return launches
 
     @functools.cached_property
     def batches(self) -> "tuple[list[FusedBatch], list[Job]]":
@@ -256,38 +255,17 @@ class StepInputs:
 
 
 def launch_settings(settings: Tensor, values: list[float]):
-    """Write numbers to the device by settings_write, by value, 256 per launch.
-
-    Args:
-        settings: fp64 on the device.
-        values: as many numbers.
-    """
+    """Write numbers to the device, fp64, by settings_write: by value, 256 per launch."""
     for start in range(0, len(values), MAX_VALUES):
         part = values[start : start + MAX_VALUES]
         packed = VALUES.pack(*part, *[0.0] * (MAX_VALUES - len(part)))
         settings_kernel()[1, MAX_VALUES](settings[start:], len(part), packed)
 
 
-def _pack_steps(jobs):
-    """(index of the launch's first job, struct Steps) per launch."""
-    for start in range(0, len(jobs), MAX_TENSORS):
-        part = jobs[start : start + MAX_TENSORS]
-        rest = [0] * (MAX_TENSORS - len(part))
-        addresses = [*[j.step.data_ptr() for j in part], *rest]
-        numbers = [*[j.number for j in part], *[-1] * len(rest)]
-        yield start, STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
-
-
 def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]:
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
 
-    Gradients may lie elsewhere when it launches them.
-
-    Args:
-        rule: of the optimizer.
-        jobs: of this step.
-        stochastic: round bf16 weights stochastically.
-    """
+    Gradients may lie elsewhere when it launches them."""
     # Jobs of one kernel, each with its place among the coefficients.
     classes: dict[tuple, list[tuple[int, Job]]] = {}
     launches = []
@@ -330,10 +308,7 @@ def arena_launches(
     """For launch_update: <file>_v3 over flat buffers, a launch per run of neighbours and piece.
 
     Args:
-        rule: of the optimizer.
         jobs: of this step, all over the arena.
-        stochastic: round bf16 weights stochastically.
-        arena: that they lie in.
         buffers: state key -> fp32.
         pieces: (start, stop, local) of each range of the arena that is updated, whole chunks. Its
             state begins at element `local` of the buffers.
@@ -386,21 +361,13 @@ def _runs(jobs: Jobs, arena) -> list[tuple[int, int, int, Job]]:
 def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
     """<file>_begin: count the step, or skip it.
 
-    Args:
-        rule: of the optimizer.
-        jobs: of this step.
-        settings: the groups' numbers on the device, fp64.
-        inputs: of this step.
-
-    Returns:
-        The coefficients, (tensors, rule.coefficients) fp32.
-    """
+    settings: the groups' numbers on the device, fp64. Returns the coefficients, (tensors,
+    rule.coefficients) fp32."""
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, dtype=torch.float32, device=settings.device)
     clip = inputs.clip
-    launch = rule.begin
     for start, packed in jobs.steps:
-        launch(
+        rule.begin(
             coefficients[start:],
             settings,
             None if clip is None else clip.values,
@@ -419,13 +386,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
 
 
 def launch_update(launches: list[tuple], coefficients: Tensor, seed: Tensor):
-    """Launch what list_launches() or arena_launches() prepared.
-
-    Args:
-        launches: what they returned.
-        coefficients: of launch_begin.
-        seed: (1,) fp64 on the device.
-    """
+    """Launch what list_launches() or arena_launches() prepared. seed: (1,) fp64 on the device."""
     for launch, arguments, jobs in launches:
         if jobs:
             (packed,) = arguments
@@ -454,10 +415,7 @@ def torch_step(
     reference updates the others; elsewhere torch.where keeps the old values, without a wait.
 
     Args:
-        rule: of the optimizer.
         jobs: of this step.
-        param_groups: of the optimizer.
-        inputs: of this step.
         count_it: this call counts the step in `inputs.record`.
         seed: of stochastic rounding; None: to the nearest.
     """
@@ -507,53 +465,16 @@ def _settings_of(rule: UpdateRule, group: dict) -> dict:
 
 
 class FusedBatch:
-    """Tensors that one call of UpdateRule.fused updates, all but their gradients.
-
-    Args:
-        jobs: of one parameter group, row and dtype, on a CPU.
-    """
+    """Tensors of one group, row and dtype that one call of UpdateRule.fused updates."""
 
     def __init__(self, jobs: list[Job]):
         self.jobs = jobs
-        self.row = jobs[0].row
-        self.group = jobs[0].group
-        self.low = jobs[0].weight.dtype in (torch.bfloat16, torch.float16)
         self.weights = [j.weight for j in jobs]
         self.state = [list(column) for column in zip(*[j.state for j in jobs])]
         self.steps = [j.step for j in jobs]
         self.copied = [j for j in jobs if j.copy is not None]
         self.copies = [j.copy for j in jobs if j.copy is not None]
         self.masters = [j.weight for j in self.copied]
-
-    def takes(self, factor: float, seed: int | None) -> bool:
-        """Whether UpdateRule.fused rounds as the reference, which rounds once.
-
-        Args:
-            factor: what the gradients are multiplied by.
-            seed: of stochastic rounding; None: to the nearest.
-        """
-        return not self.low or factor == 1 and seed is None
-
-    def update(self, fused, settings: dict, factor: float, seed: int | None):
-        """One step, which is counted already.
-
-        Args:
-            fused: UpdateRule.fused.
-            settings: its keyword arguments.
-            factor: what the gradients are multiplied by.
-            seed: of stochastic rounding; None: to the nearest.
-        """
-        grads = [j.grad for j in self.jobs]
-        if factor != 1:
-            grads = list(torch._foreach_mul(grads, factor))
-        fused(self.weights, grads, *self.state, self.steps, **settings)
-        # Autograd does not see that the kernel writes them.
-        torch.autograd.graph.increment_version(self.weights)
-        if seed is not None:
-            for j in self.copied:
-                _round(j, j.weight, seed)
-        elif self.copied:
-            torch._foreach_copy_(self.copies, self.masters)
 
 
 def _fused_step(
@@ -566,27 +487,35 @@ def _fused_step(
 ) -> list[Job]:
     """Update the tensors that rule.fused takes; return the jobs of the others.
 
-    Args:
-        factors: clip factor of each row.
-    """
+    factors: of each row. The reference rounds bf16 and fp16 once; rule.fused cannot if their
+    gradients are scaled, or weights are rounded stochastically."""
     batches, others = jobs.batches
     others = [*others]
     taken = []
     for batch in batches:
-        if batch.takes(factors[batch.row], seed):
-            taken.append(batch)
-        else:
+        factor = factors[batch.jobs[0].row]
+        if batch.weights[0].dtype in LOW and (factor != 1 or seed is not None):
             others += batch.jobs
+        else:
+            taken.append((batch, factor))
     if taken:
-        steps = [step for batch in taken for step in batch.steps]
+        steps = [step for batch, _ in taken for step in batch.steps]
         # One value per tensor: torch would convert a shared one for each of them.
         torch._foreach_add_(steps, [torch.ones((), dtype=torch.float32)] * len(steps))
-    settings = {}
-    for group in {batch.group: None for batch in taken}:
-        settings[group] = _settings_of(rule, param_groups[group])
-        settings[group]["maximize"] = settings[group].pop("direction") < 0
-    for batch in taken:
-        batch.update(fused, settings[batch.group], factors[batch.row], seed)
+    for batch, factor in taken:
+        settings = _settings_of(rule, param_groups[batch.jobs[0].group])
+        maximize = settings.pop("direction") < 0
+        grads = [j.grad for j in batch.jobs]
+        if factor != 1:
+            grads = list(torch._foreach_mul(grads, factor))
+        fused(batch.weights, grads, *batch.state, batch.steps, **settings, maximize=maximize)
+        # Autograd does not see that the kernel writes them.
+        torch.autograd.graph.increment_version(batch.weights)
+        if seed is not None:
+            for j in batch.copied:
+                _round(j, j.weight, seed)
+        elif batch.copied:
+            torch._foreach_copy_(batch.copies, batch.masters)
     return others
 
 
@@ -606,7 +535,6 @@ def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
 
 
 def _fused_takes(j: Job) -> bool:
-    """rule.fused takes dense tensors of one dtype."""
     tensors = [j.weight, j.grad, *[t for t in j.state if t is not None]]
     plain = all([t.dtype == j.weight.dtype and type(t) in (Tensor, Parameter) for t in tensors])
     return plain and j.weight.numel() > 0 and dense(j.weight)

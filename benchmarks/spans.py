@@ -1,20 +1,15 @@
-"""Where host and GPU wait for each other: what both did, as spans of time on two lanes.
+"""What host and GPU did in a step, as spans of time: from the records of torch.profiler.
 
-    spans = timeline.tail(lambda: step(batch))    # what follows the step's last backward
-    spans[0]
-    # Span(lane='host', name='python', start=0.0, stop=912.4)
-
-Everything is read from the records of `torch.profiler`, as the ledger's counts are. On the host's
-lane `launch`, `wait` and `copy` are its calls to the GPU, and `python` is the rest of its time. On
-the GPU's lane are kernels by name, copies, and `backward`: work that was queued before. Without a
-GPU there is one lane: torch's own operators, and `read` where a number went to Python. The profiler
-slows everything down: the spans show the order of things, not how fast they are.
+On the host's lane `launch`, `wait` and `copy` are its calls to the GPU, and `python` is the rest of
+its time. On the GPU's lane are kernels by name, copies, and `backward`: work queued before. Without
+a GPU there is one lane: torch's own operators, and `read` where a number went to Python. The
+profiler slows everything down: the spans show the order of things, not how fast they are.
 """
 
 import re
-from typing import NamedTuple
 
-from .profiler import (
+from gpuaccel.measure import Span
+from gpuaccel.measure.profiler import (
     GRAPH_LAUNCHES,
     LAUNCHES,
     SCALAR_READ,
@@ -32,30 +27,10 @@ BACKWARD = "autograd::engine::evaluate_function"
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
-class Span(NamedTuple):
-    """A stretch of one lane. Times in microseconds since the tail (for whole(): the run) began.
-
-    Attributes:
-        lane: "host" or "GPU".
-        name: what was done.
-        start: microseconds.
-        stop: microseconds.
-    """
-
-    lane: str
-    name: str
-    start: float
-    stop: float
-
-
 def tail(run) -> list[Span]:
     """What host and GPU did in run() after its last backward, until both were done.
 
-    All of run() where there is no backward. Call run() once before to warm up. Waits for the GPU.
-
-    Raises:
-        BackendError: inside a ledger or another profiler.
-    """
+    All of run() where there is no backward. Call run() once before to warm up."""
     with profiled("timeline") as events:
         run()
     return _spans(events, profiler_sees_gpu())
