@@ -665,6 +665,7 @@ def test_a_struct_by_value_is_bytes():
         ((1, 1025), "block is 1025"),
         ((1, (1, 1, 65)), "block is"),
         ((1, (32, 33)), r"block is \(32, 33\), 1056 threads; a block has 1024 at most"),
+        ((1, 32, 300_000), "shared_bytes is 300000; expected .* of bytes, 0 to 232,448"),
         ((1, 32, -1), "shared_bytes is -1"),
         ((1, 32, "x"), "shared_bytes is 'x'"),
     ],

@@ -12,7 +12,6 @@ text: forty kernels compile ten times faster together.
 """
 
 import functools
-import itertools
 import math
 import re
 import struct
@@ -24,6 +23,16 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.compiler.kernel import kernel_root, whole_program
+from gpuaccel.ops.adamw import ADAMW
+from gpuaccel.ops.clip import launches_for
+from gpuaccel.ops.embedding_backward import (
+    _add,
+    pack_rounding,
+    reference_encoder,
+    reference_encoder_backward,
+)
+from gpuaccel.ops.token_sort import MAX_TOKENS, reference_segments
+from gpuaccel.ops.update_rule import Job, launch_update, list_launches
 from gpuaccel.source import kernel_names, without_comments
 
 # ---- planted bugs --------------------------------------------------------------------------------
@@ -762,18 +771,17 @@ class Good:
     name: str
     source: str
     run: Callable
-    ordered: bool = True  # every bit is determined by the source: no float atomics
 
 
 GOOD: dict[str, Good] = {}
 
 
-def good(source, **more):
+def good(source):
     """Enters the decorated `run` under the name of the kernel."""
     (name,) = kernel_names(source)
 
     def enter(run):
-        GOOD[name] = Good(name, source.lstrip("\n"), run, **more)
+        GOOD[name] = Good(name, source.lstrip("\n"), run)
         return run
 
     return enter
@@ -924,26 +932,6 @@ def run(kernel, seed, device):
 
 
 @good("""
-extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
-{
-    __shared__ int local[256];
-    for (int b = threadIdx.x; b < 256; b += blockDim.x) local[b] = 0;
-    __syncthreads();
-    int first = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int i = first; i < n; i += gridDim.x * blockDim.x) atomicAdd(&local[x[i]], 1);
-    __syncthreads();
-    for (int b = threadIdx.x; b < 256; b += blockDim.x) atomicAdd(&bins[b], local[b]);
-}
-""")
-def run(kernel, seed, device):
-    for n in (1, 1000, 3001):
-        x = (rng(seed).random(n) ** 3 * 256).astype(np.uint8)
-        bins = on(device, np.zeros(256, np.int32))
-        kernel[3, 128](bins, on(device, x), n)
-        yield Outcome(f"n = {n}", bins.cpu(), cpu(np.bincount(x, minlength=256).astype(np.int32)))
-
-
-@good("""
 extern "C" __global__ void transpose(float* out, const float* in, int rows, int columns)
 {
     __shared__ float tile[32][33];  // 33: a column's elements lie in 32 different banks
@@ -1038,118 +1026,6 @@ def run(kernel, seed, device):
 
 
 @good("""
-__device__ __forceinline__ int sum_of_group(unsigned mask, int value)
-{
-    int sum = 0;
-    for (unsigned left = mask; left != 0; left &= left - 1)
-        sum += __shfl_sync(mask, value, __ffs(left) - 1);
-    return sum;
-}
-extern "C" __global__ void warp_groups(
-    int* out,                       // (9, n)
-    const int* x, int n)            // a multiple of 32
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32, value = x[i];
-    unsigned odd = __ballot_sync(0xffffffffu, value & 1), all_equal = 0;
-    int* to = out + i;
-    if (value & 1) {                // two branches, each with the mask of its own lanes
-        to[0] = sum_of_group(odd, value);
-        to[n] = __any_sync(odd, value > 50) + 2 * __all_sync(odd, value > 2);
-    } else {
-        to[0] = -sum_of_group(~odd, value);
-        to[n] = __any_sync(~odd, value > 60) + 2 * __all_sync(~odd, value > 0);
-    }
-    to[2 * n] = (int)__match_any_sync(0xffffffffu, value / 8);
-    to[3 * n] = __shfl_up_sync(0xffffffffu, value, 3);
-    to[4 * n] = __shfl_down_sync(0xffffffffu, value, 2, 8);
-    to[5 * n] = __shfl_xor_sync(0xffffffffu, value, 5, 16);
-    to[6 * n] = __shfl_sync(0xffffffffu, value, lane + 3, 4);
-    if (lane < 11) {
-        int same;
-        all_equal = __match_all_sync(0x7ffu, value / 64, &same);
-        to[7 * n] = same + __popc(all_equal);
-    } else {
-        to[7 * n] = __clz(value) + (int)__brev(value);
-    }
-    float wide = __shfl_xor_sync(0xffffffffu, 0.5f * value, 1);
-    long long high = __shfl_xor_sync(0xffffffffu, ((long long)value << 33) + lane, 2);
-    to[8 * n] = (int)(2.0f * wide) * 1000 + (int)(high >> 33) + (int)(high & 31);
-}
-""")
-def run(kernel, seed, device):
-    n = 192
-    x = rng(seed).integers(0, 70, n, dtype=np.int32)
-    x[32:64] = 7  # one warp without even values, one without odd ones
-    x[64:96] = 8
-    out = on(device, np.full((9, n), -1, np.int32))
-    kernel[3, 64](out, on(device, x), n)
-    want, lanes = np.zeros((9, n), np.int64), np.arange(32)
-    for first in range(0, n, 32):
-        w = x[first : first + 32].astype(np.int64)
-        to = want[:, first : first + 32]
-        odd = w % 2 == 1
-        to[0] = np.where(odd, w[odd].sum(), -w[~odd].sum())
-        to[1] = np.where(
-            odd,
-            (w[odd] > 50).any() + 2 * (w[odd] > 2).all(),
-            (w[~odd] > 60).any() + 2 * (w[~odd] > 0).all(),
-        )
-        to[2] = [sum(1 << int(k) for k in lanes[w // 8 == v // 8]) for v in w]
-        to[3] = [w[k - 3] if k >= 3 else w[k] for k in lanes]
-        to[4] = [w[k + 2] if k % 8 + 2 < 8 else w[k] for k in lanes]
-        to[5] = w[lanes ^ 5]
-        to[6] = w[lanes // 4 * 4 + (lanes + 3) % 4]
-        same = len(set(w[:11] // 64)) == 1
-        zeros_and_reversed = [32 - int(v).bit_length() + int(f"{int(v):032b}"[::-1], 2) for v in w]
-        to[7] = np.where(lanes < 11, 12 if same else 0, zeros_and_reversed)
-        to[8] = w[lanes ^ 1] * 1000 + w[lanes ^ 2] + (lanes ^ 2)
-    yield Outcome("rows", out.cpu(), cpu((want % 2**32).astype(np.uint32).view(np.int32)))
-
-
-@good("""
-extern "C" __global__ void warp_tree(int* out, const int* x)
-{
-    __shared__ int cells[96];
-    int lane = threadIdx.x % 32;
-    int* mine = cells + threadIdx.x - lane;                     // the 32 cells of this warp
-    mine[lane] = x[blockIdx.x * 96 + threadIdx.x];
-    __syncwarp();
-    for (int offset = 16; offset > 0; offset /= 2) {
-        if (lane < offset) mine[lane] += mine[lane + offset];
-        __syncwarp();
-    }
-    if (lane == 0) out[blockIdx.x * 3 + threadIdx.x / 32] = mine[0];
-}
-""")
-def run(kernel, seed, device):
-    x = rng(seed).integers(-1000, 1000, (2, 3, 32), dtype=np.int32)
-    out = on(device, np.full(6, -1, np.int32))
-    kernel[2, 96](out, on(device, x))
-    yield Outcome("sums", out.cpu(), cpu(x.sum(2, dtype=np.int32).reshape(6)))
-
-
-@good("""
-extern "C" __global__ void difference_in_block(float* out, const float* x, int n)
-{
-    __shared__ float here[96];
-    int t = threadIdx.x, i = blockIdx.x * 96 + t;
-    if (i >= n) return;             // never comes to the barrier; nobody waits for it
-    here[t] = x[i];
-    __syncthreads();
-    out[i] = here[t] - (t > 0 ? here[t - 1] : 0.0f);
-}
-""")
-def run(kernel, seed, device):
-    for n in (1, 95, 97, 250):
-        x = normal(rng(seed), n)
-        out = on(device, np.full(n, np.nan, f32))
-        kernel[-(-n // 96), 96](out, on(device, x), n)
-        before = np.concatenate([[f32(0)], x[:-1]]).astype(f32)
-        before[::96] = 0
-        yield Outcome(f"n = {n}", out.cpu(), cpu(x - before))
-
-
-@good("""
 extern "C" __global__ void neighbours_3d(int* out, const int* in, int X, int Y, int Z)
 {
     int x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -1172,55 +1048,6 @@ def run(kernel, seed, device):
         p = np.pad(cube, 1)
         want = sum(np.roll(p, by, axis)[1:-1, 1:-1, 1:-1] for by in (-1, 1) for axis in (0, 1, 2))
         yield Outcome(f"{Z} x {Y} x {X}", out.cpu(), cpu(want.astype(np.int32)))
-
-
-@good("""
-extern "C" __global__ void atomic_kinds(int* r, unsigned long long* wide, const int* x, int n)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    atomicAdd(&r[0], x[i]);
-    atomicSub(&r[1], x[i]);
-    atomicMin(&r[2], x[i]);
-    atomicMax(&r[3], x[i]);
-    atomicAnd(&r[4], x[i]);
-    atomicOr(&r[5], x[i]);
-    atomicXor(&r[6], x[i]);
-    int old = 0, seen;              // a guess; what is really there comes back from the first try
-    do { seen = old; old = atomicCAS(&r[7], seen, (seen + x[i]) & 1023); } while (old != seen);
-    atomicAdd(&wide[0], (unsigned long long)(unsigned)x[i] << 20);
-}
-""")
-def run(kernel, seed, device):
-    x = rng(seed).integers(-(2**20), 2**20, 500, dtype=np.int32)
-    start = np.array([0, 0, 2**30, -(2**30), -1, 0, 0, 0], np.int32)
-    r, wide = on(device, start), on(device, np.zeros(1, np.int64))
-    kernel[4, 128](r, wide, on(device, x), len(x))
-    bitwise = [f.reduce(x) for f in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)]
-    want = [x.sum(), -x.sum(), x.min(), x.max(), *bitwise, x.sum() & 1023]
-    yield Outcome("32 bits", r.cpu(), cpu(np.array(want).astype(np.int32)))
-    total = sum(int(v) % 2**32 << 20 for v in x)
-    yield Outcome("64 bits", wide.cpu(), torch.tensor([total]))
-
-
-@good(
-    """
-extern "C" __global__ void atomic_sum(float* total, const float* x, int n)
-{
-    float sum = 0.0f;
-    int first = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int i = first; i < n; i += gridDim.x * blockDim.x) sum += x[i];
-    atomicAdd(total, sum);          // in any order: the last bits differ from run to run
-}
-""",
-    ordered=False,
-)
-def run(kernel, seed, device):
-    for n in (1, 1000, 3000):
-        x = np.abs(normal(rng(seed), n))
-        total = on(device, np.zeros(1, f32))
-        kernel[4, 64](total, on(device, x), n)
-        yield Outcome(f"n = {n}", total.cpu(), cpu(x.astype(np.float64).sum()[None]), 1e-5)
 
 
 # ---- the kernels of kernels_cu -------------------------------------------------------------------
@@ -1414,25 +1241,6 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}, scale {by}", y.cpu(), x if left else x * scale)
 
 
-def _tensors_of_clip(tensors, most=256, chunk=4096):
-    """(chunks, the struct Tensors, counts)."""
-    counts = [0 if t is None else t.numel() for t in tensors]
-    first = [0, *np.cumsum([-(-n // chunk) for n in counts]).tolist()]
-    rest = [0] * (most - len(tensors))
-    kinds = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-    return first[-1], struct.pack(
-        f"{most}Q{most + 1}i{most}H{most}B4x",
-        *[0 if t is None else t.data_ptr() for t in tensors],
-        *rest,
-        *first,
-        *[first[-1]] * len(rest),
-        *[n and (n - 1) % chunk + 1 for n in counts],
-        *rest,
-        *[0 if t is None else kinds[t.dtype] for t in tensors],
-        *rest,
-    )
-
-
 def _mixed_tensors(seed, device):
     """Of every dtype, with tails, at odd addresses, empty, missing."""
     random = rng(seed)
@@ -1458,7 +1266,7 @@ def _mixed_tensors(seed, device):
 def run(kernel, seed, device):
     tensors = _mixed_tensors(seed, device)
     tensors[5][17] = 1e25  # its square is beyond fp32
-    chunks, packed = _tensors_of_clip(tensors)
+    ((_, chunks, _, packed),) = launches_for(tensors, 256)
     present = [t for t in tensors if t is not None]
     exact = torch.tensor(
         [
@@ -1626,7 +1434,7 @@ def run(kernel, seed, device):
         (None, 1, 2, 2),
     ):
         tensors = _mixed_tensors(seed, device)
-        chunks, packed = _tensors_of_clip(tensors)
+        ((_, chunks, _, packed),) = launches_for(tensors, 256)
         before = [None if t is None else t.cpu().clone() for t in tensors]
         table = verdicts if groups else verdicts[chosen : chosen + 1]
         kernel[grid or chunks, kernel.bound](
@@ -1876,37 +1684,18 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
             else None
         )
         jobs.append((*tensors, copy))
-    order = list(range(len(kinds)))[::-1]  # places among the coefficients
-    table = torch.from_numpy(coefficients[order].copy()).to(device).contiguous()
-    chunks = [-(-n // 4096) for n, *_ in kinds]
-    first, rest = [0, *np.cumsum(chunks).tolist()], [0] * (60 - len(kinds))
-
-    def addresses(k):
-        return [*[0 if j[k] is None else j[k].data_ptr() for j in jobs], *rest]
-
-    packed = struct.pack(
-        "=360Q61i120i60H4x",
-        *addresses(0),
-        *addresses(1),
-        *addresses(2),
-        *addresses(3),
-        *(addresses(4) if AMSGRAD else [0] * 60),
-        *addresses(5),
-        *first,
-        *[first[-1]] * len(rest),
-        *[10 + i for i in range(len(kinds))],
-        *rest,
-        *order,
-        *rest,
-        *[(n - 1) % 4096 + 1 for n, *_ in kinds],
-        *rest,
-    )
     before = [[None if t is None else t.cpu().clone() for t in j] for j in jobs]
-    kernel[4, kernel.bound](
-        table,
+    step = torch.zeros(())
+    # The first one is empty, so that a tensor's place is not its number among the launch's.
+    launched = [
+        Job(9 + i, 0, w, g, (m, v, vmax if AMSGRAD else None), step, copy, ())
+        for i, (w, g, m, v, vmax, copy) in enumerate([(*[step.new_zeros(0)] * 5, None), *jobs])
+    ]
+    ((_, arguments, updated),) = list_launches(ADAMW, launched, bool(STOCHASTIC))
+    launch_update(
+        [(kernel[4, kernel.bound], arguments, updated)],
+        torch.from_numpy(np.vstack([coefficients[:1], coefficients])).to(device),
         torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None,
-        packed,
-        tensors=[t for j in jobs for t in j if t is not None],
     )
     for i, (job, old) in enumerate(zip(jobs, before)):
         updated = _updated(coefficients[i], old, 10 + i, AMSGRAD, STOCHASTIC)
@@ -1973,47 +1762,11 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
                 yield Outcome(f"{name}, {'with' if copied else 'without'} copy", got.cpu(), new)
 
 
-# ---- segments and encoder: the places and sums they should give, in plain Python and numpy ----
-
-OUT_OF_RANGE = 1 << 31  # in a position
-_ROUNDING = struct.Struct(
-    "QQii"
-).pack  # seed, address of what is added to the step, step, micro-batch
+# ---- segments and encoder, beside their definitions in torch -------------------------------------
 
 
-def _pairs_of(tokens, vocab, left_out):
-    """(position, token) in the order of segments.cu.
-
-    A token out of range counts as token 0, one that is left out is sorted to the end.
-    """
-    pairs = [
-        (i, vocab if t == left_out else t) if 0 <= t < vocab else (i | OUT_OF_RANGE, 0)
-        for i, t in enumerate(tokens)
-    ]
-    return sorted(pairs, key=lambda pair: pair[1])
-
-
-def _pieces_of(pairs, vocab):
-    """What begins at each place of this order."""
-    kinds = []
-    for token, run in itertools.groupby(token for _, token in pairs):
-        rows = len(list(run))
-        for nth in range(rows):
-            left = min(rows - nth, 32)
-            kinds.append(
-                0
-                if nth % 32 or token == vocab
-                else left
-                if rows <= 32
-                else -rows
-                if nth == 0
-                else 32 + left
-            )
-    return kinds
-
-
-def _as_int32(pairs):
-    return torch.tensor(pairs, dtype=torch.int64).to(torch.int32)
+def _moved(device, *arguments):
+    return [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
 def _some_tokens(random, n, vocab, TOKEN_T):
@@ -2023,92 +1776,49 @@ def _some_tokens(random, n, vocab, TOKEN_T):
     )
     tokens[n // 2 :: n // 2 + 1], tokens[n // 3 :: n] = -5, vocab
     tokens[n // 4 :: n] = 2**31 - 1 if TOKEN_T == "int" else 2**40
-    return tokens
+    return tokens if n > 1 else np.zeros(1, int)
 
 
 def _passes(seed, TOKEN_T, BITS, KEYS):
     """The first and a later pass over several token lists.
 
-    Yields (what, tokens or None, pairs or None, n, vocab, left_out, shift, the pairs that the pass
-    finds, its tile).
+    Yields (what, the kernel's last arguments, the pairs in the order in which it finds them, the
+    digit of each, how often each digit occurs in each tile).
     """
-    random, tile = rng(seed), 256 * KEYS
+    random = rng(seed)
+    tile = 256 * KEYS
     for n, vocab, left_out in (
         (1, 1, -1),
         (tile, 700, 3),
         (2 * tile + 77, 70_000, -1),
         (tile + 33, 300, 299),
     ):
-        tokens = _some_tokens(random, n, vocab, TOKEN_T) if n > 1 else np.zeros(1, int)
-        found = sorted(
-            _pairs_of(tokens.tolist(), vocab, left_out), key=lambda pair: pair[0] % OUT_OF_RANGE
-        )  # as they come
-        yield (
-            f"n = {n}, first pass",
-            torch.from_numpy(tokens).to(torch.int32 if TOKEN_T == "int" else torch.int64),
-            None,
-            n,
-            vocab,
-            left_out,
-            0,
-            found,
-            tile,
-        )
-        later = sorted(found, key=lambda pair: pair[1] % 2**BITS)
-        yield f"n = {n}, second pass", None, _as_int32(later), n, vocab, left_out, BITS, later, tile
-
-
-def _digits(pairs, shift, bits, tile):
-    """(blocks, 2^bits) int32: how often each digit occurs in each tile."""
-    digits = (np.array([token for _, token in pairs]) >> shift) % 2**bits
-    return torch.from_numpy(
-        np.stack(
-            [
-                np.bincount(digits[i : i + tile], minlength=2**bits)
-                for i in range(0, len(digits), tile)
-            ]
-        )
-    ).int()
+        tokens = torch.from_numpy(_some_tokens(random, n, vocab, TOKEN_T))
+        tokens = tokens.to(torch.int32 if TOKEN_T == "int" else torch.int64)
+        order = reference_segments(tokens, vocab, left_out).order
+        first = order[(order[:, 0] & MAX_TOKENS).argsort()].contiguous()
+        second = first[(first[:, 1] % 2**BITS).argsort(stable=True)].contiguous()
+        for inputs, pairs, shift in (((tokens, None), first, 0), ((None, second), second, BITS)):
+            digits = (pairs[:, 1] >> shift) % 2**BITS
+            counts = [part.bincount(minlength=2**BITS) for part in digits.split(tile)]
+            arguments = *inputs, n, vocab, left_out, shift
+            yield f"n = {n}, shift {shift}", arguments, pairs, digits, torch.stack(counts).int()
 
 
 @ours("segments", "segments_count")
 def run(kernel, seed, device, TOKEN_T="long long", BITS=8, KEYS=4):
-    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(
-        seed, TOKEN_T, BITS, KEYS
-    ):
-        counts = torch.full((-(-n // tile), 2**BITS), -1, dtype=torch.int32, device=device)
-        kernel[len(counts), 256](
-            counts,
-            *[None if t is None else t.to(device) for t in (tokens, pairs)],
-            n,
-            vocab,
-            left_out,
-            shift,
-        )
-        yield Outcome(what, counts.cpu(), _digits(found, shift, BITS, tile))
+    for what, arguments, _, _, want in _passes(seed, TOKEN_T, BITS, KEYS):
+        counts = torch.full_like(want, -1, device=device)
+        kernel[len(counts), 256](counts, *_moved(device, *arguments))
+        yield Outcome(what, counts.cpu(), want)
 
 
 @ours("segments", "segments_scatter")
 def run(kernel, seed, device, TOKEN_T="long long", BITS=8, KEYS=4):
-    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(
-        seed, TOKEN_T, BITS, KEYS
-    ):
-        out, counts = (
-            torch.full((n, 2), -1, dtype=torch.int32, device=device),
-            _digits(found, shift, BITS, tile).to(device),
-        )
-        kernel[len(counts), 256](
-            out,
-            counts,
-            *[None if t is None else t.to(device) for t in (tokens, pairs)],
-            n,
-            vocab,
-            left_out,
-            shift,
-        )
-        yield Outcome(
-            what, out.cpu(), _as_int32(sorted(found, key=lambda pair: (pair[1] >> shift) % 2**BITS))
-        )
+    for what, arguments, pairs, digits, counts in _passes(seed, TOKEN_T, BITS, KEYS):
+        out = torch.full_like(pairs, -1, device=device)
+        kernel[len(counts), 256](out, *_moved(device, counts, *arguments))
+        yield Outcome(what, out.cpu(), pairs[digits.argsort(stable=True)])
 
 
 @ours("segments", "segments_pieces")
@@ -2119,16 +1829,12 @@ def run(kernel, seed, device):
         (300, -1, [0] * 40 + [128] + [1] * 255 + [0] * 4),
         (2, 1, [0, 40]),
     ):
-        pairs = _pairs_of(
-            rng(seed).permutation(np.repeat(np.arange(len(runs)), runs)).tolist(), vocab, left_out
-        )
-        pieces = torch.full((len(pairs),), -9999, dtype=torch.int32, device=device)
-        kernel[-(-len(pairs) // 256), 256](pieces, _as_int32(pairs).to(device), len(pairs), vocab)
-        yield Outcome(
-            f"runs of {runs[:8]}",
-            pieces.cpu(),
-            torch.tensor(_pieces_of(pairs, vocab), dtype=torch.int32),
-        )
+        tokens = rng(seed).permutation(np.repeat(np.arange(len(runs)), runs))
+        segments = reference_segments(torch.from_numpy(tokens), vocab, left_out)
+        n = segments.n
+        pieces = torch.full((n,), -9999, dtype=torch.int32, device=device)
+        kernel[-(-n // 256), 256](pieces, segments.order.to(device), n, vocab)
+        yield Outcome(f"runs of {runs[:8]}", pieces.cpu(), segments.pieces)
 
 
 def _finite(t):
@@ -2138,56 +1844,34 @@ def _finite(t):
 
 @ours("encoder", "encoder_forward")
 def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
-    random, dtype, huge = (
-        rng(seed),
-        DTYPES[PARAM_T],
-        (2**31 - 1, -(2**31)) if TOKEN_T == "int" else (2**40, -(2**40)),
-    )
+    random = rng(seed)
+    dtype = DTYPES[PARAM_T]
+    token_dtype = torch.int32 if TOKEN_T == "int" else torch.int64
+    huge = torch.iinfo(token_dtype).max, torch.iinfo(token_dtype).min
     for B, T, C, V, wrong in (
         (1, 1, 4, 2, ()),
         (3, 7, 132 if WHOLE else 130, 11, (12, 2**31 - 1)),
         (5, 13, 8 if WHOLE else 3, 4, (-1, *huge, 4)),
         (2, 9, 4, 3, huge),
     ):
-        tokens = random.integers(0, V, B * T)
-        tokens[random.permutation(B * T)[: len(wrong)]] = wrong
+        tokens = torch.from_numpy(random.integers(0, V, B * T))
+        tokens[random.permutation(B * T)[: len(wrong)]] = torch.tensor(wrong, dtype=torch.int64)
         tokens[-1] = V - 1  # the last row of all
         wte, wpe = (torch.from_numpy(normal(random, rows, C)).to(dtype) for rows in (V, T))
-        bad = np.flatnonzero((tokens < 0) | (tokens >= V))
-        for there, before in ((True, 0), (False, 3)):
-            out, invalid = (
-                torch.full((B * T, C), 5.0, dtype=dtype, device=device),
-                torch.tensor([before, 7, 8], device=device),
-            )
-            kernel[-(-B * T // 4), 128](
-                out,
-                torch.from_numpy(tokens).to(
-                    device, torch.int32 if TOKEN_T == "int" else torch.int64
-                ),
-                wte.to(device),
-                wpe.to(device) if there else None,
-                invalid,
-                B * T,
-                T,
-                C,
-                V,
-            )
-            want = wte[np.where((tokens < 0) | (tokens >= V), 0, tokens)]
-            want = want + wpe.repeat(B, 1) if there else want.clone()
-            want[bad] = math.nan
-            yield Outcome(f"B, T, C, V = {B, T, C, V}, wpe {there}", _finite(out), _finite(want))
+        bad = ((tokens < 0) | (tokens >= V)).nonzero()[:, 0].tolist()
+        for positions, before in ((wpe, 0), (None, 3)):
+            what = f"B, T, C, V = {B, T, C, V}, wpe {positions is not None}"
+            out = torch.full((B * T, C), 5.0, dtype=dtype, device=device)
+            invalid = torch.tensor([before, 7, 8], device=device)
+            inputs = _moved(device, tokens.to(token_dtype), wte, positions, invalid, B * T, T, C, V)
+            kernel[-(-B * T // 4), 128](out, *inputs)
+            want = reference_encoder(tokens.view(B, T), wte, positions).view(B * T, C)
+            yield Outcome(what, _finite(out), _finite(want))
             # The first of them is recorded, whichever thread it is; all are counted.
             count, *named = invalid.tolist()
-            may = (
-                [[7, 8]]
-                if before or not len(bad)
-                else [[(int(row) << 32) + T, int(tokens[row])] for row in bad]
-            )
-            yield Outcome(
-                f"B, T, C, V = {B, T, C, V}, tokens out of range",
-                torch.tensor([count, named in may]),
-                torch.tensor([before + len(bad), True]),
-            )
+            may = [[(row << 32) + T, int(tokens[row])] for row in bad]
+            got = torch.tensor([count, named in (may if bad and not before else [[7, 8]])])
+            yield Outcome(f"{what}, tokens out of range", got, torch.tensor([before + len(bad), 1]))
 
 
 @ours("encoder", "encoder_backward_v1")
@@ -2201,15 +1885,8 @@ def run(kernel, seed, device):
             torch.from_numpy(random.integers(-8, 9, (rows, C))).float() for rows in (V, T)
         )
         there = [t.to(device, copy=True) for t in (dwte, dwpe)]
-        kernel[-(-B * T * C // 256), 256](
-            *there,
-            dout.to(device, _grad_dtype(kernel)),
-            torch.from_numpy(tokens).to(device),
-            B * T,
-            T,
-            C,
-            V,
-        )
+        inputs = dout.to(_grad_dtype(kernel)), torch.from_numpy(tokens), B * T, T, C, V
+        kernel[-(-B * T * C // 256), 256](*there, *_moved(device, *inputs))
         for i, token in enumerate(tokens):
             if 0 <= token < V:
                 dwte[token] += dout[i]
@@ -2218,36 +1895,20 @@ def run(kernel, seed, device):
         yield Outcome(f"B, T, C, V = {B, T, C, V}, dwpe", there[1].cpu(), dwpe)
 
 
-def _into(sums, at, total, which, STOCHASTIC):
-    """sums[at] += total (numpy, fp32), rounded as the kernels do. which: 0 for wte, 1 for wpe."""
-    from gpuaccel.ops.rounding import reference_random_bits, reference_round
-
-    value = sums[at].float() + torch.from_numpy(total)
-    if STOCHASTIC:
-        wide = -(-sums.shape[1] // 4) * 4
-        value = reference_round(
-            value,
-            reference_random_bits(SEED, 2**31 + 2 * 3 + which, len(sums) * wide, 9).view(-1, wide)[
-                at, : sums.shape[1]
-            ],
-        )
-    sums[at] = value.to(sums.dtype)
-
-
 def _rounding(device, STOCHASTIC):
-    """(the struct Rounding of step 9, 4 of it on the device, and micro-batch 3; that tensor)."""
+    """(the struct Rounding of step 9, 4 of it on the device, and micro-batch 3; that tensor; the
+    same for ops)."""
     later = torch.tensor([4], dtype=torch.int32, device=device)
-    return _ROUNDING(SEED, later.data_ptr(), 5, 3) if STOCHASTIC else _ROUNDING(0, 0, 0, 0), later
+    if not STOCHASTIC:
+        return pack_rounding(0, 0, 0, 0), later, None
+    return pack_rounding(SEED, later.data_ptr(), 5, 3), later, (SEED, 9, 3)
 
 
 @ours("encoder", "encoder_backward_v2")
 def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
     """llm.c's order: warp w has rows w, w + 8, ...; then the warps' sums in order; then dwte."""
-    random, dtype, lanes = (
-        rng(seed),
-        DTYPES[ACC_T],
-        32 if _grad_dtype(kernel) == torch.float32 else 64,
-    )
+    random = rng(seed)
+    lanes = 32 if _grad_dtype(kernel) == torch.float32 else 64
     for C, counts in ((8, [1, 0, 7]), (264, [8, 9, 1, 70])):
         rows = np.split(random.permutation(sum(counts)), np.cumsum(counts)[:-1])
         start = np.cumsum([0, *counts])
@@ -2258,8 +1919,9 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
             for group in range(-(-C // (4 * lanes)))
         ]
         dout = torch.from_numpy(normal(random, sum(counts), C)).to(_grad_dtype(kernel))
-        dwte = torch.from_numpy(normal(random, len(counts), C)).to(dtype)
-        there, (rounding, later) = dwte.to(device, copy=True), _rounding(device, STOCHASTIC)
+        dwte = torch.from_numpy(normal(random, len(counts), C)).to(DTYPES[ACC_T])
+        there = dwte.to(device, copy=True)
+        rounding, later, of_ops = _rounding(device, STOCHASTIC)
         kernel[len(buckets), 256](
             there,
             dout.to(device),
@@ -2271,130 +1933,69 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
         )
         for v, r in enumerate(rows):
             if len(r):
-                x = dout.float().numpy()[np.sort(r)]
-                warps = [
-                    functools.reduce(np.add, x[w::8], np.zeros(C, np.float32))
-                    for w in range(min(8, len(r)))
-                ]
-                _into(dwte, v, functools.reduce(np.add, warps), 0, STOCHASTIC)
+                x = dout.float()[np.sort(r)]
+                warps = [functools.reduce(torch.add, x[w::8]) for w in range(min(8, len(r)))]
+                _add(dwte, v, functools.reduce(torch.add, warps), of_ops, 0)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
 
-def _runs(seed, WHOLE, dtype, grad_dtype):
-    """Runs of 1 to 700 rows: one of -0.0, one left out, some rows invalid.
+def _both_launches(name):
+    """A run of encoder_backward_v3 and encoder_combine_v3, of which `name` is the kernel's.
 
-    Yields (C, order, pieces, dout, dwte, token -> (place, rows, sums of its pieces)).
+    The runs of equal tokens have 1 to 700 rows: one of -0.0, one left out, some rows invalid.
     """
-    runs = [5, 1, 31, 4, 32, 33, 1, 64, 0, 65, 700, 38]
-    for C in (8, 264) if WHOLE else (5, 259):
-        random = rng(seed)
-        tokens = random.permutation(np.repeat(np.arange(len(runs)), runs))
-        tokens[np.flatnonzero(tokens == 0)[:2]] = -1
-        pairs = _pairs_of(tokens.tolist(), len(runs), 3)
-        dout = torch.from_numpy(normal(random, len(tokens), C)).to(grad_dtype)
-        dwte = torch.from_numpy(normal(random, len(runs), C)).to(dtype)
-        dout[torch.from_numpy(tokens == 6)], dwte[6] = -0.0, -0.0
-        x, sums = dout.float().numpy(), {}
-        for place, (_, token) in enumerate(pairs):
-            if token < len(runs) and token not in sums:
-                rows = np.stack(
-                    [
-                        np.full(C, math.nan, np.float32) if i & OUT_OF_RANGE else x[i]
-                        for i, t in pairs
-                        if t == token
-                    ]
-                )
-                sums[token] = (
-                    place,
-                    len(rows),
-                    [functools.reduce(np.add, rows[i : i + 32]) for i in range(0, len(rows), 32)],
-                )
-        yield C, pairs, _pieces_of(pairs, len(runs)), dout, dwte, sums
 
-
-def _partials(sums, n, C):
-    """Where the sums of the pieces of longer runs stand, NaN elsewhere."""
-    partials = np.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, np.float32)
-    for place, _, pieces in sums.values():
-        for p, total in enumerate(pieces) if len(pieces) > 1 else ():
-            partials[2 * (place // 32 + p) + (p == 0), :C] = total
-    return torch.from_numpy(partials)
-
-
-@ours("encoder", "encoder_backward_v3")
-def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
-    for C, pairs, pieces, dout, dwte, sums in _runs(
-        seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
+    def run(
+        kernel, seed, device, WHOLE=0, QUADS=1, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0
     ):
-        n, (rounding, later), there = (
-            len(pairs),
-            _rounding(device, STOCHASTIC),
-            dwte.to(device, copy=True),
+        backward, combine = (
+            kernel
+            if name == other
+            else ga.Kernel("encoder", other, options=kernel.options, **kernel.defines)
+            for other in ("encoder_backward_v3", "encoder_combine_v3")
         )
-        partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
-        kernel[(-(-n // 128), -(-C // (128 * QUADS))), 128](
-            there,
-            partials,
-            dout.to(device),
-            _as_int32(pairs).to(device),
-            torch.tensor(pieces, dtype=torch.int32, device=device),
-            n,
-            C,
-            rounding,
-            tensors=[later],
-        )
-        for token, (_, rows, (first, *more)) in sums.items():
-            if not more:
-                _into(dwte, token, first / np.float32(rows) if BY_COUNT else first, 0, STOCHASTIC)
-        yield Outcome(f"C = {C}, dwte", _finite(there), _finite(dwte))
-        yield Outcome(
-            f"C = {C}, partials", _finite(partials)[:, :C], _finite(_partials(sums, n, C))[:, :C]
-        )
+        rows = [5, 1, 31, 4, 32, 33, 1, 64, 0, 65, 700, 38]
+        n = sum(rows)
+        for C in (8, 264) if WHOLE else (5, 259):
+            random = rng(seed)
+            tokens = random.permutation(np.repeat(np.arange(len(rows)), rows))
+            tokens[np.flatnonzero(tokens == 0)[:2]] = -1
+            segments = reference_segments(torch.from_numpy(tokens), len(rows), 3)
+            dout = torch.from_numpy(normal(random, n, C)).to(_grad_dtype(kernel))
+            dwte = torch.from_numpy(normal(random, len(rows), C)).to(DTYPES[ACC_T])
+            dout[torch.from_numpy(tokens == 6)], dwte[6] = -0.0, -0.0
+            rounding, later, of_ops = _rounding(device, STOCHASTIC)
+            there = dwte.to(device, copy=True)
+            partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
+            inputs = *_moved(device, segments.order, segments.pieces), n, C, rounding
+            grid = -(-n // 128), -(-C // (128 * QUADS))
+            backward[grid, 128](there, partials, dout.to(device), *inputs, tensors=[later])
+            grid = -(-n // (32 * SPAN)), -(-C // 128)
+            combine[grid, 512](there, partials, *inputs, tensors=[later])
+            reference_encoder_backward(
+                dwte, None, dout, segments, by_count=bool(BY_COUNT), rounding=of_ops
+            )
+            yield Outcome(f"C = {C}", _finite(there), _finite(dwte))
+
+    return run
 
 
-@ours("encoder", "encoder_combine_v3")
-def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
-    for C, pairs, pieces, dout, dwte, sums in _runs(
-        seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
-    ):
-        n, (rounding, later), there = (
-            len(pairs),
-            _rounding(device, STOCHASTIC),
-            dwte.to(device, copy=True),
-        )
-        kernel[(-(-n // (32 * SPAN)), -(-C // 128)), 512](
-            there,
-            _partials(sums, n, C).to(device),
-            _as_int32(pairs).to(device),
-            torch.tensor(pieces, dtype=torch.int32, device=device),
-            n,
-            C,
-            rounding,
-            tensors=[later],
-        )
-        for token, (_, rows, parts) in sums.items():
-            if len(parts) > 1:
-                total = functools.reduce(
-                    np.add,
-                    [functools.reduce(np.add, parts[w::16]) for w in range(min(16, len(parts)))],
-                )
-                _into(dwte, token, total / np.float32(rows) if BY_COUNT else total, 0, STOCHASTIC)
-        yield Outcome(f"C = {C}", there.cpu(), dwte)
+for _name in ("encoder_backward_v3", "encoder_combine_v3"):
+    ours("encoder", _name)(_both_launches(_name))
 
 
 @ours("encoder", "encoder_wpe")
 def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
-    random, dtype = rng(seed), DTYPES[ACC_T]
+    random = rng(seed)
     for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
-        dout, dwpe = (
-            torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)),
-            torch.from_numpy(normal(random, T, C)).to(dtype),
-        )
-        there, (rounding, later) = dwpe.to(device, copy=True), _rounding(device, STOCHASTIC)
+        dout = torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel))
+        dwpe = torch.from_numpy(normal(random, T, C)).to(DTYPES[ACC_T])
+        there = dwpe.to(device, copy=True)
+        rounding, later, of_ops = _rounding(device, STOCHASTIC)
         kernel[-(-T * -(-C // 4) // 128), 128](
             there, dout.to(device), B, T, C, rounding, tensors=[later]
         )
-        _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()), 1, STOCHASTIC)
+        reference_encoder_backward(None, dwpe, dout, None, rounding=of_ops)
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 

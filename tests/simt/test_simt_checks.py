@@ -110,7 +110,6 @@ def caught(name):
 
 def test_there_are_enough_bugs_and_each_marks_its_lines():
     assert counts_on_page("BUGS") == [len(BUGS)] * 2
-    assert len(GOOD) >= 14
     for bug in BUGS.values():
         marks = marked(bug.source)
         assert {e.at for e in bug.expects} | {e.other for e in bug.expects if e.other} == set(
@@ -169,27 +168,6 @@ def test_a_write_through_const_is_noted_and_the_launch_succeeds(name):
     assert torch.equal(out, torch.arange(1.0, 33)) and not x.any()
 
 
-@pytest.mark.slow
-def test_the_process_goes_on_after_every_error():
-    """Errors of each kind one after the other, correct launches in between."""
-    x = torch.ones(64)
-    add = ga.compile(
-        'extern "C" __global__ void add(float* x) { '
-        "__shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; "
-        "__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }"
-    )
-    silent = (
-        {*CLANG_SKIPS, *(name for name, expects in CLANG_EXPECTS.items() if not expects)}
-        if CLANG
-        else ()
-    )
-    for n, name in enumerate(name for name in ERRORS if name not in silent):
-        caught(name)
-        with ga.checked():
-            add[1, 64](x)
-        assert x.eq(2.0 ** (n + 1)).all(), f"after {name}"
-
-
 def test_a_tensor_nobody_named_is_a_far_address():
     """The addresses in a table or struct have to be named: tensors=[...]."""
     bug = BUGS["past_end_in_a_struct"]
@@ -222,9 +200,7 @@ def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, rec
     results = in_both_modes(kernel, good.run)
     assert not recwarn.list, recwarn.list[0].message
     for checked, fast in results:
-        assert same_bits(checked.got, fast.got) or not good.ordered, (
-            f"{checked.label}: checked and fast differ"
-        )
+        assert same_bits(checked.got, fast.got), f"{checked.label}: checked and fast differ"
 
 
 @pytest.mark.parametrize("file, name, grad_t", OURS_BY_DTYPE)
@@ -292,13 +268,8 @@ def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypat
     bug = BUGS["sum_without_atomic"]
     with pytest.raises(ga.errors.KernelError):
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
-    with ga.checked(False):
-        launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
     monkeypatch.setenv("GPUACCEL_SIMT", "fast")
-    launch(ga.compile(BUG_TEXT, bug.name), bug.call())
-    monkeypatch.setenv("GPUACCEL_SIMT", "checked")
-    with pytest.raises(ga.errors.KernelError):
-        launch(ga.compile(BUG_TEXT, bug.name), bug.call())
+    launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
 
 
 FAST_FAULTS = {
