@@ -285,26 +285,17 @@ def backend() -> Choice:
 
 
 class ProcessSwitch:
-    """Sets a value of the whole process: by a call, for a `with` block, or while a function runs.
+    """Sets a value of the whole process: a call for good, a `with` block until its end.
 
-    * A plain call sets the value, and it stays.
-    * A `with` block restores the previous value at its end. Blocks may be nested and repeated.
-    * A decorated function runs with the value, and its end restores the previous one. Decorating
-      itself changes nothing.
-
-    A subclass says where the value lives, with `_get` and `_set`.
+    As with torch.set_grad_enabled, the end of the block restores what held before the call. A
+    subclass says where the value lives, with `_get` and `_set`.
 
     Args:
         value: what _set() sets.
     """
 
     def __init__(self, value):
-        self._value = value
-        # What the blocks entered so far restore, the innermost last. The constructor cannot know
-        # whether it is a plain call, so its own switch becomes that of the first block, if nothing
-        # else has been set until then.
-        self._previous = [self._get()]
-        self._is_plain_call = True
+        self._previous = self._get()
         self._set(value)
 
     @staticmethod
@@ -316,44 +307,16 @@ class ProcessSwitch:
         raise NotImplementedError
 
     def __enter__(self):
-        if not (self._is_plain_call and self._get() is self._value):
-            self._previous.append(self._get())
-        self._is_plain_call = False
-        self._set(self._value)
         return self
 
     def __exit__(self, *error):
-        self._set(self._previous.pop())
-
-    def __call__(self, function):
-        """Decorate a function, so that it runs with the value.
-
-        Args:
-            function: any function.
-
-        Returns:
-            The function, which sets the value and restores the previous one.
-        """
-        if self._is_plain_call and self._get() is self._value:
-            self._set(self._previous.pop())
-        self._is_plain_call = False
-
-        @functools.wraps(function)
-        def switched(*args, **kwargs):
-            previous = self._get()
-            self._set(self._value)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._set(previous)
-
-        return switched
+        self._set(self._previous)
 
 
 class use_backend(ProcessSwitch):
-    """Switch the backend of the whole process: by a call, for a block, or while a function runs.
+    """Switch the backend of the whole process: by a call, or for a `with` block.
 
-    A block and a decorated function restore the previous backend at their end.
+    The end of the block restores the previous backend.
 
     Args:
         name: "auto", "cuda", "simt" or "torch".
@@ -367,8 +330,6 @@ class use_backend(ProcessSwitch):
         >>> with ga.use_backend("torch"):  # for this block; a plain call switches for good
         ...     print(ga.backend().name, ga.default_device())
         torch cpu
-        >>> @ga.use_backend("torch")  # while the function runs
-        ... def check(kernel): ...
     """
 
     def __init__(self, name: Backend, policy: GpuPolicy | None = None):
@@ -385,7 +346,6 @@ class use_backend(ProcessSwitch):
         _current = choice
 
     def __enter__(self) -> Choice:
-        super().__enter__()
         return self.choice
 
     def __repr__(self):

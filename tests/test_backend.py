@@ -27,7 +27,6 @@ from gpuaccel.backends import (
 )
 from gpuaccel.errors import BackendError, GpuaccelError
 from gpuaccel.files import from_cache, read_entry, write_entry
-from gpuaccel.simt import is_checked
 
 module = importlib.import_module("gpuaccel.backends")
 THERE, NOT = (
@@ -128,54 +127,6 @@ def test_use_backend_as_a_function_stays_and_as_a_block_goes_back():
         module._current = first
 
 
-@pytest.mark.parametrize("switch", [lambda: use_backend("torch", "off"), lambda: ga.checked(False)])
-def test_a_decorator_changes_nothing_until_the_function_runs(switch):
-    """Also where the function recurses, raises, or was decorated while another switch held."""
-
-    def state():
-        return backend(), is_checked(True)
-
-    with use_backend("auto"), ga.checked(True):
-        before = state()
-
-        @switch()
-        def decorated(depth=0):
-            """Its docstring."""
-            if depth:
-                decorated(depth - 1)
-            inside.append(state())
-            return 1 / depth
-
-        assert state() == before, "decorating is no call"
-        inside = []
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                decorated(1)
-            assert state() == before
-        with switch():
-            held = state()
-        assert inside == [held] * 2 and held != before
-        assert (decorated.__name__, decorated.__doc__) == ("decorated", "Its docstring.")
-    with use_backend("torch"), ga.checked(None):
-        other = state()
-        with pytest.raises(ZeroDivisionError):
-            decorated()
-        assert state() == other, "the previous state is that of the call, not of the decoration"
-
-
-def test_a_switch_entered_later_goes_back_to_what_held_then():
-    with use_backend("auto"):
-        kept = use_backend("torch")
-        later = use_backend("torch", policy="off").choice
-        for _ in range(2):
-            with kept as choice:
-                assert backend() is choice
-                with kept:
-                    assert backend() is choice
-                assert backend() is choice
-            assert backend() is later
-
-
 def test_a_backend_that_cannot_run_changes_nothing(monkeypatch):
     monkeypatch.setattr(module, "find_gpu", lambda: NOT)
     before = backend()
@@ -212,20 +163,6 @@ def test_environment_is_read_at_the_first_use(monkeypatch):
     monkeypatch.setenv("GPUACCEL_GPU", "")  # set but empty is as good as unset
     monkeypatch.setenv("GPUACCEL_BACKEND", "")
     assert (backend().policy, backend().requested) == ("auto", "auto")
-
-
-def test_environment_of_a_fresh_process():
-    code = "from gpuaccel.backends import backend; print(backend())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "GPUACCEL_GPU": "off"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.stdout.strip() == "backend torch on CPU: the GPU policy is off (GPUACCEL_GPU=off)", (
-        run.stderr
-    )
 
 
 @pytest.mark.skipif(

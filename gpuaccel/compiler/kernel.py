@@ -37,7 +37,7 @@ from typing import Any, overload
 import torch
 
 from .. import simt
-from ..backends import backend, find_compiler, find_driver
+from ..backends import backend, find_driver
 from ..errors import ArgumentError, BackendError, CompileError, CompileWarning, suggestion
 from ..host_code import LeftOut, declared_names, device_code, needed_constants
 from ..source import (
@@ -94,7 +94,6 @@ def kernel_files() -> list[pathlib.Path]:
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*', re.M)
-_MACRO_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]+([A-Za-z_]\w*)", re.M)
 _HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
@@ -193,9 +192,6 @@ def whole_program(
         filename: the text's name in messages; if it is a path, headers are searched beside it
         defines: macros
         folders: searched last for headers
-
-    Raises:
-        CompileError: for an #include of a macro.
     """
     root = kernel_root()
     is_own = filename.startswith("kernels_cu/")
@@ -252,14 +248,6 @@ def whole_program(
             folder = os.path.dirname(os.path.abspath(name))
         # Comments are blank, all positions stay.
         without = without_comments(text, strings=True)
-        for match in _MACRO_INCLUDE.finditer(without):
-            # Else an #if leaves it out.
-            if active_text(f"{text[: match.start()]}x", defines).endswith("x"):
-                line = text.count("\n", 0, match.start()) + 1
-                raise CompileError(
-                    f"{name}({line}): #include {match[1]} names its header by a macro; write the "
-                    f'name itself, as in #include "x.h"'
-                )
         for match in _HAS_INCLUDE.finditer(without):
             # The header's text is inserted above: the compiler must not look for its file.
             if is_ours(match[1]) or own_header(match[1], folder):
@@ -491,9 +479,8 @@ class Kernel:
         if not self.name.isidentifier():
             instance = template_expression(self.source, self.name, self.defines)
             self.expressions[self.name] = instance
-        # What check_arguments needs of each parameter, in one tuple.
-        self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
-        self.usual_values = usual_values(tuple(self.plan), "cuda")
+        self.plan = tuple((p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params)
+        self.usual_values = usual_values(self.plan, "cuda")
         self._ready = self._texts.setdefault(text, {})
         self.variables = Variables(self)
         # Constants without a value that the kernel reads; warned of at its first launch.
@@ -643,16 +630,17 @@ class Kernel:
         return CompileError("\n".join([*lines, str(error)]), error.log) if lines else error
 
     def compile(self):
-        """Compile for this GPU, or for the CPU where the backend is not cuda.
-
-        Without a GPU and without a C++ compiler it compiles for sm_90.
+        """Compile for this GPU, or for sm_90 without a GPU.
 
         Raises:
             CompileError: with the compiler's messages.
         """
-        if backend().name == "cuda" or find_compiler()[0] is None:
+        try:
             self.resources()
-        else:
+        except CompileError as error:
+            # Without CUDA's headers the CPU's compiler decides: it does not need them.
+            if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
+                raise
             self.loaded_on_cpu()
 
     def _target(self, arch: str) -> str:
@@ -783,7 +771,7 @@ class Module:
             if name.isidentifier():
                 # An instance of a template is compiled by itself.
                 self.variables = kernel.variables = self.variables or kernel.variables
-            _compile_now(kernel)
+            kernel.compile()
             self._kernels[name] = kernel
         return self._kernels[name]
 
@@ -904,21 +892,6 @@ def compile(
     return module[name] if name else module
 
 
-def _compile_now(kernel: Kernel):
-    """Compile a kernel for this GPU, or for sm_90 without a GPU.
-
-    Raises:
-        CompileError: with the compiler's messages.
-    """
-    try:
-        kernel.resources()
-    except CompileError as error:
-        # Without CUDA's headers the CPU's compiler decides: it does not need them.
-        if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
-            raise
-        kernel.loaded_on_cpu()
-
-
 def _dims(kernel, what, value, limits):
     """Three numbers for a grid or block; ArgumentError for an invalid one."""
     dims = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
@@ -938,37 +911,6 @@ def _dims(kernel, what, value, limits):
             f"{kernel.name}: block is {value!r}, {threads} threads; {reason} {kernel.bound} at most"
         )
     return dims
-
-
-def zero_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a contiguous tensor with zeros and return it.
-
-    On a GPU this is one device memset on the current stream.
-
-    Args:
-        tensor: contiguous, any dtype and device.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        BackendError: where the driver refuses the memset.
-    """
-    is_on_gpu = tensor.is_cuda and backend().name == "cuda"
-    if not (is_on_gpu and tensor.is_contiguous() and tensor.numel()):
-        return tensor.zero_()
-    from cuda.bindings import driver
-
-    size = tensor.numel() * tensor.element_size()
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    with torch.cuda.device(tensor.device):
-        (status,) = driver.cuMemsetD8Async(tensor.data_ptr(), 0, size, stream)
-        if status == INVALID_CONTEXT:
-            _enter(tensor.device.index)
-            (status,) = driver.cuMemsetD8Async(tensor.data_ptr(), 0, size, stream)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"memset of {tensor.numel()} elements failed: {status.name}")
-    return tensor
 
 
 # Bytes that the address of a struct by value is a multiple of: enough for a float4 and for what
@@ -1353,9 +1295,6 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | N
         ArgumentError: with the parameter, the argument and what is expected.
     """
     params = kernel.params
-    gpu = device == "cuda"
-    index = None
-    values = []
     if len(args) != len(params):
         missing = params[len(args) :]
         if len(args) > len(params) or any(param.default is None for param in missing):
@@ -1364,70 +1303,44 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | N
                 f"got {len(args)}"
             )
         args = (*args, *(param.default for param in missing))
-    # Every launch on the CPU runs this loop, so usual arguments take a fast path.
-    for arg, (pointer, dtypes, align, number_types) in zip(args, kernel.plan):
-        if pointer:
-            if (
-                isinstance(arg, _TENSOR)
-                and (dtypes is None or arg.dtype in dtypes)
-                and arg.layout is _STRIDED
-                and arg.is_contiguous()
-            ):
-                its_index = arg.get_device()
-                address = arg.data_ptr()
-                if (
-                    (its_index >= 0 if gpu else arg.is_cpu)
-                    and (index is None or its_index == index)
-                    and not address % align
-                    and (address or not arg.numel())
-                ):
-                    index = its_index
-                    values.append(address)
-                    continue
-        elif type(arg) in number_types:
-            values.append(arg)
-            continue
-        values.append(_unusual_value(kernel, params[len(values)], arg, index, gpu))
+    index = None
+    values = []
+    for param, arg in zip(params, args):
+        if not param.pointer:
+            problem = _value_problem(param, arg)
+            values.append(bytes(arg) if isinstance(arg, ctypes.Structure) else arg)
+        elif arg is None:
+            problem = None
+            values.append(0)
+        else:
+            problem = _pointer_problem(param, arg, index, device == "cuda")
+            if not problem:
+                index = arg.get_device()
+                values.append(arg.data_ptr())
+        if problem:
+            raise ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
     return index, values
 
 
-_TENSOR = torch.Tensor
-_STRIDED = torch.strided
-
-
-def _unusual_value(kernel, param, arg, index, gpu):
-    """The value to pack for an argument that the fast path does not take.
-
-    Raises:
-        ArgumentError: it says what is wrong with it.
-    """
-
-    def error(problem):
-        return ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
-
-    if param.pointer:
-        if arg is None:
-            return 0
-        raise error(_pointer_problem(param, arg, index, gpu))
+def _value_problem(param, arg) -> str | None:
     if isinstance(arg, torch.Tensor):
-        raise error(
+        return (
             f"is passed by value and expects a number, got a tensor of shape {tuple(arg.shape)}: "
             "pass a Python number, or make the parameter a pointer"
         )
     if param.code is None:
-        if isinstance(arg, ctypes.Structure):
-            return bytes(arg)
-        if not isinstance(arg, (bytes, bytearray)):
-            raise error(f"is a struct by value and expects bytes, got {type(arg).__name__}")
-    elif param.code in "efd":
-        if not isinstance(arg, numbers.Real):
-            raise error(f"expects a number, got {arg!r}")
-    elif not isinstance(arg, numbers.Integral):
-        raise error(f"expects a whole number, got {arg!r}")
-    return arg
+        is_right = isinstance(arg, (bytes, bytearray, ctypes.Structure))
+        return (
+            None
+            if is_right
+            else f"is a struct by value and expects bytes, got {type(arg).__name__}"
+        )
+    if param.code in "efd":
+        return None if isinstance(arg, numbers.Real) else f"expects a number, got {arg!r}"
+    return None if isinstance(arg, numbers.Integral) else f"expects a whole number, got {arg!r}"
 
 
-def _pointer_problem(param, arg, index, gpu) -> str:
+def _pointer_problem(param, arg, index, gpu) -> str | None:
     if not isinstance(arg, torch.Tensor):
         return f"expects a torch tensor, got {type(arg).__name__}"
     if arg.layout != torch.strided:
@@ -1443,9 +1356,8 @@ def _pointer_problem(param, arg, index, gpu) -> str:
         return f"expects a tensor on the CPU ({backend()}), got one on {arg.device}"
     if index is not None and arg.get_device() != index:
         return f"is on {arg.device}, the tensors before it on cuda:{index}"
-    if not arg.data_ptr():
+    if not arg.data_ptr() and arg.numel():
         return f"expects a tensor with memory, got {arg.numel():,} elements in a storage of 0 bytes"
-    return (
-        f"expects an address that is a multiple of {param.align} bytes, "
-        f"got one {arg.data_ptr() % param.align} off"
-    )
+    if beyond := arg.data_ptr() % param.align:
+        return f"expects an address that is a multiple of {param.align} bytes, got one {beyond} off"
+    return None

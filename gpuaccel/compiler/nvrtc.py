@@ -206,8 +206,8 @@ def compile_cubin(
     """(cubin, ptxas report, symbols) of a whole program for one architecture, or from the cache.
 
     Args:
-        source: CUDA C with everything it needs, so that the cache key covers it; the key covers
-            headers that -I finds, too, and with --pre-include nothing is kept
+        source: CUDA C with everything it needs, so that the cache key covers it. With options that
+            find headers, as -I, nothing is kept.
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
@@ -218,8 +218,7 @@ def compile_cubin(
         CompileError: with file, line and caret as NVRTC prints them.
     """
     flags = _flags(source, arch, defines or {}, options)
-    headers = _headers(source, options)
-    facts = json.dumps([source, filename, flags, library().version, headers, expressions])
+    facts = json.dumps([source, filename, flags, library().version, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
 
     def make():
@@ -227,7 +226,9 @@ def compile_cubin(
         _show_warnings(log, filename)
         return json.dumps([log, symbols]).encode() + b"\n" + cubin
 
-    return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
+    # Headers that the options find are not in the key.
+    finds_headers = re.search(r"(?:^| )-(?:I|-?(?:pre-)?include)", " ".join(options))
+    return _load(make()) if finds_headers else from_cache("cubin", key, make, _load)
 
 
 def _flags(source, arch, defines, options) -> list[str]:
@@ -271,9 +272,6 @@ def _load(entry: bytes) -> tuple[bytes, str, dict[str, str]]:
     return cubin, log, symbols
 
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
-
-
 def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
     """The folders that -I names in the options."""
     folders = []
@@ -282,29 +280,6 @@ def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
         if path := re.fullmatch(r"(?:-I|--include-path(?:=|$))\s*(.*)", word):
             folders.append(path[1] or next(words, ""))
     return tuple(folders)
-
-
-def _headers(source: str, options: tuple[str, ...]) -> dict[str, str] | None:
-    """Path -> text of headers in folders of -I that a source includes, directly or not.
-
-    None if the options or a macro include headers whose names are not known here.
-    """
-    if any(re.match(r"--?(?:pre-)?include(?:$|[= ])", word) for word in options):
-        return None
-    folders = chosen_folders(options)
-    texts: dict[str, str] = {}
-    waiting = [(source, folders)] if folders else []
-    while waiting:
-        text, places = waiting.pop()
-        for name in _INCLUDE.findall(text):
-            if not name:
-                return None
-            for path in (os.path.normpath(os.path.join(place, name)) for place in places):
-                if path not in texts and os.path.isfile(path):
-                    with open(path, encoding="utf-8", errors="replace") as file:
-                        texts[path] = file.read()
-                    waiting.append((texts[path], (os.path.dirname(path), *folders)))
-    return texts
 
 
 # "x.cu(3): warning #177-D: variable "a" was declared but never referenced"

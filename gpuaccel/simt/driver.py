@@ -100,9 +100,8 @@ _mode: tuple[str | None, float | None] = (None, None)
 class checked(ProcessSwitch):
     """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    Like `use_backend` it is a call, a `with` block or a decorator. The checks see accesses outside
-    of
-    tensors, races, values that were never written, and barriers that not all threads reach.
+    Like `use_backend` it is a call or a `with` block. The checks see accesses outside of tensors,
+    races, values that were never written, and barriers that not all threads reach.
 
     Args:
         on: True, the default, checks every launch, False none; None leaves it to `GPUACCEL_SIMT`.
