@@ -54,41 +54,41 @@ WAITING = (
 )
 
 
+_C_TYPES = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "f64": ctypes.c_double,
+    "ptr": ctypes.c_void_p,
+    "str": ctypes.c_char_p,
+}
+
+
+def members(text: str) -> list[tuple[str, type]]:
+    """The `_fields_` of a structure: "u32 thread mask, ptr pc" are three of them."""
+    parts = [part.split() for part in text.split(",")]
+    return [(name, _C_TYPES[kind]) for kind, *names in parts for name in names]
+
+
 class Wait(ctypes.Structure):
-    _fields_ = [
-        ("thread", ctypes.c_uint32),
-        ("kind", ctypes.c_int32),
-        ("mask", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("pc", ctypes.c_void_p),
-    ]
+    _fields_ = members("u32 thread, i32 kind, u32 mask unused, ptr pc")
 
 
 class Fault(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("thread", ctypes.c_uint32),
-        ("block", ctypes.c_uint64),
-        ("pc", ctypes.c_void_p),
-        ("address", ctypes.c_void_p),
-        ("last_pc", ctypes.c_void_p),
-        ("reason", ctypes.c_char_p),
-        ("waits", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
+        *members("i32 kind, u32 thread, u64 block, ptr pc address last_pc, str reason"),
+        *members("u32 waits mask"),
         ("waiting", Wait * 1024),
     ]
 
 
 class Job(ctypes.Structure):
     _fields_ = [
-        ("run", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
+        *members("ptr run arguments"),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
-        ("shared", ctypes.c_uint64),
-        ("workers", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("seconds", ctypes.c_double),
+        *members("u64 shared, i32 workers unused, f64 seconds"),
         ("fault", Fault),
     ]
 
