@@ -32,7 +32,7 @@ from gpuaccel.ops.embedding_backward import (
     reference_encoder_backward,
 )
 from gpuaccel.ops.token_sort import MAX_TOKENS, reference_segments
-from gpuaccel.ops.update_rule import Job, launch_update, list_launches
+from gpuaccel.ops.update_rule import STEPS, Job, launch_update, list_launches
 from gpuaccel.source import kernel_names, without_comments
 
 # ---- planted bugs --------------------------------------------------------------------------------
@@ -68,7 +68,6 @@ class Bug:
     source: str
     call: Callable[[], Call]
     expects: tuple[Expect, ...]
-    seconds: float | None = None  # time limit of the launch
     note: bool = False  # not an error: the launch succeeds
 
 
@@ -430,23 +429,6 @@ extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
 
 bug(
     """
-extern "C" __global__ void race_between_warps(float* out, const float* x)
-{
-    __shared__ float buffer[64];
-    int t = threadIdx.x;
-    buffer[t] = 0.0f;
-    __syncthreads();
-    buffer[t] = x[t];                                           // OTHER
-    __syncwarp();
-    out[t] = buffer[t ^ 32];  // BUG: written by the other warp; __syncwarp is not enough
-}
-""",
-    lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
-    Expect(RACE, other="OTHER", tensor="buffer"),
-)
-
-bug(
-    """
 extern "C" __global__ void only_the_last_warp_waits(float* out)
 {
     __shared__ float total;
@@ -553,24 +535,6 @@ extern "C" __global__ void barrier_in_both_branches(float* x)
 
 bug(
     """
-extern "C" __global__ void barrier_in_one_branch(float* x)
-{
-    int t = threadIdx.x;
-    if (t < 40) {
-        x[t] *= 2.0f;
-        __syncthreads();  // BUG: threads 40 to 63 wait at another one
-    }
-    x[t] += 1.0f;
-    __syncthreads();                                            // OTHER
-    x[t] *= 3.0f;
-}
-""",
-    lambda: Call(1, 64, (ramp(64),)),
-    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)),
-)
-
-bug(
-    """
 extern "C" __global__ void barrier_against_shuffle(float* x)
 {
     int t = threadIdx.x;
@@ -653,19 +617,6 @@ extern "C" __global__ void shift_too_far(int* out, int n)
 
 bug(
     """
-extern "C" __global__ void waits_for_ever(int* out, volatile int* flag)
-{
-    if (threadIdx.x == 5)
-        while (flag[0] == 0) { }                                // BUG: nobody sets the flag
-    out[threadIdx.x] = 1;
-}
-""",
-    lambda: Call(1, 32, (torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))),
-    Expect(("deadlock",), thread=(5, 0, 0), block=(0, 0, 0)),
-)
-
-bug(
-    """
 __device__ __noinline__ float sink(const float* x, int d)
 { volatile float k[64]; k[d % 64] = *x; return d <= 0 ? k[0] : sink(x, d - 1) + k[d % 64]; }  // BUG
 extern "C" __global__ void too_deep(float* out, const float* x, int depth)
@@ -687,19 +638,6 @@ extern "C" __global__ void large_local_array(int* out, const int* place)
         1, 32, (torch.zeros(32, dtype=torch.int32), torch.tensor([0, 2000000], dtype=torch.int32))
     ),
     Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)),
-)
-
-bug(
-    """
-extern "C" __global__ void gives_up(float* x, int n)
-{
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (x[i] < 0.0f) __trap();                                  // BUG
-    x[i] = sqrtf(x[i]);
-}
-""",
-    lambda: Call(2, 32, (torch.where(torch.arange(64) == 40, -1.0, 4.0), 64)),
-    Expect(("trap",), thread=(8, 0, 0), block=(1, 0, 0)),
 )
 
 bug(
@@ -860,13 +798,6 @@ def tree(sums):
     return sums[..., 0]
 
 
-def butterfly(values):
-    """Over the last axis of 32: what a warp's xor shuffles add up to, the same in every lane."""
-    for offset in (16, 8, 4, 2, 1):
-        values = values + values[..., np.arange(32) ^ offset]
-    return values[..., 0]
-
-
 @good("""
 extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
 {
@@ -895,40 +826,6 @@ def run(kernel, seed, device):
             cpu((x.astype(np.float64) ** 2).sum()[None]),
             1e-6,
         )
-
-
-@good("""
-__device__ __forceinline__ float sum_over_warp(float value)
-{
-    for (int offset = 16; offset > 0; offset /= 2)
-        value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-}
-extern "C" __global__ void sumsq_shuffle(float* partial, const float* x, int n)
-{
-    __shared__ float of_warp[8];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = blockIdx.x * 256 + threadIdx.x;
-    float value = i < n ? x[i] : 0.0f;
-    float sum = sum_over_warp(value * value);
-    if (lane == 0) of_warp[warp] = sum;
-    __syncthreads();
-    if (warp == 0) {
-        float total = sum_over_warp(lane < 8 ? of_warp[lane] : 0.0f);
-        if (lane == 0) partial[blockIdx.x] = total;
-    }
-}
-""")
-def run(kernel, seed, device):
-    for n in (1, 257, 1000):
-        blocks = -(-n // 256)
-        x = normal(rng(seed), n)
-        partial = on(device, np.full(blocks, np.nan, f32))
-        kernel[blocks, 256](partial, on(device, x), n)
-        padded = np.zeros(blocks * 256, f32)
-        padded[:n] = x
-        warps = np.zeros((blocks, 32), f32)
-        warps[:, :8] = butterfly((padded * padded).reshape(blocks, 8, 32))
-        yield Outcome(f"n = {n}", partial.cpu(), cpu(butterfly(warps)))
 
 
 @good("""
@@ -1500,52 +1397,40 @@ def run(kernel, seed, device):
     settings = [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0]]
     numbers, of, counts = [2, 0, 5, 1], [0, 1, 1, 0], [0.0, 6.0, 2.0**20, 1.0]
     good, bad = [0.5, 2.0, 1.0, 1.0], [math.nan, math.nan, math.nan, 0.0]
-    cases = {  # verdicts, first bad tensor of each, groups, skip, divisor, found_inf, count_it
-        "no norm": (None, None, None, 0, None, None, 1),
-        "clipped and divided": ([good], [-1], None, 1, 4.0, 0.0, 1),
-        "second launch of a step": ([good], [-1], None, 1, None, None, 0),
-        "a bad group": (
-            [good, bad, bad, good, good, good],
-            [-1, 4, 3, -1, -1, -1],
-            [0, 1, 2, 3, 4, 5],
-            1,
-            None,
-            None,
-            1,
+    one = dict(verdicts=[good], firsts=[-1])
+    six = range(6)
+    cases = {
+        "no norm": {},
+        "clipped and divided": dict(one, skip=1, divisor=4.0, found_inf=0.0),
+        "second launch of a step": dict(one, skip=1, count_it=0),
+        "a bad group": dict(
+            verdicts=[good, bad, bad, *[good] * 3],
+            firsts=[-1, 4, 3, -1, -1, -1],
+            groups=six,
+            skip=1,
         ),
-        "the last of many": (
-            [good] * 299 + [bad],
-            [-1] * 299 + [8],
-            [0, 1, 2, 3, 4, 299],
-            1,
-            None,
-            0.0,
-            1,
+        "the last of many": dict(
+            verdicts=[*[good] * 299, bad],
+            firsts=[*[-1] * 299, 8],
+            groups=[0, 1, 2, 3, 4, 299],
+            skip=1,
+            found_inf=0.0,
         ),
-        "bad, and let through": (
-            [good, bad, good, good, good, good],
-            [-1, 4, -1, -1, -1, -1],
-            [0, 2, 2, 3, 4, 5],
-            0,
-            None,
-            None,
-            1,
+        "bad, and let through": dict(
+            verdicts=[good, bad, *[good] * 4], firsts=[-1, 4, *[-1] * 4], groups=[0, 2, 2, 3, 4, 5]
         ),
-        "found by someone else": ([good], [-1], None, 0, None, 1.0, 1),
+        "found by someone else": dict(one, found_inf=1.0),
     }
-    for what, (verdicts, firsts, groups, skip, divisor, found_inf, count_it) in cases.items():
+    for what, case in cases.items():
+        verdicts, firsts, groups = (case.get(key) for key in ("verdicts", "firsts", "groups"))
+        skip, divisor, found_inf = (case.get(key) for key in ("skip", "divisor", "found_inf"))
+        count_it = case.get("count_it", 1)
         steps = torch.tensor(counts, device=device)
         record = torch.tensor([3, 1, 2, 9], dtype=torch.int32, device=device)
         coefficients = torch.full((256, 10), -3.0, device=device)
-        packed = struct.pack(
-            "256Q256i256H",
-            *[steps[i:].data_ptr() for i in range(4)],
-            *[0] * 252,
-            *numbers,
-            *[-1] * 252,
-            *of,
-            *[0] * 252,
-        )
+        rest = [0] * 252
+        addresses = [steps[i:].data_ptr() for i in range(4)]
+        packed = STEPS.pack(*addresses, *rest, *numbers, *[-1] * 252, *of, *rest)
         numbered = [
             None if x is None else torch.tensor(x, dtype=dtype, device=device)
             for x, dtype in (
@@ -1559,7 +1444,7 @@ def run(kernel, seed, device):
             torch.tensor(settings, dtype=torch.float64, device=device).flatten(),
             *numbered,
             len(verdicts or ()),
-            skip,
+            skip or 0,
             None if divisor is None else torch.tensor([divisor], device=device),
             None if found_inf is None else torch.tensor([found_inf], device=device),
             record,

@@ -86,27 +86,6 @@ extern "C" __global__ void k(double* sum, const double* x)
         lambda: torch.tensor([256.0]).double(),
         grid=4,
     ),
-    "loop with atomicCAS in shared memory": Case(
-        """
-extern "C" __global__ void k(float* most, const float* x)
-{
-    __shared__ int bits;
-    if (threadIdx.x == 0) bits = __float_as_int(-1e30f);
-    __syncthreads();
-    int old = bits, assumed;
-    do {
-        assumed = old;
-        float larger = fmaxf(x[threadIdx.x], __int_as_float(assumed));
-        old = atomicCAS(&bits, assumed, __float_as_int(larger));
-    } while (assumed != old);
-    {{__syncthreads();}}
-    if (threadIdx.x == 0) *most = __int_as_float(bits);
-}
-""",
-        lambda: (torch.zeros(1), torch.arange(128.0)),
-        lambda: torch.tensor([127.0]),
-        block=128,
-    ),
     "a plain read that no atomicCAS of the thread follows": Case(
         """
 extern "C" __global__ void k(int* out, int* count)
@@ -195,23 +174,6 @@ extern "C" __global__ void k(int* out, const float* x)
         lambda: (ints(32), alternating(32)),
         lambda: torch.where(alternating(32) > 0, 21, -11).int(),
         ("deadlock",),
-        block=32,
-    ),
-    "__activemask() in a loop that lanes leave": Case(
-        """
-extern "C" __global__ void k(int* out, int n)
-{
-    int sum = 0;
-    for (int i = threadIdx.x; i < n; i += 32) {
-        unsigned mask = __activemask();
-        sum += __shfl_sync(mask, i, {{__ffs(mask) - 1 => 31}});
-    }
-    out[threadIdx.x] = sum;
-}
-""",
-        lambda: (ints(32), 75),
-        lambda: torch.tensor([0 + 32 + 64] * 11 + [0 + 32] * 21).int(),
-        ("shuffle",),
         block=32,
     ),
     "a shuffle whose result only some lanes use": Case(
@@ -308,26 +270,6 @@ extern "C" __global__ void k(int* out, const int* x, int* sums, volatile int* st
         grid=8,
         block=32,
     ),
-    "values in volatile memory behind a fence": Case(
-        """
-extern "C" __global__ void k(float* out, const float* x, volatile float* sums, int* arrived)
-{
-    if (threadIdx.x == 0) {
-        sums[blockIdx.x] = x[blockIdx.x];
-        {{__threadfence();}}
-        if (atomicAdd(arrived, 1) == gridDim.x - 1) {
-            float sum = 0;
-            for (int b = 0; b < gridDim.x; b++) sum += sums[b];
-            *out = sum;
-        }
-    }
-}
-""",
-        lambda: (torch.zeros(1), torch.ones(8), torch.zeros(8), ints(1)),
-        lambda: torch.tensor([8.0]),
-        grid=8,
-        block=32,
-    ),
     "flag and value in one word": Case(
         """
 extern "C" __global__ void k(int* out, const int* x, {{volatile}} unsigned long long* state)
@@ -368,27 +310,6 @@ extern "C" __global__ void k(float* out, float* data, volatile int* flag)
 }
 """,
         lambda: (torch.zeros(64), torch.zeros(64), ints(1)),
-        lambda: torch.arange(64.0),
-        grid=2,
-    ),
-    "an atomic flag of an earlier block": Case(
-        """
-extern "C" __global__ void k(float* out, float* data, int* flag)
-{
-    int t = threadIdx.x;
-    if (blockIdx.x == 0) {
-        data[t] = t;
-        __threadfence();
-        __syncthreads();
-        if (t == 0) atomicExch(flag, 1);
-    } else {
-        if (t == 0) {{while (atomicAdd(&flag[0], 0) == 0) { } => atomicAdd(&flag[1], 0);}}
-        __syncthreads();
-        out[t] = data[t];
-    }
-}
-""",
-        lambda: (torch.zeros(64), torch.zeros(64), ints(2)),
         lambda: torch.arange(64.0),
         grid=2,
     ),
@@ -604,18 +525,6 @@ extern "C" __global__ void k(float* most, const float* x)
         lambda: torch.tensor([63.0]),
         grid=2,
         block=32,
-        note=BENIGN,
-    ),
-    "atomicMax for few": Case(
-        """
-extern "C" __global__ void k(int* most, const int* x)
-{
-    int v = x[threadIdx.x];
-    if (v > *most) {{atomicMax(most, v) => *most = v}};
-}
-""",
-        lambda: (ints(1), torch.arange(64).int() * 37 % 64),
-        lambda: torch.tensor([63]).int(),
         note=BENIGN,
     ),
     # The threads before the last one have read it already.

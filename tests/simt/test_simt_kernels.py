@@ -139,11 +139,11 @@ def test_gpu_and_cpu_give_the_same_bits_with_other_macros(file, name, macros):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, tolerance", [("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)])
-def test_gpu_with_contraction_stays_close(name, tolerance):
+def test_gpu_with_contraction_stays_close():
     """With a * b + c rounded once, as users of a GPU get it, the results differ by a few ulp."""
-    for gpu, cpu in both(GOOD[name].run, ga.compile(GOOD[name].source, name), 0):
-        bound = tolerance * cpu.got.double().abs().max()
+    good = GOOD["sumsq_tree"]
+    for gpu, cpu in both(good.run, ga.compile(good.source), 0):
+        bound = 1e-6 * cpu.got.double().abs().max()
         difference = (gpu.got.double() - cpu.got.double()).abs().max()
         assert difference <= bound, f"{gpu.label}: {difference:.3g} of {bound:.3g}"
 

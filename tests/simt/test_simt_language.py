@@ -426,26 +426,58 @@ def test_mathematics(device):
             )
 
 
+# Expression -> the same in torch. Of positive `a`, the absolute value of x.
+APPROXIMATE = {
+    "__expf(x)": lambda x, y: x.exp(),
+    "__logf(a)": lambda x, y: x.abs().log(),
+    "__log2f(a)": lambda x, y: x.abs().log2(),
+    "__log10f(a)": lambda x, y: x.abs().log10(),
+    "__powf(a, y)": lambda x, y: x.abs() ** y,
+    "__sinf(x)": lambda x, y: x.sin(),
+    "__cosf(x)": lambda x, y: x.cos(),
+    "__tanf(x)": lambda x, y: x.tan(),
+    "__tanhf(x)": lambda x, y: x.tanh(),
+    "__exp10f(x)": lambda x, y: 10**x,
+    "__fdividef(x, y)": lambda x, y: x / y,
+    "s": lambda x, y: x.sin(),
+    "c": lambda x, y: x.cos(),
+}
+NEAREST = {
+    "__saturatef(x)": lambda x, y: x.nan_to_num(0.0).clamp(0, 1),
+    "__fadd_rn(x, y)": lambda x, y: x + y,
+    "__fsub_rn(x, y)": lambda x, y: x - y,
+    "__fmul_rn(x, y)": lambda x, y: x * y,
+    "__fdiv_rn(x, y)": lambda x, y: x / y,
+    "__frcp_rn(y)": lambda x, y: 1 / y,
+    # torch's own float sqrt is not always the nearest
+    "__fsqrt_rn(a)": lambda x, y: x.abs().double().sqrt().float(),
+    "rest + fraction": lambda x, y: x,
+    "ldexp(mantissa, whole)": lambda x, y: x,
+    "scalbn(x, 3)": lambda x, y: x * 8,
+    "abs(x)": lambda x, y: x.abs(),
+    "min(x, y)": torch.fmin,
+    "max(x, y)": torch.fmax,
+    "(float)max(x, (double)y)": torch.fmax,
+}
+# Rounded once: fp64 tells what they give, within limits.
+FUSED = {
+    "__fmaf_rn(x, y, x)": lambda x, y: (x.double() * y.double() + x.double()).float(),
+    "fmaf(x, y, y)": lambda x, y: (x.double() * y.double() + y.double()).float(),
+}
 QUICK = """
 extern "C" __global__ void quick(
     float* out, int* tests, const float* first, const float* second, int n) {
     int i = threadIdx.x;
-    float x = first[i], y = second[i], s, c;
+    float x = first[i], y = second[i], a = fabsf(x), s, c;
     __sincosf(x, &s, &c);
     int whole; float fraction, rest = modf(x, &fraction), mantissa = frexp(x, &whole);
-    float results[] = {__expf(x), __logf(fabsf(x)), __log2f(fabsf(x)), __log10f(fabsf(x)),
-    __powf(fabsf(x), y), __sinf(x),
-        __cosf(x), __tanf(x), __tanhf(x), __exp10f(x), __fdividef(x, y), s, c,
-        __saturatef(x), __fadd_rn(x, y), __fsub_rn(x, y), __fmul_rn(x, y), __fdiv_rn(x, y),
-        __frcp_rn(y), __fsqrt_rn(fabsf(x)),
-        __fmaf_rn(x, y, x), fmaf(x, y, y), rest + fraction, ldexp(mantissa, whole), scalbn(x, 3),
-        abs(x), min(x, y), max(x, y),
-        (float)max(x, (double)y)};
-    for (int k = 0; k < %(count)d; k++) out[k * n + i] = results[k];
+    %s
     double d = x;
     tests[i] = (isnan(x) != 0) | (isinf(x) != 0) << 1 | (isfinite(x) != 0) << 2
         | (signbit(x) != 0) << 3 | (isnan(d) != 0) << 4;
-}"""
+}""" % "\n    ".join(
+    f"out[{k} * n + i] = {call};" for k, call in enumerate(APPROXIMATE | NEAREST | FUSED)
+)
 
 
 def test_fast_and_rounded_functions(device):
@@ -453,69 +485,23 @@ def test_fast_and_rounded_functions(device):
     special = [0.0, -0.0, 0.5, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan, 1e-40, -3e38]
     x = torch.tensor([draw.uniform(-3, 3) for _ in range(244)] + special)
     y = torch.tensor([draw.uniform(0.1, 4) for _ in range(244)] + special[::-1])
-    a, near = x.abs(), slice(0, 244)  # `near`: where approximations promise something
-    xd, yd = x.double(), y.double()
-    approximate = [
-        x.exp(),
-        a.log(),
-        a.log2(),
-        a.log10(),
-        a**y,
-        x.sin(),
-        x.cos(),
-        x.tan(),
-        x.tanh(),
-        10**x,
-        x / y,
-        x.sin(),
-        x.cos(),
-    ]
-    root = a.double().sqrt().float()  # torch's own float sqrt is not always the nearest
-    exact = [
-        torch.where(x > 0, x, 0.0).clamp(max=1).nan_to_num(0.0),
-        x + y,
-        x - y,
-        x * y,
-        x / y,
-        1 / y,
-        root,
-        (xd * yd + xd).float(),
-        (xd * yd + yd).float(),
-        x,
-        x,
-        x * 8,
-        a,
-        torch.fmin(x, y),
-        torch.fmax(x, y),
-        torch.fmax(x, y),
-    ]
-    count = len(approximate) + len(exact)
-    zeros = torch.zeros(count, len(x))
-    out, tests, *_ = run(
-        device, QUICK % dict(count=count), 1, len(x), zeros, zeros[0].int(), x, y, len(x)
-    )
-    for k, expected in enumerate(approximate):
-        error = (out[k][near] - expected[near]).abs() / (1 + expected[near].abs())
-        limit = 1e-4 if k == 7 else 1e-5  # __tanf is a quotient: poor where the cosine is small
-        assert error.max() < limit, f"approximate function {k}: {error.max():.2g}"
-    finite = x.isfinite() & y.isfinite()
-    for k, expected in enumerate(exact, len(approximate)):
-        fused = k - len(approximate) in (
-            7,
-            8,
-        )  # doubles tell what a fused operation gives, within limits
-        keep = finite & (a < 1e9) & (y.abs() < 1e9) & (a > 1e-9) if fused else slice(None)
-        both = (expected[keep] == 0) & (
-            out[k][keep] == 0
-        )  # the sign of a zero is min's and max's own affair
-        same_bits(torch.where(both, 0.0, out[k][keep]), torch.where(both, 0.0, expected[keep]))
-    assert torch.equal(
-        tests,
-        x.isnan().int() * 17
-        | x.isinf().int() * 2
-        | x.isfinite().int() * 4
-        | torch.signbit(x).int() * 8,
-    )
+    zeros = torch.zeros(len(APPROXIMATE | NEAREST | FUSED), len(x))
+    out, tests, *_ = run(device, QUICK, 1, len(x), zeros, zeros[0].int(), x, y, len(x))
+    results = iter(out)
+    for (call, function), got in zip(APPROXIMATE.items(), results):
+        expected = function(x, y)[:244]
+        error = (got[:244] - expected).abs() / (1 + expected.abs())
+        # __tanf is a quotient: poor where the cosine is small
+        assert error.max() < (1e-4 if "tanf" in call else 1e-5), f"{call}: {error.max():.2g}"
+    within = x.isfinite() & y.isfinite() & (x.abs() < 1e9) & (y.abs() < 1e9) & (x.abs() > 1e-9)
+    for (call, function), got in zip((NEAREST | FUSED).items(), results):
+        keep = within if call in FUSED else slice(None)
+        got, expected = got[keep], function(x, y)[keep]
+        # the sign of a zero is min's and max's own affair
+        both = (expected == 0) & (got == 0)
+        same_bits(torch.where(both, 0.0, got), torch.where(both, 0.0, expected))
+    classes = x.isnan() * 17 | x.isinf() * 2 | x.isfinite() * 4 | torch.signbit(x) * 8
+    assert torch.equal(tests, classes.int())
 
 
 # ---- bits and conversions ------------------------------------------------------------------------
