@@ -514,8 +514,6 @@ def cublas_workspace():
 
     torch reads the variable once per process, at its first matrix product on a GPU, and keeps the
     answer. Where CUDA is initialised, the block therefore begins with one product of two numbers.
-    A UserWarning tells if torch already ran a product without the variable: then each product in
-    deterministic mode raises RuntimeError.
     """
     before = os.environ.get(CUBLAS_VARIABLE)
     if before in CUBLAS_DETERMINISTIC:
@@ -523,14 +521,7 @@ def cublas_workspace():
         return
     os.environ[CUBLAS_VARIABLE] = CUBLAS_DETERMINISTIC[0]
     try:
-        if not _torch_reads_cublas_variable():
-            warnings.warn(
-                f"torch multiplied matrices on the GPU before {CUBLAS_VARIABLE} was set, and "
-                "raises RuntimeError at each product in ga.deterministic(): enter "
-                "ga.deterministic() before the first product, or start Python with "
-                f"{CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]}",
-                stacklevel=5,
-            )
+        _let_torch_read_cublas_variable()
         yield
     finally:
         if before is None:
@@ -539,34 +530,23 @@ def cublas_workspace():
             os.environ[CUBLAS_VARIABLE] = before
 
 
-_cublas_settled = False
+_torch_has_read_it = False
 
 
-def _torch_reads_cublas_variable() -> bool:
-    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False if it is too late.
-
-    The second call in a process, and one that cannot multiply now, return True.
-    """
-    global _cublas_settled
+def _let_torch_read_cublas_variable():
+    global _torch_has_read_it
     import torch
 
-    if _cublas_settled or not torch.cuda.is_initialized():
-        return True
-    if torch.cuda.is_current_stream_capturing():
-        return True
+    is_ready = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    if _torch_has_read_it or not is_ready:
+        return
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    x = torch.zeros(1, 1, device="cuda")
+    # Without the deterministic mode: where torch has read another value, it would refuse this one.
+    torch.use_deterministic_algorithms(False)
     try:
-        # First without the deterministic mode: an error here has another cause, and is passed on.
-        torch.use_deterministic_algorithms(False)
+        x = torch.zeros(1, 1, device="cuda")
         torch.mm(x, x)
-        _cublas_settled = True
-        torch.use_deterministic_algorithms(True)
-        try:
-            torch.mm(x, x)
-        except RuntimeError:
-            return False
-        return True
+        _torch_has_read_it = True
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

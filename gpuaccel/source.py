@@ -29,7 +29,6 @@ SCALARS = {
     "short": ("h", (torch.int16,)),
     "unsigned short": ("H", (torch.uint16, torch.int16)),
     "int": ("i", (torch.int32,)),
-    "unsigned int": ("I", (torch.uint32, torch.int32)),
     "unsigned": ("I", (torch.uint32, torch.int32)),
     "long long": ("q", (torch.int64,)),
     "unsigned long long": ("Q", (torch.uint64, torch.int64)),
@@ -651,14 +650,6 @@ SYNONYMS = {
     "cudaSurfaceObject_t": "unsigned long long",
     "CUtexObject": "unsigned long long",
     "CUsurfObject": "unsigned long long",
-    "long long int": "long long",
-    "long int": "long long",
-    "short int": "short",
-    "signed": "int",
-    "signed int": "int",
-    "unsigned short int": "unsigned short",
-    "unsigned long int": "unsigned long long",
-    "unsigned long long int": "unsigned long long",
 }
 
 
@@ -712,8 +703,9 @@ def _param(declared, macros):
     ctype = " ".join(word for word in words if word != "*") + "*" * stars
     base = " ".join(word for word in words if word not in ("*", "const", "struct", "enum"))
     if base and set(base.split()) <= {*_INTEGERS, "signed"}:
-        # `long unsigned int` is `unsigned long int`; only for a char does `signed` mean anything.
-        parts = [word for word in base.split() if word != "signed" or "char" in base]
+        # `long unsigned int` is `unsigned long`; only for a char does `signed` mean anything.
+        parts = [word for word in base.split() if word != "int"]
+        parts = [word for word in parts if word != "signed" or "char" in base]
         base = " ".join(sorted(parts, key=("signed", *_INTEGERS).index)) or "int"
     base = SYNONYMS.get(base, base)
     vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
