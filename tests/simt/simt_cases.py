@@ -24,7 +24,7 @@ import torch
 import gpuaccel as ga
 from gpuaccel.compiler.kernel import kernel_root, whole_program
 from gpuaccel.ops.adamw import ADAMW
-from gpuaccel.ops.clip import launches_for
+from gpuaccel.ops.clip import launches_for, reference_scale
 from gpuaccel.ops.embedding_backward import (
     _add,
     pack_rounding,
@@ -702,6 +702,17 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(bits), b.view(bits))
 
 
+def ratio(label, got, exact, tolerance=1e-6) -> Outcome:
+    """Each element over the exact one."""
+    got = got.cpu().double() / exact
+    return Outcome(f"{label}, over the exact ones", got, torch.ones_like(got), tolerance)
+
+
+def finite(t):
+    """On the CPU, with numbers for what is not finite: NaN has other bits on a GPU."""
+    return t.cpu().nan_to_num(-7.0, -8.0, -9.0)
+
+
 @dataclass(frozen=True)
 class Good:
     """run(kernel, seed, device) launches on several sizes and yields an Outcome for each result."""
@@ -963,6 +974,10 @@ def ours(file, name):
 DTYPES = {"float": torch.float32, "bf16": torch.bfloat16}
 
 
+def _optional(device, values, dtype=torch.int32):
+    return None if values is None else torch.tensor(values, dtype=dtype, device=device)
+
+
 def _grad_dtype(kernel):
     return DTYPES[kernel.defines.get("GRAD_T", "float")]
 
@@ -1090,9 +1105,7 @@ def run(kernel, seed, device):
     for first, last in ((0, 2), (2, 5)):
         case.launch(kernel, kernel.bound, first, last, acc, partials)
     yield Outcome("sums", acc.cpu(), want)
-    yield Outcome(
-        "squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6
-    )
+    yield ratio("squares", partials, squares)
 
 
 @ours("clip", "squares_v1")
@@ -1115,12 +1128,8 @@ def run(kernel, seed, device):
         out = torch.zeros(2, device=device)
         kernel[1, 1](out, on(device, x), n, max_norm)
         norm = math.sqrt(x.astype(np.float64).sum())
-        yield Outcome(
-            f"n = {n}, max_norm = {max_norm}",
-            out.cpu().double() / torch.tensor([min(max_norm / norm, 1.0), norm]).double(),
-            torch.ones(2).double(),
-            1e-5,
-        )
+        want = torch.tensor([min(max_norm / norm, 1.0), norm]).double()
+        yield ratio(f"n = {n}, max_norm = {max_norm}", out, want, 1e-5)
 
 
 @ours("clip", "scale_v1")
@@ -1164,104 +1173,59 @@ def run(kernel, seed, device):
     tensors = _mixed_tensors(seed, device)
     tensors[5][17] = 1e25  # its square is beyond fp32
     ((_, chunks, _, packed),) = launches_for(tensors, 256)
-    present = [t for t in tensors if t is not None]
-    exact = torch.tensor(
-        [
-            c.double().square().sum().item()
-            for t in present
-            for c in t.cpu().split(4096)
-            if t.numel()
-        ],
-        dtype=torch.float64,
-    )
-    numbers = [
-        7 + i for i, t in enumerate(tensors) if t is not None for _ in range(-(-t.numel() // 4096))
-    ]
-    for grid, named in ((chunks, True), (2, False)):
+    present = [(7 + i, t.cpu()) for i, t in enumerate(tensors) if t is not None and t.numel()]
+    parts = [(number, part) for number, t in present for part in t.split(CHUNK)]
+    # One more, behind the end.
+    exact = torch.tensor([*[part.double().square().sum() for _, part in parts], -1.0]).double()
+    for grid, numbers in ((chunks, [number for number, _ in parts]), (2, None)):
         partials = torch.full((chunks + 1,), -1.0, dtype=torch.float64, device=device)
         owners = torch.full((chunks + 1,), -1, dtype=torch.int32, device=device)
-        kernel[grid, kernel.bound](
-            partials[:chunks], owners[:chunks] if named else None, 7, packed, tensors=present
-        )
-        yield Outcome(
-            f"{grid} blocks, over the exact ones",
-            partials.cpu()[:-1] / exact,
-            torch.ones_like(exact),
-            1e-6,
-        )
-        yield Outcome(
-            f"{grid} blocks, owners",
-            owners.cpu(),
-            torch.tensor([*(numbers if named else [-1] * chunks), -1], dtype=torch.int32),
-        )
-        yield Outcome(
-            f"{grid} blocks, behind the end",
-            partials.cpu()[-1:],
-            torch.tensor([-1.0], dtype=torch.float64),
-        )
+        its_owners = owners[:chunks] if numbers else None
+        kernel[grid, kernel.bound](partials[:chunks], its_owners, 7, packed, tensors=tensors)
+        yield ratio(f"{grid} blocks", partials, exact)
+        want = torch.tensor([*(numbers or [-1] * chunks), -1]).int()
+        yield Outcome(f"{grid} blocks, owners", owners.cpu(), want)
 
 
 @ours("clip", "reduce_v2")
 def run(kernel, seed, device):
-    random = rng(seed)
-    rows = [1500, 3, 0, 40, 700]  # of each tensor
-    owners = np.repeat(np.arange(5, dtype=np.int32), rows)
-    partials = np.square(random.standard_normal(len(owners)))
+    rows = torch.tensor([1500, 3, 0, 40, 700])  # of each tensor
+    owners = torch.arange(5).repeat_interleave(rows)
+    limit, eps = 20.0, 1e-3
     for groups, divisor, bad in (
-        (None, None, ()),
-        (None, 4.0, (2,)),
-        ([0, 0, 1, 2, 3], None, (1600,)),
-        ([0, 0, 1, 2, 3], 0.5, ()),
-        ([0, 1, 2, 3, 4], None, (0, 2242)),
+        (None, None, {}),
+        (None, 4.0, {2: math.nan}),
+        ([0, 0, 1, 2, 3], None, {1600: math.nan}),
+        ([0, 0, 1, 2, 3], 0.5, {}),
+        ([0, 1, 2, 3, 4], None, {0: math.nan, 2242: math.inf}),
     ):
-        these = partials.copy()
-        for k, at in enumerate(bad):
-            these[at] = (math.nan, math.inf)[k % 2]
-        count = 1 if groups is None else max(groups) + 1
-        of = np.zeros(len(owners), int) if groups is None else np.array(groups)[owners]
-        wanted, firsts, limit = [], [], 20.0
-        for g in range(count):
-            norm = (
-                math.sqrt(these[of == g].sum()) / (divisor or 1.0)
-                if not np.isnan(these[of == g]).any()
-                else math.nan
-            )
-            scale = math.nan if math.isnan(norm) else min(1.0, limit / (norm + 1e-3))
-            wanted.append(
-                [
-                    scale,
-                    norm,
-                    math.nan if math.isinf(norm) else norm * scale,
-                    float(math.isfinite(norm)),
-                ]
-            )
-            wrong = [int(owners[i]) for i in np.flatnonzero(of == g) if not math.isfinite(these[i])]
-            firsts.append(wrong[0] if wrong else -1)
-        verdicts, first = (
-            torch.full((count, 4), -9.0, device=device),
-            torch.full((count,), -9, dtype=torch.int32, device=device),
-        )
+        partials = torch.from_numpy(np.square(rng(seed).standard_normal(len(owners))))
+        for row, value in bad.items():
+            partials[row] = value
+        group = torch.tensor(groups or [0] * 5)[owners]
+        count = 1 + max(groups or [0])
+        norms = torch.stack([partials[group == g].sum() for g in range(count)]).sqrt()
+        norms /= divisor or 1.0
+        scales = reference_scale(norms, limit, eps)
+        want = torch.stack([scales, norms, norms * scales, norms.isfinite().double()], 1)
+        # The owner of each group's first row that is not finite.
+        wrong = [owners[(group == g) & ~partials.isfinite()].tolist() for g in range(count)]
+        verdicts = torch.full((count, 4), -9.0, device=device)
+        first = torch.full((count,), -9, dtype=torch.int32, device=device)
         kernel[count, 1024](
             verdicts,
             first,
-            on(device, these),
-            on(device, owners),
-            None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device),
+            *_moved(device, partials, owners.int()),
+            _optional(device, groups),
             len(owners),
             torch.tensor([limit], dtype=torch.float64, device=device),
-            1e-3,
+            eps,
             None if divisor is None else torch.tensor([divisor], device=device),
         )
         what = f"groups {groups}, divisor {divisor}, bad rows {bad}"
-        yield Outcome(
-            what,
-            verdicts.cpu().nan_to_num(-7.0, -8.0),
-            torch.tensor(wanted).nan_to_num(-7.0, -8.0),
-            1e-6,
-        )
-        yield Outcome(
-            f"{what}: first bad tensor", first.cpu(), torch.tensor(firsts, dtype=torch.int32)
-        )
+        yield Outcome(what, finite(verdicts), finite(want), 1e-6)
+        firsts = torch.tensor([rows[0] if rows else -1 for rows in wrong]).int()
+        yield Outcome(f"{what}: first bad tensor", first.cpu(), firsts)
 
 
 @ours("peers", "peers_sum")
@@ -1270,7 +1234,7 @@ def run(kernel, seed, device):
 
     A chunk may be nonfinite, or beyond fp32 when squared.
     """
-    random, chunk, chunks, rows = rng(seed), 4096, 3, 6
+    random, chunks, rows = rng(seed), 3, 6
     for ranks, rank, bad in (
         (3, 0, ()),
         (3, 1, ((0, 1, math.inf), (2, 1, -math.inf))),
@@ -1278,18 +1242,19 @@ def run(kernel, seed, device):
         (2, 1, ((1, 0, math.inf),)),
         (2, 0, ()),
     ):
-        parts = torch.from_numpy(normal(random, ranks * chunks * chunk)).view(ranks, -1)
+        what = f"rank {rank} of {ranks}, {len(bad)} bad"
+        parts = torch.from_numpy(normal(random, ranks * chunks * CHUNK)).view(ranks, -1)
         parts[0, 17] = 1e25
         wrong = torch.zeros(ranks, rows, dtype=torch.int32)
         for r, c, value in bad:
-            parts[r, c * chunk + 4000 + r] = value
+            parts[r, c * CHUNK + 4000 + r] = value
             wrong[r, 2 + c] = 1
-        want = parts[0].clone()
-        for part in parts[1:]:
-            want += part
-        apart = chunks * chunk + 8
+        want = functools.reduce(torch.add, parts)
+        squares = torch.full((rows,), -1.0, dtype=torch.float64)
+        squares[2:5] = want.double().square().view(chunks, CHUNK).sum(1)
+        apart = chunks * CHUNK + 8
         others = torch.full((ranks - 1, apart), math.nan)
-        others[:, : chunks * chunk] = parts[[r for r in range(ranks) if r != rank]]
+        others[:, : chunks * CHUNK] = parts[[r for r in range(ranks) if r != rank]]
         own, others, found = (
             t.to(device, copy=True) for t in (parts[rank], others, torch.zeros_like(wrong))
         )
@@ -1297,35 +1262,23 @@ def run(kernel, seed, device):
         kernel[chunks, kernel.bound](
             own, partials[2:], found.view(-1)[2:], others, rank, ranks, rows, apart // 4
         )
-        squares = want.double().square().view(chunks, chunk).sum(1)
-        good, what = squares.isfinite(), f"rank {rank} of {ranks}, {len(bad)} bad"
-        yield Outcome(
-            f"{what}: sums",
-            own.cpu().nan_to_num(-7.0, 1e30, -1e30),
-            want.nan_to_num(-7.0, 1e30, -1e30),
-        )
-        yield Outcome(
-            f"{what}: squares, over the exact ones",
-            partials.cpu()[2:5][good] / squares[good],
-            torch.ones_like(squares[good]),
-            1e-6,
-        )
-        yield Outcome(
-            f"{what}: squares of what is not finite, and beside the range",
-            torch.cat([partials.cpu()[2:5][~good].isfinite().double(), partials.cpu()[[0, 1, 5]]]),
-            torch.tensor([0.0] * int((~good).sum()) + [-1.0] * 3, dtype=torch.float64),
-        )
+        yield Outcome(f"{what}: sums", finite(own), finite(want))
+        good = squares.isfinite()
+        yield ratio(f"{what}: squares", partials.cpu()[good], squares[good])
+        bad_squares = partials.cpu()[~good].isfinite()
+        yield Outcome(f"{what}: other squares", bad_squares, torch.zeros_like(bad_squares))
         yield Outcome(f"{what}: whose", found.cpu(), wrong)
 
 
 @ours("clip", "scale_v2")
 def run(kernel, seed, device):
-    verdicts = torch.tensor(
+    results = torch.tensor(
         [[0.3, 1, 0.3, 1], [1, 0.5, 0.5, 1], [math.nan, math.nan, math.nan, 0], [0.7, 2, 1.4, 1]]
     )
+    some = [9, 9, 0, 1, 2, 0, 0, 3, 2, 3]
     for groups, skip, grid, chosen in (
-        ([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 1, 3, 0),
-        ([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 0, None, 0),
+        (some, 1, 3, 0),
+        (some, 0, None, 0),
         (None, 0, None, 0),
         (None, 0, 2, 1),
         (None, 1, 2, 2),
@@ -1333,28 +1286,16 @@ def run(kernel, seed, device):
         tensors = _mixed_tensors(seed, device)
         ((_, chunks, _, packed),) = launches_for(tensors, 256)
         before = [None if t is None else t.cpu().clone() for t in tensors]
-        table = verdicts if groups else verdicts[chosen : chosen + 1]
+        table = results if groups else results[chosen : chosen + 1]
         kernel[grid or chunks, kernel.bound](
-            table.to(device),
-            None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device),
-            skip,
-            2,
-            packed,
-            tensors=[t for t in tensors if t is not None],
+            table.to(device), _optional(device, groups), skip, 2, packed, tensors=tensors
         )
         for i, (t, old) in enumerate(zip(tensors, before)):
             if t is not None:
-                verdict = table[groups[2 + i] if groups else 0]
-                want = (
-                    old
-                    if verdict[0] == 1 or skip and verdict[3] == 0
-                    else (old.float() * verdict[0]).to(old.dtype)
-                )
-                yield Outcome(
-                    f"groups {groups}, skip {skip}, tensor {i}",
-                    t.cpu().nan_to_num(-7.0),
-                    want.nan_to_num(-7.0),
-                )
+                scale, _, _, is_finite = table[groups[2 + i] if groups else 0]
+                is_left = scale == 1 or (skip and is_finite == 0)
+                want = old if is_left else (old.float() * scale).to(old.dtype)
+                yield Outcome(f"groups {groups}, skip {skip}, tensor {i}", finite(t), finite(want))
 
 
 @ours("adamw", "adamw_v1")
@@ -1431,18 +1372,12 @@ def run(kernel, seed, device):
         rest = [0] * 252
         addresses = [steps[i:].data_ptr() for i in range(4)]
         packed = STEPS.pack(*addresses, *rest, *numbers, *[-1] * 252, *of, *rest)
-        numbered = [
-            None if x is None else torch.tensor(x, dtype=dtype, device=device)
-            for x, dtype in (
-                (verdicts, torch.float32),
-                (firsts, torch.int32),
-                (groups, torch.int32),
-            )
-        ]
         kernel[1, 256](
             coefficients,
             torch.tensor(settings, dtype=torch.float64, device=device).flatten(),
-            *numbered,
+            _optional(device, verdicts, torch.float32),
+            _optional(device, firsts),
+            _optional(device, groups),
             len(verdicts or ()),
             skip or 0,
             None if divisor is None else torch.tensor([divisor], device=device),
@@ -1722,11 +1657,6 @@ def run(kernel, seed, device):
         yield Outcome(f"runs of {runs[:8]}", pieces.cpu(), segments.pieces)
 
 
-def _finite(t):
-    """NaN has other bits on a GPU."""
-    return t.cpu().nan_to_num(-7.0)
-
-
 @ours("encoder", "encoder_forward")
 def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
     random = rng(seed)
@@ -1751,7 +1681,7 @@ def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
             inputs = _moved(device, tokens.to(token_dtype), wte, positions, invalid, B * T, T, C, V)
             kernel[-(-B * T // 4), 128](out, *inputs)
             want = reference_encoder(tokens.view(B, T), wte, positions).view(B * T, C)
-            yield Outcome(what, _finite(out), _finite(want))
+            yield Outcome(what, finite(out), finite(want))
             # The first of them is recorded, whichever thread it is; all are counted.
             count, *named = invalid.tolist()
             may = [[(row << 32) + T, int(tokens[row])] for row in bad]
@@ -1860,7 +1790,7 @@ def _both_launches(name):
             reference_encoder_backward(
                 dwte, None, dout, segments, by_count=bool(BY_COUNT), rounding=of_ops
             )
-            yield Outcome(f"C = {C}", _finite(there), _finite(dwte))
+            yield Outcome(f"C = {C}", finite(there), finite(dwte))
 
     return run
 
