@@ -119,16 +119,6 @@ def test_the_runtime_has_the_same_bytes_wherever_it_is_compiled(fresh, monkeypat
     assert build.runtime(False).image == first
 
 
-def test_an_edited_helper_or_macro_compiles_again(fresh, compilations):
-    source = 'extern "C" __global__ void put(float* x) { x[threadIdx.x] = VALUE; }'
-    x = torch.zeros(4)
-    with ga.checked(False):
-        for value in (1, 2, 1):
-            ga.compile(source, VALUE=str(value))[1, 4](x)
-            assert x.eq(value).all()
-    assert len(compilations) == 5
-
-
 def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
     monkeypatch.setattr(build, "QUIET", 0.0)
     with ga.checked(False):
@@ -166,13 +156,6 @@ def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
     assert [output.data for output in gone] == [{}] * 3 and printed.text == "[2.0, 2.0, 2.0, 2.0]\n"
 
 
-def test_zig_keeps_what_it_made_of_its_libraries_in_our_cache(fresh, monkeypatch):
-    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
-    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == str(fresh.parent / "zig")
-    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", "elsewhere")
-    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == "elsewhere"
-
-
 def test_zig_gets_no_file_that_another_user_can_have_written(fresh, monkeypatch):
     """zig links what it kept into later libraries. What it keeps is ours whatever the umask is."""
     monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
@@ -184,7 +167,7 @@ def test_zig_gets_no_file_that_another_user_can_have_written(fresh, monkeypatch)
         build._run([*write, "-o", str(fresh.parent / "output")], "a test", str)
     finally:
         os.umask(before)
-    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.stat().st_mode & 0o777 == 0o600, "it is not in our cache, or others can read it"
     build._zig_folder.cache_clear()
     build._environment()
     assert kept.exists()

@@ -20,22 +20,6 @@ import gpuaccel as ga
 FULL = 0xFFFFFFFF
 
 
-@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda":
-        with ga.use_backend("cuda"):
-            yield "cuda"
-    else:
-        with ga.use_backend("simt"), ga.checked(request.param == "checked"):
-            yield "cpu"
-
-
-@pytest.fixture
-def fast():
-    with ga.use_backend("simt"), ga.checked(False):
-        yield
-
-
 def run(device, source, grid, block, *args, shared=0):
     """Launch on copies of the tensors; those copies, back on the CPU."""
     there = [a.clone().to(device) if isinstance(a, torch.Tensor) else a for a in args]
@@ -826,46 +810,18 @@ extern "C" __global__ void k(unsigned* out, const unsigned* x, const unsigned* y
 def test_conversions(device):
     """Each rounding to integers (limits and NaN as in the PTX manual) and to narrower types."""
     draw = random.Random(3)
-    edges = [
-        0.0,
-        0.5,
-        1.5,
-        2.5,
-        1e-300,
-        2.0**31,
-        2.0**31 - 0.5,
-        2.0**31 - 1,
-        2.0**32 - 0.5,
-        2.0**32,
-        2.0**63,
-        2.0**64,
-        2.0**53 + 2,
-        1e30,
-        3.4028235e38,
-        3.40282350e38 * (1 + 2.0**-30),
-        1.0 + 2.0**-24,
-        1 + 2.0**-40,
-        math.inf,
-        math.nan,
-    ]
-    x = [sign * v for v in edges for sign in (1, -1)] + [
-        draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(470)
-    ]
+    edges = [2.0**k + step for k in (31, 32, 53, 63, 64) for step in (-1, -0.5, 0, 2)]
+    edges += [0.0, 0.5, 1.5, 2.5, 1e-300, 1 + 2.0**-24, 1 + 2.0**-40, 1e30, math.inf, math.nan]
+    edges += [3.4028235e38, 3.4028235e38 * (1 + 2.0**-30)]
+    x = [sign * v for v in edges for sign in (1, -1)]
+    x += [draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(450)]
     w = [
-        0,
-        1,
-        -1,
-        2**24 + 1,
-        2**24 + 3,
-        -(2**24) - 1,
-        2**53 + 1,
-        -(2**53) - 1,
-        2**63 - 1,
-        -(2**63),
-        2**31 - 1,
-        -(2**31),
-        2**32 - 1,
+        sign * 2**k + step
+        for k in (24, 31, 32, 53, 62)
+        for step in (-1, 0, 1, 3)
+        for sign in (1, -1)
     ]
+    w += [0, 1, -1, 2**63 - 1, -(2**63)]
     w += [signed(draw.getrandbits(64) >> draw.randint(0, 50), 64) for _ in range(len(x) - len(w))]
     n = len(x)
     whole, real = (
@@ -949,23 +905,21 @@ def test_shuffles(device):
     out = torch.full((6, ARGUMENTS, 4, n), -1, dtype=torch.int32)
     typed, real = torch.zeros(5, n, dtype=torch.int64), torch.zeros(2, n, dtype=torch.float64)
     out, typed, real = run(device, SHUFFLES % dict(arguments=ARGUMENTS), 1, n, out, typed, real)
-    expected = torch.tensor(
-        [
-            [
-                [
-                    [
-                        -1
-                        if t >= 64 and w > 3
-                        else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
-                        for t in range(n)
-                    ]
-                    for kind in ("idx", "up", "down", "xor")
-                ]
-                for a in range(ARGUMENTS)
-            ]
-            for w in range(6)
-        ]
-    ).int()
+    kinds = "idx", "up", "down", "xor"
+
+    def read(w, a, kind, t):
+        # The third warp has 8 lanes.
+        is_left = t >= 64 and w > 3
+        return -1 if is_left else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
+
+    expected = [
+        read(w, a, kind, t)
+        for w in range(6)
+        for a in range(ARGUMENTS)
+        for kind in kinds
+        for t in range(n)
+    ]
+    expected = torch.tensor(expected).int().view_as(out)
     wrong = (out != expected).nonzero()
     assert not len(wrong), (
         f"(log2 of width, argument, kind, thread) = {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
@@ -1338,7 +1292,7 @@ extern "C" __global__ void stops(int* x, int how) {
         assert (x == 5).all()
 
 
-def test_a_shuffle_of_odd_width_says_so(fast):
+def test_a_shuffle_of_odd_width_says_so(on_the_cpu):
     source = """extern "C" __global__ void odd(int* x) {
         x[threadIdx.x] = __shfl_down_sync(~0u, x[threadIdx.x], 1, 24);
     }"""

@@ -236,16 +236,6 @@ def test_a_report_in_a_function_names_the_lines_of_its_callers(how):
     assert report.thread == (31, 0, 0) and report.element == 32
 
 
-def test_a_report_in_the_kernel_itself_has_no_callers():
-    (report,) = mistakes(
-        """
-extern "C" __global__ void k(float* out) { out[threadIdx.x + 1] = 1; }
-""",
-        torch.zeros(32),
-    )
-    assert report.callers == () and "called" not in report.message
-
-
 # ---- memory of other threads, and of functions that returned -------------------------------------
 
 
