@@ -164,10 +164,8 @@ def test_a_second_compilation_comes_from_the_cache(cache, compilations):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda b: b[: len(b) // 2],
         lambda b: b"",
         lambda b: b[:-1] + bytes([b[-1] ^ 1]),
-        lambda b: b"x" * 100,
         lambda b: b[:70] + b"!" + b[71:],
     ],
 )
@@ -188,11 +186,8 @@ def test_a_damaged_entry_is_compiled_again(cache, compilations, damage):
     [
         b"",
         b"no newline",
-        b"\xff\xfe\n\x7fELF",
         b"no JSON\n\x7fELF",
         b"[1, {}]\n\x7fELF",
-        b'"log"\n\x7fELF',
-        b'["log", {}]\n',
         b'["log", {}]\nno ELF',
     ],
 )
@@ -276,16 +271,6 @@ def test_an_unknown_architecture_lists_the_known_ones():
         match=r"NVRTC 1.*knows sm_.*sm_90.* and not sm_999: install a newer nvidia-cuda-nvrtc-cu12",
     ):
         compile_cubin(SOURCE % "1.0f", "one.cu", "sm_999")
-
-
-def test_a_missing_nvrtc_names_the_wheel(monkeypatch, tmp_path):
-    monkeypatch.setattr(nvrtc, "candidates", lambda: [str(tmp_path / "libnvrtc.so.12")])
-    with pytest.raises(
-        BackendError,
-        match="pip install nvidia-cuda-nvrtc-cu12.*looked at .*libnvrtc.so.12; "
-        "last answer: .*cannot open",
-    ):
-        library.__wrapped__()
 
 
 def test_a_broken_candidate_is_passed_over(monkeypatch, tmp_path):
