@@ -572,6 +572,7 @@ class Session:
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
             file, line = raw.file.decode(), raw.line
+        source = text_line(self.text, file or "", line or 0) or ""
         who = self._words(raw.thread)
         verb = VERBS[raw.access]
         tensor = element = None
@@ -591,7 +592,6 @@ class Session:
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {verb} {place}: {size}{self._explained(raw)}"
         elif raw.kind == NO_LOCAL and raw.mask:
-            source = text_line(self.text, file or "", line or 0) or ""
             name = _only_name(source, {array.name for array in self.arrays})
             through = f" through {name}" if name else ""
             message = f"{who} {verb} local memory beyond a local array{through}"
@@ -605,7 +605,6 @@ class Session:
             )
         elif kind == "out of bounds":
             type_name = (raw.type or b"").decode().strip("'").replace(" [", "[")
-            source = text_line(self.text, file or "", line or 0) or ""
             tensor, row = _indexed_name(source, raw.column)
             if type_name:
                 element = raw.value
@@ -628,7 +627,6 @@ class Session:
         elif raw.kind == UNSET_LOCAL and raw.region >= 0:
             message = f"{who} writes an uninitialised local variable to {place}"
         elif raw.kind == UNSET_LOCAL:
-            source = text_line(self.text, file or "", line or 0) or ""
             tensor = name = _only_name(source, {array.name for array in self.arrays})
             what = f"an element of {name}" if name else "a local variable or array"
             message = f"{who} reads {what}, which it has not set"
@@ -653,9 +651,8 @@ class Session:
             )
         elif kind == "shuffle":
             threads = math.prod(self.shape[3:6])
-            # The number of the lane's thread in the block, if there is such a thread.
-            source = raw.other_thread - raw.thread + raw.thread % threads
-            has_other = source < threads
+            # Whether the lane has a thread in the block.
+            has_other = raw.other_thread - raw.thread + raw.thread % threads < threads
             lane = f"lane {raw.value}, for which the block has no thread"
             if has_other:
                 lane = (

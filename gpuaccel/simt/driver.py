@@ -9,6 +9,7 @@
 """
 
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -202,8 +203,8 @@ def launch(
         BackendError: without memory for the stacks, and KeyboardInterrupt after Ctrl-C.
     """
     global _job
-    blocks = shape[0] * shape[1] * shape[2]
-    threads = blocks * shape[3] * shape[4] * shape[5]
+    blocks = math.prod(shape[:3])
+    threads = math.prod(shape[:6])
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -294,51 +295,31 @@ def fault_report(program, fault: Fault, shape) -> Report:
             f"deadlock in {who.split(' of ', 1)[1]}, where every thread waits: {', '.join(rows)}",
             other_line=next((at[1] for at, _, _ in places if at != (file, line)), None),
         )
+    address = fault.address or 0
+    reason = (fault.reason or b"").decode(errors="replace")
+    in_block = f"block {fault.block + 1:,} of {math.prod(grid):,}"
     if kind == "memory":
-        address = fault.address or 0
-        if address < NULL_PAGE:
-            kind = "null"
-            message = f"{who} dereferences a null pointer (address {address})"
-        else:
-            kind = "far"
-            message = f"{who} accesses address {address:#x}, which is outside every allocation"
-    elif kind == "division by zero":
-        message = f"{who} divides an integer by zero (or the smallest integer by -1)"
-    elif kind == "time limit":
-        message = (
-            f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
-            f"{grid[0] * grid[1] * grid[2]:,}: a loop does not end (blocks run in order, so none "
-            "can wait for a later one), or the launch is large; ga.checked(seconds=...) sets the "
-            "limit"
-        )
-    elif kind == "spin":
-        kind = "deadlock"
-        message = (
-            f"{who} waits in a loop for a value that no thread of its block will write; blocks run "
-            f"in order here, and block {fault.block + 1:,} of {grid[0] * grid[1] * grid[2]:,} "
-            "cannot wait for a later one"
-        )
-    elif kind == "stack overflow":
-        message = (
-            f"{who} used more than 256 KiB of stack (recursion without end, or large local arrays)"
-        )
-    elif kind == "misaligned":
-        message = (
-            f"{who} reads or writes a vector (such as float4) at a misaligned address, or has "
-            "written beyond a local array"
-        )
-    elif kind == "shuffle":
-        message = (
-            f"{who} calls a warp function with mask {fault.mask:#010x}, which does not include its "
-            f"own lane {fault.thread % 32}"
-        )
-    elif kind == "trap":
-        message = f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}"
-    elif kind == "heap":
-        message = f"{who} {(fault.reason or b'').decode(errors='replace')}"
-    else:
-        message = f"{who}: {kind}"
-    return Report(kind, line, file, thread, block, message)
+        kind = "null" if address < NULL_PAGE else "far"
+    words = {
+        "null": f"dereferences a null pointer (address {address})",
+        "far": f"accesses address {address:#x}, which is outside every allocation",
+        "division by zero": "divides an integer by zero (or the smallest integer by -1)",
+        "time limit": f"was still running after {time_limit():g} s, in {in_block}: a loop does not "
+        "end (blocks run in order, so none can wait for a later one), or the launch is large; "
+        "ga.checked(seconds=...) sets the limit",
+        "spin": "waits in a loop for a value that no thread of its block will write; blocks run "
+        f"in order here, and {in_block} cannot wait for a later one",
+        "stack overflow": "used more than 256 KiB of stack (recursion without end, or large local "
+        "arrays)",
+        "misaligned": "reads or writes a vector (such as float4) at a misaligned address, or has "
+        "written beyond a local array",
+        "shuffle": f"calls a warp function with mask {fault.mask:#010x}, which does not include "
+        f"its own lane {fault.thread % 32}",
+        "trap": f"stopped the kernel: {reason}",
+        "heap": reason,
+    }.get(kind, kind)
+    kind = "deadlock" if kind == "spin" else kind
+    return Report(kind, line, file, thread, block, f"{who} {words}")
 
 
 def _ranges(numbers) -> str:
