@@ -679,18 +679,11 @@ class Outcome:
         )  # NaN is not right
 
     def __str__(self):
-        if (
-            self.got.shape != self.want.shape
-            or self.got.dtype != self.want.dtype
-            and self.tolerance == 0.0
-        ):
-            got, want = (f"{t.dtype} {tuple(t.shape)}" for t in (self.got, self.want))
-            return f"{self.label}: {got}, expected {want}"
+        if self.got.shape != self.want.shape:
+            return f"{self.label}: shape {self.got.shape}, expected {self.want.shape}"
         d = (self.got.double() - self.want.double()).abs()
-        some = int((d != 0).sum())
         return (
-            f"{self.label}: {some} of {d.numel()} differ, by {d.max().item():.3g} at most, "
-            f"{d.mean().item():.3g} on average"
+            f"{self.label}: {int((d != 0).sum())} of {d.numel()} differ, by {d.max():.3g} at most"
         )
 
 

@@ -14,6 +14,7 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
+from simt_pairs import check_bits
 
 import gpuaccel as ga
 
@@ -25,19 +26,6 @@ def run(device, source, grid, block, *args, shared=0):
     there = [a.clone().to(device) if isinstance(a, torch.Tensor) else a for a in args]
     ga.compile(source)[grid, block, shared](*there)
     return [a.cpu() for a in there if isinstance(a, torch.Tensor)]
-
-
-def same_bits(got, expected):
-    """Equal bit for bit; but one NaN is as good as another."""
-    if got.is_floating_point():
-        nan = expected.isnan()
-        assert torch.equal(nan, got.isnan())
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-        got, expected = got.view(kind)[~nan], expected.view(kind)[~nan]
-    wrong = (got != expected).nonzero().flatten()
-    assert not len(wrong), (
-        f"{len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]}, expected {expected[wrong[0]]}"
-    )
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -255,8 +243,8 @@ def test_each_bf16_and_fp16_becomes_the_right_float(device):
     from_bf16, from_fp16, *_ = run(
         device, UPWARD, 256, 256, torch.zeros(65536), torch.zeros(65536), bf16, fp16
     )
-    same_bits(from_bf16, bf16.float())
-    same_bits(from_fp16, fp16.float())
+    check_bits(from_bf16, bf16.float())
+    check_bits(from_fp16, fp16.float())
 
 
 def test_floats_become_the_nearest_bf16_and_fp16(device, request):
@@ -281,8 +269,8 @@ def test_floats_become_the_nearest_bf16_and_fp16(device, request):
     to_bf16, to_fp16, _ = run(
         device, DOWNWARD, -(-len(x) // 256), 256, x.bfloat16() * 0, x.half() * 0, x, len(x)
     )
-    same_bits(to_bf16, x.bfloat16())
-    same_bits(to_fp16, x.half())
+    check_bits(to_bf16, x.bfloat16())
+    check_bits(to_fp16, x.half())
 
 
 # name -> (the same in Python, lowest and highest argument)
@@ -390,11 +378,11 @@ def test_mathematics(device):
     plain, suffixed, wide, *_ = run(
         device, MATH_SOURCE, len(table), n, zeros, zeros, zeros.double(), x, y
     )
-    same_bits(plain.flatten(), suffixed.flatten())
+    check_bits(plain.flatten(), suffixed.flatten())
     for k, (name, (function, *_)) in enumerate(table.items()):
         if name == "nextafter":
-            same_bits(plain[k], torch.nextafter(x[k], y[k]))
-            same_bits(wide[k], torch.nextafter(x[k].double(), y[k].double()))
+            check_bits(plain[k], torch.nextafter(x[k], y[k]))
+            check_bits(wide[k], torch.nextafter(x[k].double(), y[k].double()))
             continue
         pairs = zip(x[k].double().tolist(), y[k].double().tolist())
         expected = torch.tensor(
@@ -483,7 +471,7 @@ def test_fast_and_rounded_functions(device):
         got, expected = got[keep], function(x, y)[keep]
         # the sign of a zero is min's and max's own affair
         both = (expected == 0) & (got == 0)
-        same_bits(torch.where(both, 0.0, got), torch.where(both, 0.0, expected))
+        check_bits(torch.where(both, 0.0, got), torch.where(both, 0.0, expected))
     classes = x.isnan() * 17 | x.isinf() * 2 | x.isfinite() * 4 | torch.signbit(x) * 8
     assert torch.equal(tests, classes.int())
 
@@ -925,7 +913,7 @@ def test_shuffles(device):
         f"(log2 of width, argument, kind, thread) = {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
     )
     o = torch.arange(n) ^ 5
-    same_bits(
+    check_bits(
         typed,
         torch.stack(
             [
@@ -937,7 +925,7 @@ def test_shuffles(device):
             ]
         ),
     )
-    same_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
+    check_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
 
 
 VOTES = """
