@@ -179,11 +179,7 @@ def find_compiler() -> tuple[Compiler | None, str]:
 # An error is not cached: a compiler can be installed while a notebook runs.
 @functools.cache
 def _ask_compiler(command: tuple[str, ...]) -> Compiler:
-    """The compiler behind a command.
-
-    Raises:
-        LookupError: if the command does not answer.
-    """
+    """The compiler behind a command, or LookupError if it does not answer."""
     try:
         answer = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, timeout=300

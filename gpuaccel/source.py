@@ -471,11 +471,7 @@ def namespaces(text: str, position: int) -> list[str]:
 
 
 def definition(source: str, name: str) -> tuple[int, int]:
-    """(start, end) of the definition of kernel `name` in a text, from its `extern "C"` on.
-
-    Raises:
-        CompileError: where there is no such kernel.
-    """
+    """(start, end) of the definition of kernel `name`, from its `extern "C"` on."""
     text = active_text(source)
     for declaration in _declarations(text):
         if declaration.name == name and declaration.template is None and declaration.has_body:
@@ -730,12 +726,7 @@ def _param(declared, macros):
 
 
 def element_type(source: str, ctype: str) -> tuple[torch.dtype, int]:
-    """(dtype, how many of them) of one element of a variable; bytes of a struct: (uint8, 0).
-
-    Args:
-        source: CUDA C in which the variable is declared.
-        ctype: as its declaration says it: "float", "float3", "Sphere".
-    """
+    """(dtype, how many of them) of one element of type `ctype`; of a struct (uint8, 0)."""
     text, macros = _active(source, {})
     param = _param(f"{ctype} x", _types(text) | _short(macros))
     if param.pointer:
@@ -766,15 +757,7 @@ NVCC_ONLY = {
 
 
 def check_possible(source: str, filename: str):
-    """Refuse device code that no compiler without a linker can compile.
-
-    Args:
-        source: CUDA C without host code.
-        filename: what the message calls it.
-
-    Raises:
-        CompileError: with the line, and what it is.
-    """
+    """Refuse device code that no compiler without a linker can compile, with its line."""
     text = active_text(source, GPU_MACROS)
     for pattern, words in NVCC_ONLY.items():
         if found := re.search(pattern, text):

@@ -128,12 +128,7 @@ _IF_USED = {
 
 
 def _standard(words: set[str], own: set[str]) -> str:
-    """standard.cuh without macros that the caller defines; "" if the caller uses none of them.
-
-    Args:
-        words: of the caller's text.
-        own: names of the caller's macros.
-    """
+    """standard.cuh without the macros in `own`; "" if `words` name nothing of it."""
     text = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
     language, _, library = text.partition("namespace std {")
     if "std" in words:
@@ -144,11 +139,7 @@ def _standard(words: set[str], own: set[str]) -> str:
 
 
 def _only_used(source: str, ours: int) -> str:
-    """The text without headers and macros that its code does not name.
-
-    Args:
-        ours: start of the caller's own text, behind the macros of standard.cuh.
-    """
+    """The text without headers and macros that its code, from `ours` on, does not name."""
     plain = without_comments(INCLUDE.sub("", source))
     for header, word in _IF_USED.items():
         if not re.search(word, plain):
@@ -1283,13 +1274,9 @@ def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
 
 
 def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | None, list]:
-    """Compare arguments with the kernel's parameters, and return what to pack.
+    """(index of the tensors' GPU, values to pack) of a launch where tensors are on `device`.
 
-    Args:
-        device: "cuda" or "cpu", where tensors have to be
-
-    Returns:
-        The index of their GPU (None without tensors, -1 on the CPU) and the values to pack.
+    The index is None without tensors, and -1 on the CPU.
 
     Raises:
         ArgumentError: with the parameter, the argument and what is expected.

@@ -182,11 +182,7 @@ def check_arch(arch: str) -> str:
 
 
 def check_driver(driver: int | None):
-    """Raise BackendError if the driver is too old for this NVRTC's machine code.
-
-    Args:
-        driver: CUDA version as 1000 * major + 10 * minor; None without a driver
-    """
+    """Raise BackendError if a driver (1000 * major + 10 * minor) is too old for this code."""
     if driver is not None and driver // 1000 < library().version[0]:
         raise BackendError(
             f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but {library()} "
@@ -245,17 +241,7 @@ def _flags(source, arch, defines, options) -> list[str]:
 
 
 def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] = ()) -> str:
-    """PTX of a whole program, with a `.loc` for each source line. Nothing is kept in the cache.
-
-    Args:
-        source: CUDA C with everything it needs
-        filename: what error messages call it
-        arch: e.g. "sm_90"
-        options: further options for NVRTC
-
-    Raises:
-        CompileError: with file, line and caret as NVRTC prints them.
-    """
+    """PTX of a whole program, with a `.loc` for each source line. The cache keeps none."""
     flags = _flags(source, arch, {}, (*options, "-lineinfo"))
     return _compile(source, filename, flags, ())[1]
 

@@ -148,12 +148,9 @@ class Memory:
 
 
 def _with_space(size: int, count: int, dynamic: int) -> tuple[Memory, int, int]:
-    """Memory for tensors and dynamic shared memory, and the addresses below and above each tensor.
+    """Memory for `count` tensors of `size` bytes in all and `dynamic` bytes of shared memory.
 
-    Args:
-        size: bytes of all tensors
-        count: tensors
-        dynamic: bytes of dynamic shared memory
+    Returns it, and the addresses that are reserved below and above each tensor.
     """
     share = 1.0
     while True:
@@ -248,11 +245,7 @@ class Range:
 
 
 def _may_hold_addresses(param, tensor) -> bool:
-    """True if elements of a tensor may be addresses: structs, pointers and 64-bit integers.
-
-    Args:
-        param: the parameter that gets it; None for an entry of tensors=
-    """
+    """True if elements may be addresses: structs, pointers and 64-bit integers."""
     if param is not None and param.dtypes is None:
         return True
     return tensor.dtype in (torch.int64, torch.uint64)

@@ -337,11 +337,7 @@ def _ranges(numbers) -> str:
 
 
 def run_fast(program, name: str, shape, arguments: int):
-    """Launch without checks.
-
-    Raises:
-        KernelError: when a fault ends the launch.
-    """
+    """Launch without checks. A fault that ends the launch raises KernelError."""
     fault = launch(program, name, shape, arguments)
     if fault is not None:
         raise error(program, name, [fault_report(program, fault, shape)], checked=False)

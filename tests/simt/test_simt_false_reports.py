@@ -627,22 +627,6 @@ def test_the_fast_mode_has_the_same_active_lanes():
         assert torch.equal(args[0], case.result()), name
 
 
-def test_a_lone_thread_is_the_only_active_one():
-    source = """
-extern "C" __global__ void k(int* out)
-{
-    int seen = 0;
-    for (int i = 0; i < 100; i++) seen += __activemask();
-    out[blockIdx.x] = seen;
-}
-"""
-    for on in (True, False):
-        out = ints(3)
-        with ga.use_backend("simt"), ga.checked(on):
-            ga.compile(source, "k")[3, 1](out)
-        assert out.tolist() == [100] * 3
-
-
 def test_notes_are_in_a_trace():
     case = CASES["equal values in one place"]
     with ga.use_backend("simt"):
@@ -681,13 +665,6 @@ def test_a_copied_struct_is_looked_at_after_its_copy():
         with pytest.raises(ga.errors.KernelError, match="race: thread 1") as caught:
             ga.compile(declaration + source)[1, 32](out, x)
     assert [report.kind for report in caught.value.reports] == ["race"]
-
-
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler")
-def test_one_element_is_said_to_be_one():
-    kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] = 1; }')
-    with ga.use_backend("simt"), pytest.raises(ga.errors.KernelError, match="x has 1 element of"):
-        kernel[1, 2](torch.zeros(1))
 
 
 @pytest.mark.slow
