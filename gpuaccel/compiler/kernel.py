@@ -186,25 +186,56 @@ def whole_program(
     """
     root = kernel_root()
     is_own = filename.startswith("kernels_cu/")
-    parts: list[str] = []
-    included = {"common.cuh"}
+    # Headers of kernels_cu, each behind those that it includes.
+    headers: list[str] = []
+    included = {root / "common.cuh"}
     missing: list[str] = []
 
-    def add_header(name):
-        if name not in included:
-            included.add(name)
-            add(f"kernels_cu/{name}", (root / name).read_text())
+    def find(header, name, folder):
+        """The file that an #include "header" names, or None: then the compiler reports it."""
+        ours = root / header if header == os.path.basename(header) else None
+        if name.startswith("kernels_cu/"):
+            return ours if ours and ours.is_file() else None
+        beside = folder and pathlib.Path(folder, header)
+        if beside and beside.is_file() and beside.resolve().parent != root.resolve():
+            return beside.resolve()
+        if ours and ours.is_file():
+            return ours
+        places = (pathlib.Path(place, header) for place in ("", *folders))
+        return next((place.resolve() for place in places if place.is_file()), None)
 
-    def add(name, text):
-        text = without_own(text, name)
-        for header in _INCLUDE.findall(text):
-            # Else the compiler reports it.
-            if is_ours(header):
-                add_header(header)
-        text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
-        if not name.startswith("kernels_cu/"):
-            text = without_host_headers(text)
-        parts.append(f"{line_directive(1, name)}{text}")
+    def expanded(text, name, folder=None, above=()):
+        """The text with its headers in the place of their #includes; those of kernels_cu above."""
+        if folder is None and os.path.isdir(os.path.dirname(name)):
+            folder = os.path.dirname(os.path.abspath(name))
+        # Comments are blank, all positions stay.
+        plain = without_comments(text, strings=True)
+        for match in _HAS_INCLUDE.finditer(plain):
+            # The compiler must not look for a header whose text is inserted.
+            if find(match[1], name, folder):
+                text = text[: match.start()] + "1".ljust(len(match[0])) + text[match.end() :]
+        pieces = []
+        position = 0
+        for match in _INCLUDE.finditer(plain):
+            path = find(match[1], name, folder)
+            if path is None:
+                continue
+            content = ""
+            header = path.read_text("utf-8", errors="replace")
+            if path.parent == root:
+                if path not in included:
+                    included.add(path)
+                    ours = f"kernels_cu/{path.name}"
+                    headers.append(f"{line_directive(1, ours)}{expanded(header, ours)}")
+            else:
+                if path not in above and not (path in included and _ONCE.search(header)):
+                    included.add(path)
+                    content = expanded(_ONCE.sub("", header), match[1], path.parent, (*above, path))
+                    content = f"{line_directive(1, match[1])}{content}\n"
+                content += line_directive(text.count("\n", 0, match.end()) + 1, name)
+            pieces += [text[position : match.start()], content]
+            position = match.end()
+        return "".join([*pieces, text[position:]])
 
     def without_host_headers(text):
         """Remove #includes of headers that neither compiler has or needs."""
@@ -228,63 +259,20 @@ def whole_program(
             text = text[: match.start()] + instead + text[match.end() :]
         return text
 
-    def is_ours(header):
-        return header == os.path.basename(header) and (root / header).is_file()
-
-    def without_own(text, name, folder=None, above=()):
-        """Replace #includes that name files outside kernels_cu by those files."""
-        if name.startswith("kernels_cu/"):
-            return text
-        if folder is None and os.path.isdir(os.path.dirname(name)):
-            folder = os.path.dirname(os.path.abspath(name))
-        # Comments are blank, all positions stay.
-        without = without_comments(text, strings=True)
-        for match in _HAS_INCLUDE.finditer(without):
-            # The header's text is inserted above: the compiler must not look for its file.
-            if is_ours(match[1]) or own_header(match[1], folder):
-                found = "1".ljust(len(match[0]))
-                text = text[: match.start()] + found + text[match.end() :]
-        pieces = []
-        position = 0
-        for match in _INCLUDE.finditer(without):
-            path = own_header(match[1], folder)
-            if path is None:
-                continue
-            content = ""
-            header = path.read_text("utf-8", errors="replace")
-            if path not in above and not (path in included and _ONCE.search(header)):
-                included.add(path)
-                content = _ONCE.sub("", header)
-                content = without_own(content, match[1], path.parent, (*above, path))
-                content = f"{line_directive(1, match[1])}{content}\n"
-            line = text.count("\n", 0, match.end()) + 1
-            pieces += [text[position : match.start()], content, line_directive(line, name)]
-            position = match.end()
-        return "".join([*pieces, text[position:]])
-
-    def own_header(header, folder):
-        beside = folder and pathlib.Path(folder, header)
-        if beside and beside.is_file() and beside.resolve().parent != root.resolve():
-            return beside.resolve()
-        if is_ours(header):
-            return None
-        places = (pathlib.Path(place, header) for place in ("", *folders))
-        return next((place.resolve() for place in places if place.is_file()), None)
-
-    add(filename, text)
-    headers, theirs = parts[:-1], parts[-1]
-    parts.clear()
+    theirs = expanded(text, filename)
+    theirs = f"{line_directive(1, filename)}{theirs if is_own else without_host_headers(theirs)}"
     common = (root / "common.cuh").read_text()
     tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(without_comments(common)))))
     macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
     words = set(re.findall(r"\w+", " ".join([theirs, *macros.values()])))
     own = {match[1] for match in _DEFINE.finditer(theirs)} | macros.keys()
     standard = "" if is_own else _standard(words, own)
+    parts = []
     if standard:
         parts.append(f"{line_directive(1, 'standard.cuh')}{standard}")
     if is_own or headers or not words.isdisjoint(declared_names(common)):
         parts += [macro for name, macro in macros.items() if name in tested]
-        add("kernels_cu/common.cuh", common)
+        parts.append(f"{line_directive(1, 'kernels_cu/common.cuh')}{common}")
         parts += [macro for name, macro in macros.items() if name not in tested]
     else:
         parts += macros.values()
