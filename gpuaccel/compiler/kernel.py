@@ -543,11 +543,6 @@ class Kernel:
             f"a kernel is launched with its grid and block: {self.name}[grid, block](...)"
         )
 
-    def warn_unset(self):
-        """Warn of constants that this kernel reads and that were never set; once."""
-        names, self.constants = self.constants, ()
-        self.variables.warn_unset(self.name, names)
-
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU is needed.
 
@@ -1117,7 +1112,8 @@ class Launch:
         """
         kernel = self.kernel
         if kernel.constants:
-            kernel.warn_unset()
+            kernel.variables.warn_unset(kernel.name, kernel.constants)
+            kernel.constants = ()
         if backend().name != "cuda":
             return self.on_cpu(args, tensors)
         try:

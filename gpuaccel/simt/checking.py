@@ -610,21 +610,12 @@ class Session:
                 message = f"{who} accesses a shared or local array beyond its end"
                 if tensor:
                     message += f", in {tensor}{row}[...]"
-        elif kind == "local of another thread":
-            message = f"{who} {verb} a local variable of another thread"
-        elif kind == "misaligned":
-            message = (
-                f"{who} {verb} {raw.value} bytes at {place}, which is misaligned: the address must "
-                f"be a multiple of {raw.value} bytes"
-            )
         elif raw.kind == UNSET_LOCAL and raw.region >= 0:
             message = f"{who} writes an uninitialised local variable to {place}"
         elif raw.kind == UNSET_LOCAL:
             tensor = name = _only_name(source, {array.name for array in self.arrays})
             what = f"an element of {name}" if name else "a local variable or array"
             message = f"{who} reads {what}, which it has not set"
-        elif kind == "uninitialised":
-            message = f"{who} reads {place}, which no thread of its block has written"
         elif kind in ("race", "benign race"):
             message = self._race_words(raw, who, place, other_line)
             if kind == "benign race":
@@ -659,12 +650,6 @@ class Session:
                 message += f" (address {raw.address})"
         elif kind == "far":
             message = f"{who} {verb} address {raw.address:#x}, {self._far_words(raw.address)}"
-        elif kind == "division by zero" and raw.value == 0:
-            message = f"{who} divides an integer by zero"
-        elif kind == "division by zero":
-            message = f"{who} divides the smallest integer by -1, which overflows"
-        elif kind == "shift":
-            message = f"{who} shifts by {raw.value} bits, which its type does not have"
         elif kind == "cast":
             (number,) = struct.unpack("d", struct.pack("q", raw.value))
             message = (
@@ -672,7 +657,18 @@ class Session:
                 "a GPU gives another result than the CPU"
             )
         else:
-            message = f"{who} writes {place} through a pointer to const"
+            zero = "an integer by zero"
+            overflows = "the smallest integer by -1, which overflows"
+            words = {
+                "local of another thread": f"{verb} a local variable of another thread",
+                "misaligned": f"{verb} {raw.value} bytes at {place}, which is misaligned: the "
+                f"address must be a multiple of {raw.value} bytes",
+                "uninitialised": f"reads {place}, which no thread of its block has written",
+                "division by zero": f"divides {overflows if raw.value else zero}",
+                "shift": f"shifts by {raw.value} bits, which its type does not have",
+                "const": f"writes {place} through a pointer to const",
+            }
+            message = f"{who} {words[kind]}"
         callers = self.table.callers(raw.pc - 1, raw.caller[: raw.callers], line)
         if callers:
             lines = ", which is called at line ".join(str(number) for number in callers)
