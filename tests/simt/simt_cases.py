@@ -26,11 +26,11 @@ from gpuaccel.compiler.kernel import kernel_root, whole_program
 from gpuaccel.ops.adamw import ADAMW
 from gpuaccel.ops.clip import launches_for, reference_scale
 from gpuaccel.ops.embedding_backward import (
-    _add,
     pack_rounding,
     reference_encoder,
     reference_encoder_backward,
 )
+from gpuaccel.ops.rounding import reference_random_bits, reference_round
 from gpuaccel.ops.token_sort import MAX_TOKENS, reference_segments
 from gpuaccel.ops.update_rule import STEPS, Job, launch_update, list_launches
 from gpuaccel.source import kernel_names, without_comments
@@ -1435,8 +1435,6 @@ TENSORS, SEED = ("weight", "gradient", "m", "v", "vmax", "copy"), 2**52 + 12345
 
 def _updated(c, old, number, amsgrad, stochastic):
     """Weight, gradient, m, v, vmax and copy (or None) after a step: the kernel's steps in numpy."""
-    from gpuaccel.ops.rounding import reference_random_bits, reference_round
-
     w, g, m, v, vmax = (t.float().numpy() for t in old[:5])
     dtype, new = old[0].dtype, [*old]
     if not c[8]:
@@ -1743,7 +1741,11 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
             if len(r):
                 x = dout.float()[np.sort(r)]
                 warps = [functools.reduce(torch.add, x[w::8]) for w in range(min(8, len(r)))]
-                _add(dwte, v, functools.reduce(torch.add, warps), of_ops, 0)
+                value = dwte[v].float() + functools.reduce(torch.add, warps)
+                if of_ops is not None:
+                    bits = reference_random_bits(SEED, 2**31 + 2 * 3, len(counts) * C, 9)
+                    value = reference_round(value, bits.view(-1, C)[v])
+                dwte[v] = value.to(dwte.dtype)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
 
