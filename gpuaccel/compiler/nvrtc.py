@@ -202,8 +202,8 @@ def compile_cubin(
     """(cubin, ptxas report, symbols) of a whole program for one architecture, or from the cache.
 
     Args:
-        source: CUDA C with everything it needs, so that the cache key covers it. With options that
-            find headers, as -I, nothing is kept.
+        source: CUDA C with everything it needs, so that the cache key covers it. Where options bring
+            headers, as -I does for an #include, nothing is kept.
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
@@ -222,9 +222,13 @@ def compile_cubin(
         _show_warnings(log, filename)
         return json.dumps([log, symbols]).encode() + b"\n" + cubin
 
-    # Headers that the options find are not in the key.
-    finds_headers = re.search(r"(?:^| )-(?:I|-?(?:pre-)?include)", " ".join(options))
-    return _load(make()) if finds_headers else from_cache("cubin", key, make, _load)
+    # Headers that the options bring are not in the key.
+    is_brought = re.search(r"(?:^| )--?(?:pre-)?include(?:[= ]|$)", " ".join(options))
+    is_found = chosen_folders(options) and _INCLUDE.search(source)
+    return _load(make()) if is_brought or is_found else from_cache("cubin", key, make, _load)
+
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M)
 
 
 def _flags(source, arch, defines, options) -> list[str]:
@@ -232,7 +236,7 @@ def _flags(source, arch, defines, options) -> list[str]:
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
-    if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
+    if _INCLUDE.search(source):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
             folders = (*folders, curand)
