@@ -179,11 +179,7 @@ def find_compiler() -> tuple[Compiler | None, str]:
 # An error is not cached: a compiler can be installed while a notebook runs.
 @functools.cache
 def _ask_compiler(command: tuple[str, ...]) -> Compiler:
-    """The compiler behind a command.
-
-    Raises:
-        LookupError: if the command does not answer.
-    """
+    """The compiler behind a command, or LookupError if it does not answer."""
     try:
         answer = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, timeout=300
@@ -285,26 +281,17 @@ def backend() -> Choice:
 
 
 class ProcessSwitch:
-    """Sets a value of the whole process: by a call, for a `with` block, or while a function runs.
+    """Sets a value of the whole process: a call for good, a `with` block until its end.
 
-    * A plain call sets the value, and it stays.
-    * A `with` block restores the previous value at its end. Blocks may be nested and repeated.
-    * A decorated function runs with the value, and its end restores the previous one. Decorating
-      itself changes nothing.
-
-    A subclass says where the value lives, with `_get` and `_set`.
+    As with torch.set_grad_enabled, the end of the block restores what held before the call. A
+    subclass says where the value lives, with `_get` and `_set`.
 
     Args:
         value: what _set() sets.
     """
 
     def __init__(self, value):
-        self._value = value
-        # What the blocks entered so far restore, the innermost last. The constructor cannot know
-        # whether it is a plain call, so its own switch becomes that of the first block, if nothing
-        # else has been set until then.
-        self._previous = [self._get()]
-        self._is_plain_call = True
+        self._previous = self._get()
         self._set(value)
 
     @staticmethod
@@ -316,44 +303,16 @@ class ProcessSwitch:
         raise NotImplementedError
 
     def __enter__(self):
-        if not (self._is_plain_call and self._get() is self._value):
-            self._previous.append(self._get())
-        self._is_plain_call = False
-        self._set(self._value)
         return self
 
     def __exit__(self, *error):
-        self._set(self._previous.pop())
-
-    def __call__(self, function):
-        """Decorate a function, so that it runs with the value.
-
-        Args:
-            function: any function.
-
-        Returns:
-            The function, which sets the value and restores the previous one.
-        """
-        if self._is_plain_call and self._get() is self._value:
-            self._set(self._previous.pop())
-        self._is_plain_call = False
-
-        @functools.wraps(function)
-        def switched(*args, **kwargs):
-            previous = self._get()
-            self._set(self._value)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._set(previous)
-
-        return switched
+        self._set(self._previous)
 
 
 class use_backend(ProcessSwitch):
-    """Switch the backend of the whole process: by a call, for a block, or while a function runs.
+    """Switch the backend of the whole process: by a call, or for a `with` block.
 
-    A block and a decorated function restore the previous backend at their end.
+    The end of the block restores the previous backend.
 
     Args:
         name: "auto", "cuda", "simt" or "torch".
@@ -367,8 +326,6 @@ class use_backend(ProcessSwitch):
         >>> with ga.use_backend("torch"):  # for this block; a plain call switches for good
         ...     print(ga.backend().name, ga.default_device())
         torch cpu
-        >>> @ga.use_backend("torch")  # while the function runs
-        ... def check(kernel): ...
     """
 
     def __init__(self, name: Backend, policy: GpuPolicy | None = None):
@@ -385,7 +342,6 @@ class use_backend(ProcessSwitch):
         _current = choice
 
     def __enter__(self) -> Choice:
-        super().__enter__()
         return self.choice
 
     def __repr__(self):
@@ -554,8 +510,6 @@ def cublas_workspace():
 
     torch reads the variable once per process, at its first matrix product on a GPU, and keeps the
     answer. Where CUDA is initialised, the block therefore begins with one product of two numbers.
-    A UserWarning tells if torch already ran a product without the variable: then each product in
-    deterministic mode raises RuntimeError.
     """
     before = os.environ.get(CUBLAS_VARIABLE)
     if before in CUBLAS_DETERMINISTIC:
@@ -563,14 +517,7 @@ def cublas_workspace():
         return
     os.environ[CUBLAS_VARIABLE] = CUBLAS_DETERMINISTIC[0]
     try:
-        if not _torch_reads_cublas_variable():
-            warnings.warn(
-                f"torch multiplied matrices on the GPU before {CUBLAS_VARIABLE} was set, and "
-                "raises RuntimeError at each product in ga.deterministic(): enter "
-                "ga.deterministic() before the first product, or start Python with "
-                f"{CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]}",
-                stacklevel=5,
-            )
+        _let_torch_read_cublas_variable()
         yield
     finally:
         if before is None:
@@ -579,34 +526,23 @@ def cublas_workspace():
             os.environ[CUBLAS_VARIABLE] = before
 
 
-_cublas_settled = False
+_torch_has_read_it = False
 
 
-def _torch_reads_cublas_variable() -> bool:
-    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False if it is too late.
-
-    The second call in a process, and one that cannot multiply now, return True.
-    """
-    global _cublas_settled
+def _let_torch_read_cublas_variable():
+    global _torch_has_read_it
     import torch
 
-    if _cublas_settled or not torch.cuda.is_initialized():
-        return True
-    if torch.cuda.is_current_stream_capturing():
-        return True
+    is_ready = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    if _torch_has_read_it or not is_ready:
+        return
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    x = torch.zeros(1, 1, device="cuda")
+    # Without the deterministic mode: where torch has read another value, it would refuse this one.
+    torch.use_deterministic_algorithms(False)
     try:
-        # First without the deterministic mode: an error here has another cause, and is passed on.
-        torch.use_deterministic_algorithms(False)
+        x = torch.zeros(1, 1, device="cuda")
         torch.mm(x, x)
-        _cublas_settled = True
-        torch.use_deterministic_algorithms(True)
-        try:
-            torch.mm(x, x)
-        except RuntimeError:
-            return False
-        return True
+        _torch_has_read_it = True
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -439,11 +439,7 @@ _NO_TYPE = re.compile(
 
 @functools.lru_cache(maxsize=8)
 def device_variables(source: str) -> tuple[Variable, ...]:
-    """The variables in device memory of CUDA C that kernels and a host can set, in order.
-
-    Args:
-        source: CUDA C without host code.
-    """
+    """The variables in device memory that kernels and a host can set, in order."""
     if not re.search(r"\b__(?:device|constant|managed)__\b[^;(){}]*[;=\[]", source):
         return ()
     try:
@@ -475,12 +471,7 @@ def device_variables(source: str) -> tuple[Variable, ...]:
 
 
 def needed_constants(source: str, kernel: str) -> tuple[str, ...]:
-    """Names of the `__constant__` variables without a value that a kernel reads.
-
-    Args:
-        source: CUDA C without host code.
-        kernel: its own name.
-    """
+    """Names of the `__constant__` variables without a value that a kernel reads."""
     constants = [v for v in device_variables(source) if v.is_constant and not v.has_value]
     if not constants:
         return ()

@@ -29,7 +29,6 @@ SCALARS = {
     "short": ("h", (torch.int16,)),
     "unsigned short": ("H", (torch.uint16, torch.int16)),
     "int": ("i", (torch.int32,)),
-    "unsigned int": ("I", (torch.uint32, torch.int32)),
     "unsigned": ("I", (torch.uint32, torch.int32)),
     "long long": ("q", (torch.int64,)),
     "unsigned long long": ("Q", (torch.uint64, torch.int64)),
@@ -472,11 +471,7 @@ def namespaces(text: str, position: int) -> list[str]:
 
 
 def definition(source: str, name: str) -> tuple[int, int]:
-    """(start, end) of the definition of kernel `name` in a text, from its `extern "C"` on.
-
-    Raises:
-        CompileError: where there is no such kernel.
-    """
+    """(start, end) of the definition of kernel `name`, from its `extern "C"` on."""
     text = active_text(source)
     for declaration in _declarations(text):
         if declaration.name == name and declaration.template is None and declaration.has_body:
@@ -651,14 +646,6 @@ SYNONYMS = {
     "cudaSurfaceObject_t": "unsigned long long",
     "CUtexObject": "unsigned long long",
     "CUsurfObject": "unsigned long long",
-    "long long int": "long long",
-    "long int": "long long",
-    "short int": "short",
-    "signed": "int",
-    "signed int": "int",
-    "unsigned short int": "unsigned short",
-    "unsigned long int": "unsigned long long",
-    "unsigned long long int": "unsigned long long",
 }
 
 
@@ -712,8 +699,9 @@ def _param(declared, macros):
     ctype = " ".join(word for word in words if word != "*") + "*" * stars
     base = " ".join(word for word in words if word not in ("*", "const", "struct", "enum"))
     if base and set(base.split()) <= {*_INTEGERS, "signed"}:
-        # `long unsigned int` is `unsigned long int`; only for a char does `signed` mean anything.
-        parts = [word for word in base.split() if word != "signed" or "char" in base]
+        # `long unsigned int` is `unsigned long`; only for a char does `signed` mean anything.
+        parts = [word for word in base.split() if word != "int"]
+        parts = [word for word in parts if word != "signed" or "char" in base]
         base = " ".join(sorted(parts, key=("signed", *_INTEGERS).index)) or "int"
     base = SYNONYMS.get(base, base)
     vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
@@ -738,12 +726,7 @@ def _param(declared, macros):
 
 
 def element_type(source: str, ctype: str) -> tuple[torch.dtype, int]:
-    """(dtype, how many of them) of one element of a variable; bytes of a struct: (uint8, 0).
-
-    Args:
-        source: CUDA C in which the variable is declared.
-        ctype: as its declaration says it: "float", "float3", "Sphere".
-    """
+    """(dtype, how many of them) of one element of type `ctype`; of a struct (uint8, 0)."""
     text, macros = _active(source, {})
     param = _param(f"{ctype} x", _types(text) | _short(macros))
     if param.pointer:
@@ -774,15 +757,7 @@ NVCC_ONLY = {
 
 
 def check_possible(source: str, filename: str):
-    """Refuse device code that no compiler without a linker can compile.
-
-    Args:
-        source: CUDA C without host code.
-        filename: what the message calls it.
-
-    Raises:
-        CompileError: with the line, and what it is.
-    """
+    """Refuse device code that no compiler without a linker can compile, with its line."""
     text = active_text(source, GPU_MACROS)
     for pattern, words in NVCC_ONLY.items():
         if found := re.search(pattern, text):

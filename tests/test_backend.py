@@ -27,7 +27,6 @@ from gpuaccel.backends import (
 )
 from gpuaccel.errors import BackendError, GpuaccelError
 from gpuaccel.files import from_cache, read_entry, write_entry
-from gpuaccel.simt import is_checked
 
 module = importlib.import_module("gpuaccel.backends")
 THERE, NOT = (
@@ -128,54 +127,6 @@ def test_use_backend_as_a_function_stays_and_as_a_block_goes_back():
         module._current = first
 
 
-@pytest.mark.parametrize("switch", [lambda: use_backend("torch", "off"), lambda: ga.checked(False)])
-def test_a_decorator_changes_nothing_until_the_function_runs(switch):
-    """Also where the function recurses, raises, or was decorated while another switch held."""
-
-    def state():
-        return backend(), is_checked(True)
-
-    with use_backend("auto"), ga.checked(True):
-        before = state()
-
-        @switch()
-        def decorated(depth=0):
-            """Its docstring."""
-            if depth:
-                decorated(depth - 1)
-            inside.append(state())
-            return 1 / depth
-
-        assert state() == before, "decorating is no call"
-        inside = []
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                decorated(1)
-            assert state() == before
-        with switch():
-            held = state()
-        assert inside == [held] * 2 and held != before
-        assert (decorated.__name__, decorated.__doc__) == ("decorated", "Its docstring.")
-    with use_backend("torch"), ga.checked(None):
-        other = state()
-        with pytest.raises(ZeroDivisionError):
-            decorated()
-        assert state() == other, "the previous state is that of the call, not of the decoration"
-
-
-def test_a_switch_entered_later_goes_back_to_what_held_then():
-    with use_backend("auto"):
-        kept = use_backend("torch")
-        later = use_backend("torch", policy="off").choice
-        for _ in range(2):
-            with kept as choice:
-                assert backend() is choice
-                with kept:
-                    assert backend() is choice
-                assert backend() is choice
-            assert backend() is later
-
-
 def test_a_backend_that_cannot_run_changes_nothing(monkeypatch):
     monkeypatch.setattr(module, "find_gpu", lambda: NOT)
     before = backend()
@@ -212,20 +163,6 @@ def test_environment_is_read_at_the_first_use(monkeypatch):
     monkeypatch.setenv("GPUACCEL_GPU", "")  # set but empty is as good as unset
     monkeypatch.setenv("GPUACCEL_BACKEND", "")
     assert (backend().policy, backend().requested) == ("auto", "auto")
-
-
-def test_environment_of_a_fresh_process():
-    code = "from gpuaccel.backends import backend; print(backend())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "GPUACCEL_GPU": "off"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.stdout.strip() == "backend torch on CPU: the GPU policy is off (GPUACCEL_GPU=off)", (
-        run.stderr
-    )
 
 
 @pytest.mark.skipif(
@@ -337,43 +274,17 @@ def test_deterministic_sets_the_cublas_workspace_for_its_block_only(monkeypatch,
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == value
 
 
-@pytest.mark.parametrize("too_late", [False, True])
-def test_deterministic_warns_once_where_the_cublas_variable_is_too_late(monkeypatch, too_late):
-    """A stand-in for torch on a GPU, which refuses products where it has read another value."""
-
-    def mm(a, b):
-        if torch.are_deterministic_algorithms_enabled() and too_late:
-            raise RuntimeError
-
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(module, "_cublas_settled", False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
-    monkeypatch.setattr(torch, "mm", mm)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            with ga.deterministic():
-                assert torch.are_deterministic_algorithms_enabled()
-            assert not torch.are_deterministic_algorithms_enabled()
-    assert [w.filename for w in caught] == [__file__] * too_late
-    assert all("before CUBLAS_WORKSPACE_CONFIG was set" in str(w.message) for w in caught)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 def test_gpu_deterministic_before_and_after_the_first_product(early):
-    """Where torch reads the variable once (2.13), deterministic() warns after the first product."""
+    """Where torch reads the variable once (2.13), it refuses products if the first came before."""
     code = f"""
-import warnings, torch, gpuaccel as ga
+import torch, gpuaccel as ga
 x = torch.ones(8, 8, device="cuda")
 if {early}:
     x @ x
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    with ga.deterministic():
-        pass
+with ga.deterministic():
+    pass
 x.sum().item()
 refused = False
 try:
@@ -382,7 +293,7 @@ try:
         x @ x
 except RuntimeError:
     refused = True
-print(refused, ["before CUBLAS_WORKSPACE_CONFIG was set" in str(w.message) for w in caught])
+print(refused)
 """
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -391,7 +302,7 @@ print(refused, ["before CUBLAS_WORKSPACE_CONFIG was set" in str(w.message) for w
         text=True,
         timeout=600,
     )
-    expected = ["False []\n"] + ["True [True]\n"] * early
+    expected = ["False\n"] + ["True\n"] * early
     assert run.stdout in expected, run.stdout + run.stderr
 
 

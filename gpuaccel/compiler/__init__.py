@@ -20,7 +20,6 @@ from .kernel import (
     replaced_words,
     replacements,
     usable,
-    zero_,
 )
 
 __all__ = [
@@ -41,5 +40,4 @@ __all__ = [
     "replaced_words",
     "replacements",
     "usable",
-    "zero_",
 ]

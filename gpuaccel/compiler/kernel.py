@@ -37,7 +37,7 @@ from typing import Any, overload
 import torch
 
 from .. import simt
-from ..backends import backend, find_compiler, find_driver
+from ..backends import backend, find_driver
 from ..errors import ArgumentError, BackendError, CompileError, CompileWarning, suggestion
 from ..host_code import LeftOut, declared_names, device_code, needed_constants
 from ..source import (
@@ -94,7 +94,6 @@ def kernel_files() -> list[pathlib.Path]:
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*', re.M)
-_MACRO_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]+([A-Za-z_]\w*)", re.M)
 _HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
@@ -129,12 +128,7 @@ _IF_USED = {
 
 
 def _standard(words: set[str], own: set[str]) -> str:
-    """standard.cuh without macros that the caller defines; "" if the caller uses none of them.
-
-    Args:
-        words: of the caller's text.
-        own: names of the caller's macros.
-    """
+    """standard.cuh without the macros in `own`; "" if `words` name nothing of it."""
     text = (pathlib.Path(__file__).parent / "standard.cuh").read_text()
     language, _, library = text.partition("namespace std {")
     if "std" in words:
@@ -145,11 +139,7 @@ def _standard(words: set[str], own: set[str]) -> str:
 
 
 def _only_used(source: str, ours: int) -> str:
-    """The text without headers and macros that its code does not name.
-
-    Args:
-        ours: start of the caller's own text, behind the macros of standard.cuh.
-    """
+    """The text without headers and macros that its code, from `ours` on, does not name."""
     plain = without_comments(INCLUDE.sub("", source))
     for header, word in _IF_USED.items():
         if not re.search(word, plain):
@@ -193,31 +183,59 @@ def whole_program(
         filename: the text's name in messages; if it is a path, headers are searched beside it
         defines: macros
         folders: searched last for headers
-
-    Raises:
-        CompileError: for an #include of a macro.
     """
     root = kernel_root()
     is_own = filename.startswith("kernels_cu/")
-    parts: list[str] = []
-    included = {"common.cuh"}
+    # Headers of kernels_cu, each behind those that it includes.
+    headers: list[str] = []
+    included = {root / "common.cuh"}
     missing: list[str] = []
 
-    def add_header(name):
-        if name not in included:
-            included.add(name)
-            add(f"kernels_cu/{name}", (root / name).read_text())
+    def find(header, name, folder):
+        """The file that an #include "header" names, or None: then the compiler reports it."""
+        ours = root / header if header == os.path.basename(header) else None
+        if name.startswith("kernels_cu/"):
+            return ours if ours and ours.is_file() else None
+        beside = folder and pathlib.Path(folder, header)
+        if beside and beside.is_file() and beside.resolve().parent != root.resolve():
+            return beside.resolve()
+        if ours and ours.is_file():
+            return ours
+        places = (pathlib.Path(place, header) for place in ("", *folders))
+        return next((place.resolve() for place in places if place.is_file()), None)
 
-    def add(name, text):
-        text = without_own(text, name)
-        for header in _INCLUDE.findall(text):
-            # Else the compiler reports it.
-            if is_ours(header):
-                add_header(header)
-        text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
-        if not name.startswith("kernels_cu/"):
-            text = without_host_headers(text)
-        parts.append(f"{line_directive(1, name)}{text}")
+    def expanded(text, name, folder=None, above=()):
+        """The text with its headers in the place of their #includes; those of kernels_cu above."""
+        if folder is None and os.path.isdir(os.path.dirname(name)):
+            folder = os.path.dirname(os.path.abspath(name))
+        # Comments are blank, all positions stay.
+        plain = without_comments(text, strings=True)
+        for match in _HAS_INCLUDE.finditer(plain):
+            # The compiler must not look for a header whose text is inserted.
+            if find(match[1], name, folder):
+                text = text[: match.start()] + "1".ljust(len(match[0])) + text[match.end() :]
+        pieces = []
+        position = 0
+        for match in _INCLUDE.finditer(plain):
+            path = find(match[1], name, folder)
+            if path is None:
+                continue
+            content = ""
+            header = path.read_text("utf-8", errors="replace")
+            if path.parent == root:
+                if path not in included:
+                    included.add(path)
+                    ours = f"kernels_cu/{path.name}"
+                    headers.append(f"{line_directive(1, ours)}{expanded(header, ours)}")
+            else:
+                if path not in above and not (path in included and _ONCE.search(header)):
+                    included.add(path)
+                    content = expanded(_ONCE.sub("", header), match[1], path.parent, (*above, path))
+                    content = f"{line_directive(1, match[1])}{content}\n"
+                content += line_directive(text.count("\n", 0, match.end()) + 1, name)
+            pieces += [text[position : match.start()], content]
+            position = match.end()
+        return "".join([*pieces, text[position:]])
 
     def without_host_headers(text):
         """Remove #includes of headers that neither compiler has or needs."""
@@ -241,71 +259,20 @@ def whole_program(
             text = text[: match.start()] + instead + text[match.end() :]
         return text
 
-    def is_ours(header):
-        return header == os.path.basename(header) and (root / header).is_file()
-
-    def without_own(text, name, folder=None, above=()):
-        """Replace #includes that name files outside kernels_cu by those files."""
-        if name.startswith("kernels_cu/"):
-            return text
-        if folder is None and os.path.isdir(os.path.dirname(name)):
-            folder = os.path.dirname(os.path.abspath(name))
-        # Comments are blank, all positions stay.
-        without = without_comments(text, strings=True)
-        for match in _MACRO_INCLUDE.finditer(without):
-            # Else an #if leaves it out.
-            if active_text(f"{text[: match.start()]}x", defines).endswith("x"):
-                line = text.count("\n", 0, match.start()) + 1
-                raise CompileError(
-                    f"{name}({line}): #include {match[1]} names its header by a macro; write the "
-                    f'name itself, as in #include "x.h"'
-                )
-        for match in _HAS_INCLUDE.finditer(without):
-            # The header's text is inserted above: the compiler must not look for its file.
-            if is_ours(match[1]) or own_header(match[1], folder):
-                found = "1".ljust(len(match[0]))
-                text = text[: match.start()] + found + text[match.end() :]
-        pieces = []
-        position = 0
-        for match in _INCLUDE.finditer(without):
-            path = own_header(match[1], folder)
-            if path is None:
-                continue
-            content = ""
-            header = path.read_text("utf-8", errors="replace")
-            if path not in above and not (path in included and _ONCE.search(header)):
-                included.add(path)
-                content = _ONCE.sub("", header)
-                content = without_own(content, match[1], path.parent, (*above, path))
-                content = f"{line_directive(1, match[1])}{content}\n"
-            line = text.count("\n", 0, match.end()) + 1
-            pieces += [text[position : match.start()], content, line_directive(line, name)]
-            position = match.end()
-        return "".join([*pieces, text[position:]])
-
-    def own_header(header, folder):
-        beside = folder and pathlib.Path(folder, header)
-        if beside and beside.is_file() and beside.resolve().parent != root.resolve():
-            return beside.resolve()
-        if is_ours(header):
-            return None
-        places = (pathlib.Path(place, header) for place in ("", *folders))
-        return next((place.resolve() for place in places if place.is_file()), None)
-
-    add(filename, text)
-    headers, theirs = parts[:-1], parts[-1]
-    parts.clear()
+    theirs = expanded(text, filename)
+    theirs = f"{line_directive(1, filename)}{theirs if is_own else without_host_headers(theirs)}"
     common = (root / "common.cuh").read_text()
     tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(without_comments(common)))))
     macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
     words = set(re.findall(r"\w+", " ".join([theirs, *macros.values()])))
     own = {match[1] for match in _DEFINE.finditer(theirs)} | macros.keys()
     standard = "" if is_own else _standard(words, own)
+    parts = []
     if standard:
         parts.append(f"{line_directive(1, 'standard.cuh')}{standard}")
     if is_own or headers or not words.isdisjoint(declared_names(common)):
         parts += [macro for name, macro in macros.items() if name in tested]
-        add("kernels_cu/common.cuh", common)
+        parts.append(f"{line_directive(1, 'kernels_cu/common.cuh')}{common}")
         parts += [macro for name, macro in macros.items() if name not in tested]
     else:
         parts += macros.values()
@@ -491,9 +458,8 @@ class Kernel:
         if not self.name.isidentifier():
             instance = template_expression(self.source, self.name, self.defines)
             self.expressions[self.name] = instance
-        # What check_arguments needs of each parameter, in one tuple.
-        self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
-        self.usual_values = usual_values(tuple(self.plan), "cuda")
+        self.plan = tuple((p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params)
+        self.usual_values = usual_values(self.plan, "cuda")
         self._ready = self._texts.setdefault(text, {})
         self.variables = Variables(self)
         # Constants without a value that the kernel reads; warned of at its first launch.
@@ -577,11 +543,6 @@ class Kernel:
             f"a kernel is launched with its grid and block: {self.name}[grid, block](...)"
         )
 
-    def warn_unset(self):
-        """Warn of constants that this kernel reads and that were never set; once."""
-        names, self.constants = self.constants, ()
-        self.variables.warn_unset(self.name, names)
-
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU is needed.
 
@@ -643,16 +604,17 @@ class Kernel:
         return CompileError("\n".join([*lines, str(error)]), error.log) if lines else error
 
     def compile(self):
-        """Compile for this GPU, or for the CPU where the backend is not cuda.
-
-        Without a GPU and without a C++ compiler it compiles for sm_90.
+        """Compile for this GPU, or for sm_90 without a GPU.
 
         Raises:
             CompileError: with the compiler's messages.
         """
-        if backend().name == "cuda" or find_compiler()[0] is None:
+        try:
             self.resources()
-        else:
+        except CompileError as error:
+            # Without CUDA's headers the CPU's compiler decides: it does not need them.
+            if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
+                raise
             self.loaded_on_cpu()
 
     def _target(self, arch: str) -> str:
@@ -783,7 +745,7 @@ class Module:
             if name.isidentifier():
                 # An instance of a template is compiled by itself.
                 self.variables = kernel.variables = self.variables or kernel.variables
-            _compile_now(kernel)
+            kernel.compile()
             self._kernels[name] = kernel
         return self._kernels[name]
 
@@ -904,21 +866,6 @@ def compile(
     return module[name] if name else module
 
 
-def _compile_now(kernel: Kernel):
-    """Compile a kernel for this GPU, or for sm_90 without a GPU.
-
-    Raises:
-        CompileError: with the compiler's messages.
-    """
-    try:
-        kernel.resources()
-    except CompileError as error:
-        # Without CUDA's headers the CPU's compiler decides: it does not need them.
-        if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
-            raise
-        kernel.loaded_on_cpu()
-
-
 def _dims(kernel, what, value, limits):
     """Three numbers for a grid or block; ArgumentError for an invalid one."""
     dims = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
@@ -938,37 +885,6 @@ def _dims(kernel, what, value, limits):
             f"{kernel.name}: block is {value!r}, {threads} threads; {reason} {kernel.bound} at most"
         )
     return dims
-
-
-def zero_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a contiguous tensor with zeros and return it.
-
-    On a GPU this is one device memset on the current stream.
-
-    Args:
-        tensor: contiguous, any dtype and device.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        BackendError: where the driver refuses the memset.
-    """
-    is_on_gpu = tensor.is_cuda and backend().name == "cuda"
-    if not (is_on_gpu and tensor.is_contiguous() and tensor.numel()):
-        return tensor.zero_()
-    from cuda.bindings import driver
-
-    size = tensor.numel() * tensor.element_size()
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    with torch.cuda.device(tensor.device):
-        (status,) = driver.cuMemsetD8Async(tensor.data_ptr(), 0, size, stream)
-        if status == INVALID_CONTEXT:
-            _enter(tensor.device.index)
-            (status,) = driver.cuMemsetD8Async(tensor.data_ptr(), 0, size, stream)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"memset of {tensor.numel()} elements failed: {status.name}")
-    return tensor
 
 
 # Bytes that the address of a struct by value is a multiple of: enough for a float4 and for what
@@ -1196,7 +1112,8 @@ class Launch:
         """
         kernel = self.kernel
         if kernel.constants:
-            kernel.warn_unset()
+            kernel.variables.warn_unset(kernel.name, kernel.constants)
+            kernel.constants = ()
         if backend().name != "cuda":
             return self.on_cpu(args, tensors)
         try:
@@ -1341,21 +1258,14 @@ def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
 
 
 def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | None, list]:
-    """Compare arguments with the kernel's parameters, and return what to pack.
+    """(index of the tensors' GPU, values to pack) of a launch where tensors are on `device`.
 
-    Args:
-        device: "cuda" or "cpu", where tensors have to be
-
-    Returns:
-        The index of their GPU (None without tensors, -1 on the CPU) and the values to pack.
+    The index is None without tensors, and -1 on the CPU.
 
     Raises:
         ArgumentError: with the parameter, the argument and what is expected.
     """
     params = kernel.params
-    gpu = device == "cuda"
-    index = None
-    values = []
     if len(args) != len(params):
         missing = params[len(args) :]
         if len(args) > len(params) or any(param.default is None for param in missing):
@@ -1364,70 +1274,44 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | N
                 f"got {len(args)}"
             )
         args = (*args, *(param.default for param in missing))
-    # Every launch on the CPU runs this loop, so usual arguments take a fast path.
-    for arg, (pointer, dtypes, align, number_types) in zip(args, kernel.plan):
-        if pointer:
-            if (
-                isinstance(arg, _TENSOR)
-                and (dtypes is None or arg.dtype in dtypes)
-                and arg.layout is _STRIDED
-                and arg.is_contiguous()
-            ):
-                its_index = arg.get_device()
-                address = arg.data_ptr()
-                if (
-                    (its_index >= 0 if gpu else arg.is_cpu)
-                    and (index is None or its_index == index)
-                    and not address % align
-                    and (address or not arg.numel())
-                ):
-                    index = its_index
-                    values.append(address)
-                    continue
-        elif type(arg) in number_types:
-            values.append(arg)
-            continue
-        values.append(_unusual_value(kernel, params[len(values)], arg, index, gpu))
+    index = None
+    values = []
+    for param, arg in zip(params, args):
+        if not param.pointer:
+            problem = _value_problem(param, arg)
+            values.append(bytes(arg) if isinstance(arg, ctypes.Structure) else arg)
+        elif arg is None:
+            problem = None
+            values.append(0)
+        else:
+            problem = _pointer_problem(param, arg, index, device == "cuda")
+            if not problem:
+                index = arg.get_device()
+                values.append(arg.data_ptr())
+        if problem:
+            raise ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
     return index, values
 
 
-_TENSOR = torch.Tensor
-_STRIDED = torch.strided
-
-
-def _unusual_value(kernel, param, arg, index, gpu):
-    """The value to pack for an argument that the fast path does not take.
-
-    Raises:
-        ArgumentError: it says what is wrong with it.
-    """
-
-    def error(problem):
-        return ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
-
-    if param.pointer:
-        if arg is None:
-            return 0
-        raise error(_pointer_problem(param, arg, index, gpu))
+def _value_problem(param, arg) -> str | None:
     if isinstance(arg, torch.Tensor):
-        raise error(
+        return (
             f"is passed by value and expects a number, got a tensor of shape {tuple(arg.shape)}: "
             "pass a Python number, or make the parameter a pointer"
         )
     if param.code is None:
-        if isinstance(arg, ctypes.Structure):
-            return bytes(arg)
-        if not isinstance(arg, (bytes, bytearray)):
-            raise error(f"is a struct by value and expects bytes, got {type(arg).__name__}")
-    elif param.code in "efd":
-        if not isinstance(arg, numbers.Real):
-            raise error(f"expects a number, got {arg!r}")
-    elif not isinstance(arg, numbers.Integral):
-        raise error(f"expects a whole number, got {arg!r}")
-    return arg
+        is_right = isinstance(arg, (bytes, bytearray, ctypes.Structure))
+        return (
+            None
+            if is_right
+            else f"is a struct by value and expects bytes, got {type(arg).__name__}"
+        )
+    if param.code in "efd":
+        return None if isinstance(arg, numbers.Real) else f"expects a number, got {arg!r}"
+    return None if isinstance(arg, numbers.Integral) else f"expects a whole number, got {arg!r}"
 
 
-def _pointer_problem(param, arg, index, gpu) -> str:
+def _pointer_problem(param, arg, index, gpu) -> str | None:
     if not isinstance(arg, torch.Tensor):
         return f"expects a torch tensor, got {type(arg).__name__}"
     if arg.layout != torch.strided:
@@ -1443,9 +1327,8 @@ def _pointer_problem(param, arg, index, gpu) -> str:
         return f"expects a tensor on the CPU ({backend()}), got one on {arg.device}"
     if index is not None and arg.get_device() != index:
         return f"is on {arg.device}, the tensors before it on cuda:{index}"
-    if not arg.data_ptr():
+    if not arg.data_ptr() and arg.numel():
         return f"expects a tensor with memory, got {arg.numel():,} elements in a storage of 0 bytes"
-    return (
-        f"expects an address that is a multiple of {param.align} bytes, "
-        f"got one {arg.data_ptr() % param.align} off"
-    )
+    if beyond := arg.data_ptr() % param.align:
+        return f"expects an address that is a multiple of {param.align} bytes, got one {beyond} off"
+    return None

@@ -182,11 +182,7 @@ def check_arch(arch: str) -> str:
 
 
 def check_driver(driver: int | None):
-    """Raise BackendError if the driver is too old for this NVRTC's machine code.
-
-    Args:
-        driver: CUDA version as 1000 * major + 10 * minor; None without a driver
-    """
+    """Raise BackendError if a driver (1000 * major + 10 * minor) is too old for this code."""
     if driver is not None and driver // 1000 < library().version[0]:
         raise BackendError(
             f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but {library()} "
@@ -206,8 +202,8 @@ def compile_cubin(
     """(cubin, ptxas report, symbols) of a whole program for one architecture, or from the cache.
 
     Args:
-        source: CUDA C with everything it needs, so that the cache key covers it; the key covers
-            headers that -I finds, too, and with --pre-include nothing is kept
+        source: CUDA C with everything it needs, so that the cache key covers it. Where options bring
+            headers, as -I does for an #include, nothing is kept.
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
@@ -218,8 +214,7 @@ def compile_cubin(
         CompileError: with file, line and caret as NVRTC prints them.
     """
     flags = _flags(source, arch, defines or {}, options)
-    headers = _headers(source, options)
-    facts = json.dumps([source, filename, flags, library().version, headers, expressions])
+    facts = json.dumps([source, filename, flags, library().version, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
 
     def make():
@@ -227,7 +222,13 @@ def compile_cubin(
         _show_warnings(log, filename)
         return json.dumps([log, symbols]).encode() + b"\n" + cubin
 
-    return _load(make()) if headers is None else from_cache("cubin", key, make, _load)
+    # Headers that the options bring are not in the key.
+    is_brought = re.search(r"(?:^| )--?(?:pre-)?include(?:[= ]|$)", " ".join(options))
+    is_found = chosen_folders(options) and _INCLUDE.search(source)
+    return _load(make()) if is_brought or is_found else from_cache("cubin", key, make, _load)
+
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M)
 
 
 def _flags(source, arch, defines, options) -> list[str]:
@@ -235,7 +236,7 @@ def _flags(source, arch, defines, options) -> list[str]:
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
-    if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
+    if _INCLUDE.search(source):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
             folders = (*folders, curand)
@@ -244,17 +245,7 @@ def _flags(source, arch, defines, options) -> list[str]:
 
 
 def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] = ()) -> str:
-    """PTX of a whole program, with a `.loc` for each source line. Nothing is kept in the cache.
-
-    Args:
-        source: CUDA C with everything it needs
-        filename: what error messages call it
-        arch: e.g. "sm_90"
-        options: further options for NVRTC
-
-    Raises:
-        CompileError: with file, line and caret as NVRTC prints them.
-    """
+    """PTX of a whole program, with a `.loc` for each source line. The cache keeps none."""
     flags = _flags(source, arch, {}, (*options, "-lineinfo"))
     return _compile(source, filename, flags, ())[1]
 
@@ -271,9 +262,6 @@ def _load(entry: bytes) -> tuple[bytes, str, dict[str, str]]:
     return cubin, log, symbols
 
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\b[ \t]*(?:[<"]([^>"\n]+)[>"])?', re.M)
-
-
 def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
     """The folders that -I names in the options."""
     folders = []
@@ -282,29 +270,6 @@ def chosen_folders(options: tuple[str, ...]) -> tuple[str, ...]:
         if path := re.fullmatch(r"(?:-I|--include-path(?:=|$))\s*(.*)", word):
             folders.append(path[1] or next(words, ""))
     return tuple(folders)
-
-
-def _headers(source: str, options: tuple[str, ...]) -> dict[str, str] | None:
-    """Path -> text of headers in folders of -I that a source includes, directly or not.
-
-    None if the options or a macro include headers whose names are not known here.
-    """
-    if any(re.match(r"--?(?:pre-)?include(?:$|[= ])", word) for word in options):
-        return None
-    folders = chosen_folders(options)
-    texts: dict[str, str] = {}
-    waiting = [(source, folders)] if folders else []
-    while waiting:
-        text, places = waiting.pop()
-        for name in _INCLUDE.findall(text):
-            if not name:
-                return None
-            for path in (os.path.normpath(os.path.join(place, name)) for place in places):
-                if path not in texts and os.path.isfile(path):
-                    with open(path, encoding="utf-8", errors="replace") as file:
-                        texts[path] = file.read()
-                    waiting.append((texts[path], (os.path.dirname(path), *folders)))
-    return texts
 
 
 # "x.cu(3): warning #177-D: variable "a" was declared but never referenced"

@@ -63,9 +63,7 @@ class Variables(Mapping):
         index = torch.cuda.current_device() if backend().name == "cuda" else None
         if index is None:
             return self._on_cpu()[name]
-        if index not in self._tensors:
-            self._tensors[index] = {}
-        tensors = self._tensors[index]
+        tensors = self._tensors.setdefault(index, {})
         if name not in tensors:
             tensors[name] = self._on_gpu(self._declared[name], index)
         return tensors[name]
@@ -97,7 +95,7 @@ class Variables(Mapping):
                 f"{kernel} reads __constant__ variables that were never set and hold zeros: "
                 f"{', '.join(unset)}; before the launch: "
                 f'{kernel}.variables["{unset[0]}"].copy_(...)',
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _on_cpu(self, program=None) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import takes
-from ..compiler import FLOAT_DTYPES, zero_
+from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError, check_module
 from ..ops import (
     MAX_TOKENS,
@@ -118,7 +118,7 @@ def _add_to_slice(target: GradientSlice, uses: list[GradientUse], dout, segments
     for acc, _, overwrite in target.begin(uses):
         if overwrite:
             # Most rows get no gradient.
-            zero_(acc)
+            acc.zero_()
         _add_rows(acc, dout.contiguous(), segments, by_count)
     # No end(): it reports gradients while backward still runs, and an embedding comes last.
 

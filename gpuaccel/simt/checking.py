@@ -16,7 +16,7 @@ import re
 import struct
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy
 import torch
@@ -24,7 +24,7 @@ import torch
 from ..errors import ArgumentError
 from .build import OVERFLOWS, ZEROED, compiler, fill_pattern, text_line
 from .build import program as built
-from .driver import FAULTS, fault_report, launch, symbols
+from .driver import FAULTS, fault_report, launch, members, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, SECTOR, Trace, Traced, groups
 
@@ -74,82 +74,34 @@ PAST = ("read", "wrote", "atomically updated")
 
 
 class Region(ctypes.Structure):
-    _fields_ = [
-        ("lo", ctypes.c_uint64),
-        ("hi", ctypes.c_uint64),
-        ("zone", ctypes.c_uint64),
-        ("below", ctypes.c_uint64),
-        ("above", ctypes.c_uint64),
-        ("kind", ctypes.c_uint32),
-        ("granule", ctypes.c_uint32),
-        ("readonly", ctypes.c_uint32),
-        ("element", ctypes.c_uint32),
-        ("cells", ctypes.c_uint64),
-        ("padding", ctypes.c_char_p),
-        ("before", ctypes.c_uint64),
-        ("after", ctypes.c_uint64),
-        ("earlier", ctypes.c_uint64),
-    ]
+    _fields_ = members(
+        "u64 lo hi zone below above, u32 kind granule readonly element, u64 cells, str padding, "
+        "u64 before after earlier"
+    )
 
 
 class CReport(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("access", ctypes.c_int32),
-        ("pc", ctypes.c_uint32),
-        ("other_pc", ctypes.c_uint32),
-        ("thread", ctypes.c_uint64),
-        ("other_thread", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-        ("region", ctypes.c_int32),
-        ("other_access", ctypes.c_int32),
-        ("count", ctypes.c_uint64),
-        ("file", ctypes.c_char_p),
-        ("type", ctypes.c_char_p),
-        ("line", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
-        ("value", ctypes.c_int64),
-        ("column", ctypes.c_uint32),
-        ("callers", ctypes.c_uint32),
+        *members("i32 kind access, u32 pc other_pc, u64 thread other_thread address size"),
+        *members("i32 region other_access, u64 count, str file type, u32 line mask, i64 value"),
+        *members("u32 column callers"),
         ("caller", ctypes.c_uint32 * 6),
     ]
 
 
 class CRacePair(ctypes.Structure):
-    _fields_ = [
-        ("read", ctypes.c_uint32),
-        ("write", ctypes.c_uint32),
-        ("tested", ctypes.c_uint32),
-    ]
+    _fields_ = members("u32 read write tested")
 
 
 class CBarrierUse(ctypes.Structure):
-    _fields_ = [
-        ("pc", ctypes.c_uint32),
-        ("needed", ctypes.c_uint32),
-        ("ended", ctypes.c_uint64),
-    ]
+    _fields_ = members("u32 pc needed, u64 ended")
 
 
 class Checks(ctypes.Structure):
     _fields_ = [
         ("region", ctypes.POINTER(Region)),
-        ("regions", ctypes.c_int32),
-        ("reports", ctypes.c_int32),
-        ("base", ctypes.c_uint64),
-        ("end", ctypes.c_uint64),
-        ("shared_lo", ctypes.c_uint64),
-        ("shared_hi", ctypes.c_uint64),
-        ("published", ctypes.c_uint64),
-        ("event", ctypes.c_uint64),
-        ("events", ctypes.c_uint64),
-        ("event_room", ctypes.c_uint64),
-        ("events_lost", ctypes.c_uint64),
-        ("flip", ctypes.c_uint32),
-        ("pattern", ctypes.c_uint32),
-        ("barriers", ctypes.c_uint32),
-        ("pairs", ctypes.c_uint32),
+        *members("i32 regions reports, u64 base end shared_lo shared_hi published"),
+        *members("u64 event events event_room events_lost, u32 flip pattern barriers pairs"),
         ("pair", CRacePair * 32),
         ("barrier", CBarrierUse * 64),
         ("report", CReport * 256),
@@ -157,17 +109,9 @@ class Checks(ctypes.Structure):
 
 
 C_EVENT = numpy.dtype(
-    [
-        ("pc", "u4"),
-        ("block", "u4"),
-        ("thread", "u2"),
-        ("region", "u2"),
-        ("kind", "u1"),
-        ("bytes", "u1"),
-        ("unused", "u2"),
-        ("offset", "i8"),
-    ]
+    "u4, u4, u2, u2, u1, u1, u2, i8",
 )
+C_EVENT.names = "pc", "block", "thread", "region", "kind", "bytes", "unused", "offset"
 # Bytes of a struct publication in checks.cpp.
 PUBLICATION = 36
 # Bytes of a struct cell in checks.cpp.
@@ -204,12 +148,9 @@ class Memory:
 
 
 def _with_space(size: int, count: int, dynamic: int) -> tuple[Memory, int, int]:
-    """Memory for tensors and dynamic shared memory, and the addresses below and above each tensor.
+    """Memory for `count` tensors of `size` bytes in all and `dynamic` bytes of shared memory.
 
-    Args:
-        size: bytes of all tensors
-        count: tensors
-        dynamic: bytes of dynamic shared memory
+    Returns it, and the addresses that are reserved below and above each tensor.
     """
     share = 1.0
     while True:
@@ -226,32 +167,29 @@ def _with_space(size: int, count: int, dynamic: int) -> tuple[Memory, int, int]:
             share /= 2
 
 
+@dataclass(eq=False)
 class Array:
     """A tensor or variable that a kernel may access: the bytes [lo, hi).
 
-    Args:
+    Attributes:
         itemsize, dtype: of an element; dtype "" where the type is not known
         lead: see Traced
         addresses: its elements may be addresses of tensors
-    Attributes:
         shift: address of the copy minus address of the original
+        padding: for each byte of an element whether no member has it; None: each has one
     """
 
-    def __init__(
-        self, name, lo, hi, itemsize, dtype, kind=GLOBAL, readonly=False, lead=0, addresses=False
-    ):
-        self.name = name
-        self.lead = lead
-        self.lo = lo
-        self.hi = hi
-        self.itemsize = itemsize
-        self.dtype = dtype
-        self.kind = kind
-        self.readonly = readonly
-        self.addresses = addresses
-        self.shift = 0
-        # For each byte of an element whether no member has it; None: each has one.
-        self.padding: bytes | None = None
+    name: str
+    lo: int
+    hi: int
+    itemsize: int
+    dtype: str
+    kind: int = GLOBAL
+    readonly: bool = False
+    lead: int = 0
+    addresses: bool = False
+    shift: int = 0
+    padding: bytes | None = None
 
     @classmethod
     def of_tensor(cls, name, tensor, readonly=False, addresses=False):
@@ -292,26 +230,22 @@ class Slot:
         return any(array.addresses for array in self.arrays)
 
 
+@dataclass
 class Range:
     """Addresses that the checks know, and the arrays there. granule: bytes per cell."""
 
-    def __init__(self, lo, hi, arrays, *, zone=0, below=0, above=0, granule=1, readonly=False):
-        self.lo = lo
-        self.hi = hi
-        self.arrays = arrays
-        self.zone = zone
-        self.below = below
-        self.above = above
-        self.granule = granule
-        self.readonly = readonly
+    lo: int
+    hi: int
+    arrays: list[Array]
+    zone: int = 0
+    below: int = 0
+    above: int = 0
+    granule: int = 1
+    readonly: bool = False
 
 
 def _may_hold_addresses(param, tensor) -> bool:
-    """True if elements of a tensor may be addresses: structs, pointers and 64-bit integers.
-
-    Args:
-        param: the parameter that gets it; None for an entry of tensors=
-    """
+    """True if elements may be addresses: structs, pointers and 64-bit integers."""
     if param is not None and param.dtypes is None:
         return True
     return tensor.dtype in (torch.int64, torch.uint64)
@@ -631,13 +565,16 @@ class Session:
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
             file, line = raw.file.decode(), raw.line
+        source = text_line(self.text, file or "", line or 0) or ""
         who = self._words(raw.thread)
         verb = VERBS[raw.access]
         tensor = element = None
         place = "memory"
         # The other side of a race, a divergent barrier or a shuffle.
         other_line = None
-        has_other = False
+        has_other = kind in ("race", "benign race", "same value", "divergent barrier")
+        if has_other:
+            _, other_line = self.table.locate(raw.other_pc - 1)
         if raw.region >= 0 and raw.address:
             address = raw.address
             end = self.regions[raw.region].hi
@@ -648,7 +585,6 @@ class Session:
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {verb} {place}: {size}{self._explained(raw)}"
         elif raw.kind == NO_LOCAL and raw.mask:
-            source = text_line(self.text, file or "", line or 0) or ""
             name = _only_name(source, {array.name for array in self.arrays})
             through = f" through {name}" if name else ""
             message = f"{who} {verb} local memory beyond a local array{through}"
@@ -662,7 +598,6 @@ class Session:
             )
         elif kind == "out of bounds":
             type_name = (raw.type or b"").decode().strip("'").replace(" [", "[")
-            source = text_line(self.text, file or "", line or 0) or ""
             tensor, row = _indexed_name(source, raw.column)
             if type_name:
                 element = raw.value
@@ -675,43 +610,22 @@ class Session:
                 message = f"{who} accesses a shared or local array beyond its end"
                 if tensor:
                     message += f", in {tensor}{row}[...]"
-        elif kind == "local of another thread":
-            message = f"{who} {verb} a local variable of another thread"
-        elif kind == "misaligned":
-            message = (
-                f"{who} {verb} {raw.value} bytes at {place}, which is misaligned: the address must "
-                f"be a multiple of {raw.value} bytes"
-            )
         elif raw.kind == UNSET_LOCAL and raw.region >= 0:
             message = f"{who} writes an uninitialised local variable to {place}"
         elif raw.kind == UNSET_LOCAL:
-            source = text_line(self.text, file or "", line or 0) or ""
             tensor = name = _only_name(source, {array.name for array in self.arrays})
             what = f"an element of {name}" if name else "a local variable or array"
             message = f"{who} reads {what}, which it has not set"
-        elif kind == "uninitialised":
-            message = f"{who} reads {place}, which no thread of its block has written"
-        elif kind == "race":
-            has_other = True
-            _, other_line = self.table.locate(raw.other_pc - 1)
-            message = self._race_words(raw, who, place, line, other_line)
-        elif kind == "benign race":
-            has_other = True
-            _, other_line = self.table.locate(raw.other_pc - 1)
-            message = (
-                f"{self._race_words(raw, who, place, line, other_line)}; the results of this "
-                "launch do not depend on which comes first"
-            )
+        elif kind in ("race", "benign race"):
+            message = self._race_words(raw, who, place, other_line)
+            if kind == "benign race":
+                message += "; the results of this launch do not depend on which comes first"
         elif kind == "same value":
-            has_other = True
-            _, other_line = self.table.locate(raw.other_pc - 1)
             message = (
                 f"{who} writes {place}, where {self._words(raw.other_thread)} wrote the same value "
                 f"at line {other_line}; no barrier orders the two writes"
             )
         elif kind == "divergent barrier":
-            has_other = True
-            _, other_line = self.table.locate(raw.other_pc - 1)
             if other_line == line:
                 # The compiler made two barriers of one.
                 return None
@@ -721,9 +635,8 @@ class Session:
             )
         elif kind == "shuffle":
             threads = math.prod(self.shape[3:6])
-            # The number of the lane's thread in the block, if there is such a thread.
-            source = raw.other_thread - raw.thread + raw.thread % threads
-            has_other = source < threads
+            # Whether the lane has a thread in the block.
+            has_other = raw.other_thread - raw.thread + raw.thread % threads < threads
             lane = f"lane {raw.value}, for which the block has no thread"
             if has_other:
                 lane = (
@@ -737,12 +650,6 @@ class Session:
                 message += f" (address {raw.address})"
         elif kind == "far":
             message = f"{who} {verb} address {raw.address:#x}, {self._far_words(raw.address)}"
-        elif kind == "division by zero" and raw.value == 0:
-            message = f"{who} divides an integer by zero"
-        elif kind == "division by zero":
-            message = f"{who} divides the smallest integer by -1, which overflows"
-        elif kind == "shift":
-            message = f"{who} shifts by {raw.value} bits, which its type does not have"
         elif kind == "cast":
             (number,) = struct.unpack("d", struct.pack("q", raw.value))
             message = (
@@ -750,7 +657,18 @@ class Session:
                 "a GPU gives another result than the CPU"
             )
         else:
-            message = f"{who} writes {place} through a pointer to const"
+            zero = "an integer by zero"
+            overflows = "the smallest integer by -1, which overflows"
+            words = {
+                "local of another thread": f"{verb} a local variable of another thread",
+                "misaligned": f"{verb} {raw.value} bytes at {place}, which is misaligned: the "
+                f"address must be a multiple of {raw.value} bytes",
+                "uninitialised": f"reads {place}, which no thread of its block has written",
+                "division by zero": f"divides {overflows if raw.value else zero}",
+                "shift": f"shifts by {raw.value} bits, which its type does not have",
+                "const": f"writes {place} through a pointer to const",
+            }
+            message = f"{who} {words[kind]}"
         callers = self.table.callers(raw.pc - 1, raw.caller[: raw.callers], line)
         if callers:
             lines = ", which is called at line ".join(str(number) for number in callers)
@@ -889,17 +807,16 @@ class Session:
                 notes.append(Report("redundant barrier", line, file, origin, origin, message))
         return notes
 
-    def _race_words(self, raw, who, place, line, other_line) -> str:
+    def _race_words(self, raw, who, place, other_line) -> str:
         same_block = self._coordinates(raw.thread)[1] == self._coordinates(raw.other_thread)[1]
         if same_block:
             missing = "no barrier orders the two accesses"
         else:
             missing = "no __threadfence() and atomic orders the two blocks"
-        message = (
+        return (
             f"race: {who} {VERBS[raw.access]} {place}, which {self._words(raw.other_thread)} "
             f"{PAST[raw.other_access]} at line {other_line}; {missing}"
         )
-        return message
 
 
 def _elements(count: int) -> str:

@@ -9,6 +9,7 @@
 """
 
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -54,41 +55,41 @@ WAITING = (
 )
 
 
+_C_TYPES = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "f64": ctypes.c_double,
+    "ptr": ctypes.c_void_p,
+    "str": ctypes.c_char_p,
+}
+
+
+def members(text: str) -> list[tuple[str, type]]:
+    """The `_fields_` of a structure: "u32 thread mask, ptr pc" are three of them."""
+    parts = [part.split() for part in text.split(",")]
+    return [(name, _C_TYPES[kind]) for kind, *names in parts for name in names]
+
+
 class Wait(ctypes.Structure):
-    _fields_ = [
-        ("thread", ctypes.c_uint32),
-        ("kind", ctypes.c_int32),
-        ("mask", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("pc", ctypes.c_void_p),
-    ]
+    _fields_ = members("u32 thread, i32 kind, u32 mask unused, ptr pc")
 
 
 class Fault(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("thread", ctypes.c_uint32),
-        ("block", ctypes.c_uint64),
-        ("pc", ctypes.c_void_p),
-        ("address", ctypes.c_void_p),
-        ("last_pc", ctypes.c_void_p),
-        ("reason", ctypes.c_char_p),
-        ("waits", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
+        *members("i32 kind, u32 thread, u64 block, ptr pc address last_pc, str reason"),
+        *members("u32 waits mask"),
         ("waiting", Wait * 1024),
     ]
 
 
 class Job(ctypes.Structure):
     _fields_ = [
-        ("run", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
+        *members("ptr run arguments"),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
-        ("shared", ctypes.c_uint64),
-        ("workers", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("seconds", ctypes.c_double),
+        *members("u64 shared, i32 workers unused, f64 seconds"),
         ("fault", Fault),
     ]
 
@@ -100,9 +101,8 @@ _mode: tuple[str | None, float | None] = (None, None)
 class checked(ProcessSwitch):
     """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    Like `use_backend` it is a call, a `with` block or a decorator. The checks see accesses outside
-    of
-    tensors, races, values that were never written, and barriers that not all threads reach.
+    Like `use_backend` it is a call or a `with` block. The checks see accesses outside of tensors,
+    races, values that were never written, and barriers that not all threads reach.
 
     Args:
         on: True, the default, checks every launch, False none; None leaves it to `GPUACCEL_SIMT`.
@@ -203,8 +203,8 @@ def launch(
         BackendError: without memory for the stacks, and KeyboardInterrupt after Ctrl-C.
     """
     global _job
-    blocks = shape[0] * shape[1] * shape[2]
-    threads = blocks * shape[3] * shape[4] * shape[5]
+    blocks = math.prod(shape[:3])
+    threads = math.prod(shape[:6])
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -295,51 +295,31 @@ def fault_report(program, fault: Fault, shape) -> Report:
             f"deadlock in {who.split(' of ', 1)[1]}, where every thread waits: {', '.join(rows)}",
             other_line=next((at[1] for at, _, _ in places if at != (file, line)), None),
         )
+    address = fault.address or 0
+    reason = (fault.reason or b"").decode(errors="replace")
+    in_block = f"block {fault.block + 1:,} of {math.prod(grid):,}"
     if kind == "memory":
-        address = fault.address or 0
-        if address < NULL_PAGE:
-            kind = "null"
-            message = f"{who} dereferences a null pointer (address {address})"
-        else:
-            kind = "far"
-            message = f"{who} accesses address {address:#x}, which is outside every allocation"
-    elif kind == "division by zero":
-        message = f"{who} divides an integer by zero (or the smallest integer by -1)"
-    elif kind == "time limit":
-        message = (
-            f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
-            f"{grid[0] * grid[1] * grid[2]:,}: a loop does not end (blocks run in order, so none "
-            "can wait for a later one), or the launch is large; ga.checked(seconds=...) sets the "
-            "limit"
-        )
-    elif kind == "spin":
-        kind = "deadlock"
-        message = (
-            f"{who} waits in a loop for a value that no thread of its block will write; blocks run "
-            f"in order here, and block {fault.block + 1:,} of {grid[0] * grid[1] * grid[2]:,} "
-            "cannot wait for a later one"
-        )
-    elif kind == "stack overflow":
-        message = (
-            f"{who} used more than 256 KiB of stack (recursion without end, or large local arrays)"
-        )
-    elif kind == "misaligned":
-        message = (
-            f"{who} reads or writes a vector (such as float4) at a misaligned address, or has "
-            "written beyond a local array"
-        )
-    elif kind == "shuffle":
-        message = (
-            f"{who} calls a warp function with mask {fault.mask:#010x}, which does not include its "
-            f"own lane {fault.thread % 32}"
-        )
-    elif kind == "trap":
-        message = f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}"
-    elif kind == "heap":
-        message = f"{who} {(fault.reason or b'').decode(errors='replace')}"
-    else:
-        message = f"{who}: {kind}"
-    return Report(kind, line, file, thread, block, message)
+        kind = "null" if address < NULL_PAGE else "far"
+    words = {
+        "null": f"dereferences a null pointer (address {address})",
+        "far": f"accesses address {address:#x}, which is outside every allocation",
+        "division by zero": "divides an integer by zero (or the smallest integer by -1)",
+        "time limit": f"was still running after {time_limit():g} s, in {in_block}: a loop does not "
+        "end (blocks run in order, so none can wait for a later one), or the launch is large; "
+        "ga.checked(seconds=...) sets the limit",
+        "spin": "waits in a loop for a value that no thread of its block will write; blocks run "
+        f"in order here, and {in_block} cannot wait for a later one",
+        "stack overflow": "used more than 256 KiB of stack (recursion without end, or large local "
+        "arrays)",
+        "misaligned": "reads or writes a vector (such as float4) at a misaligned address, or has "
+        "written beyond a local array",
+        "shuffle": f"calls a warp function with mask {fault.mask:#010x}, which does not include "
+        f"its own lane {fault.thread % 32}",
+        "trap": f"stopped the kernel: {reason}",
+        "heap": reason,
+    }.get(kind, kind)
+    kind = "deadlock" if kind == "spin" else kind
+    return Report(kind, line, file, thread, block, f"{who} {words}")
 
 
 def _ranges(numbers) -> str:
@@ -357,11 +337,7 @@ def _ranges(numbers) -> str:
 
 
 def run_fast(program, name: str, shape, arguments: int):
-    """Launch without checks.
-
-    Raises:
-        KernelError: when a fault ends the launch.
-    """
+    """Launch without checks. A fault that ends the launch raises KernelError."""
     fault = launch(program, name, shape, arguments)
     if fault is not None:
         raise error(program, name, [fault_report(program, fault, shape)], checked=False)

@@ -326,21 +326,6 @@ def test_what_only_nvcc_can_compile_is_named(source, message):
         )
 
 
-@pytest.mark.parametrize(
-    "source, features",
-    [
-        ("#include <mma.h>\nusing namespace nvcuda;\n__global__ void k() { wmma::fragment<> f; }",
-         r"tensor cores \(wmma\)"),
-        ("__global__ void k(cudaTextureObject_t t, float* x) { x[0] = tex1Dfetch<float>(t, 0); }",
-         "textures"),
-        ("#include <cub/cub.cuh>\n__global__ void k() { cub::BlockReduce<float, 32> r; }", "cub"),
-    ],
-)  # fmt: skip
-def test_what_only_a_gpu_has_is_named(source, features):
-    with pytest.raises(CompileError, match=f"this uses {features}, which only a GPU can run"):
-        Kernel.from_source(source, "k").load("fast")
-
-
 def test_what_device_code_does_not_need_is_not_compiled():
     source = (
         "#include <cub/cub.cuh>\n#include <mma.h>\n#include <thrust/sort.h>\n#include <vector>\n"

@@ -7,7 +7,7 @@ import torch
 from helpers import CUDA, KERNELS
 
 import gpuaccel as ga
-from gpuaccel.compiler import Kernel, zero_
+from gpuaccel.compiler import Kernel
 from gpuaccel.graphs import capture, memsets
 from gpuaccel.graphs.graph_dump import parse_dot
 
@@ -75,6 +75,15 @@ def test_nodes_stand_in_an_order_in_which_they_can_run(edges, order):
     place = {int(i): at for at, i in enumerate(order.split())}
     assert arrows == sorted((place[i], place[j]) for i, j in edges)
     assert all(i < j for i, j in arrows)
+
+
+def zero_(tensor):
+    """A memset of the driver, as cuBLAS asks for it."""
+    from cuda.bindings import driver
+
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    (status,) = driver.cuMemsetD8Async(tensor.data_ptr(), 0, tensor.nbytes, stream)
+    assert status == driver.CUresult.CUDA_SUCCESS
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)

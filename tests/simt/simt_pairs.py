@@ -70,6 +70,20 @@ def run(source, *args, grid=1, block=32, shared=0, **compiling):
     return [a for a in copies if isinstance(a, torch.Tensor)]
 
 
+def check_bits(got, expected, what=""):
+    """Equal bit for bit; but one NaN is as good as another."""
+    if got.is_floating_point():
+        nan = expected.isnan()
+        assert torch.equal(nan, got.isnan()), what
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+        got, expected = got.view(kind)[~nan], expected.view(kind)[~nan]
+    wrong = (got != expected).nonzero().flatten()
+    assert not len(wrong), (
+        f"{what}: {len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]}, expected "
+        f"{expected[wrong[0]]}"
+    )
+
+
 def python(code, **environment):
     """Run this code in a process of its own."""
     return subprocess.run(

@@ -1,13 +1,10 @@
 """Planted bugs are reported with their line, correct kernels are not, and mutants are noticed."""
 
 import functools
-import os
 import pathlib
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -34,7 +31,7 @@ from simt_cases import (
     same_bits,
     with_headers,
 )
-from simt_pairs import counts_on_page
+from simt_pairs import counts_on_page, python
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -61,6 +58,7 @@ ERRORS = [name for name, bug in BUGS.items() if not bug.note]
 NOTES = [name for name, bug in BUGS.items() if bug.note]
 BUG_TEXT, BUG_STARTS = program([bug.source for bug in BUGS.values()])
 BUG_START = dict(zip(BUGS, BUG_STARTS))
+FOLDER = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -98,9 +96,9 @@ def differs(bug, expect, report) -> str | None:
 
 def caught(name):
     """(what the launch of a planted bug raised, the call, copies of its tensors from before)."""
-    bug, call = BUGS[name], BUGS[name].call()
+    call = BUGS[name].call()
     before = [t.clone() for t in tensors_of(call)]
-    with ga.checked(seconds=bug.seconds), pytest.raises(ga.errors.KernelError) as info:
+    with ga.checked(), pytest.raises(ga.errors.KernelError) as info:
         launch(ga.compile(BUG_TEXT, name), call)
     return info.value, call, before
 
@@ -110,7 +108,6 @@ def caught(name):
 
 def test_there_are_enough_bugs_and_each_marks_its_lines():
     assert counts_on_page("BUGS") == [len(BUGS)] * 2
-    assert len(GOOD) >= 14
     for bug in BUGS.values():
         marks = marked(bug.source)
         assert {e.at for e in bug.expects} | {e.other for e in bug.expects if e.other} == set(
@@ -169,27 +166,6 @@ def test_a_write_through_const_is_noted_and_the_launch_succeeds(name):
     assert torch.equal(out, torch.arange(1.0, 33)) and not x.any()
 
 
-@pytest.mark.slow
-def test_the_process_goes_on_after_every_error():
-    """Errors of each kind one after the other, correct launches in between."""
-    x = torch.ones(64)
-    add = ga.compile(
-        'extern "C" __global__ void add(float* x) { '
-        "__shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; "
-        "__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }"
-    )
-    silent = (
-        {*CLANG_SKIPS, *(name for name, expects in CLANG_EXPECTS.items() if not expects)}
-        if CLANG
-        else ()
-    )
-    for n, name in enumerate(name for name in ERRORS if name not in silent):
-        caught(name)
-        with ga.checked():
-            add[1, 64](x)
-        assert x.eq(2.0 ** (n + 1)).all(), f"after {name}"
-
-
 def test_a_tensor_nobody_named_is_a_far_address():
     """The addresses in a table or struct have to be named: tensors=[...]."""
     bug = BUGS["past_end_in_a_struct"]
@@ -222,9 +198,7 @@ def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, rec
     results = in_both_modes(kernel, good.run)
     assert not recwarn.list, recwarn.list[0].message
     for checked, fast in results:
-        assert same_bits(checked.got, fast.got) or not good.ordered, (
-            f"{checked.label}: checked and fast differ"
-        )
+        assert same_bits(checked.got, fast.got), f"{checked.label}: checked and fast differ"
 
 
 @pytest.mark.parametrize("file, name, grad_t", OURS_BY_DTYPE)
@@ -292,31 +266,24 @@ def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypat
     bug = BUGS["sum_without_atomic"]
     with pytest.raises(ga.errors.KernelError):
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
-    with ga.checked(False):
-        launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
     monkeypatch.setenv("GPUACCEL_SIMT", "fast")
-    launch(ga.compile(BUG_TEXT, bug.name), bug.call())
-    monkeypatch.setenv("GPUACCEL_SIMT", "checked")
-    with pytest.raises(ga.errors.KernelError):
-        launch(ga.compile(BUG_TEXT, bug.name), bug.call())
+    launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
 
 
 FAST_FAULTS = {
     "null_pointer": "null",
     "wild_address": "far",
     "division_by_zero": "division by zero",
-    "waits_for_ever": "time limit",
     "too_deep": "stack overflow",
     "large_local_array": "stack overflow",
     "barrier_against_shuffle": "deadlock",
     "lane_outside_its_mask": "shuffle",
-    "gives_up": "trap",
 }
 FAST_PROCESS = """
 import gpuaccel as ga, test_simt_checks as t
 ga.use_backend("simt"), ga.checked(False)
 for name in t.FAST_FAULTS:
-    with ga.checked(False, seconds=t.BUGS[name].seconds):
+    with ga.checked(False):
         try:
             t.launch(ga.compile(t.BUG_TEXT, name), t.BUGS[name].call())
             print(name, "nothing", 0, sep="|")
@@ -327,25 +294,10 @@ print(all(outcome.right for outcome in t.GOOD["vec_add"].run(t.good_kernel("vec_
 """
 
 
-def python(*arguments, **environment):
-    folder = pathlib.Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(folder), os.environ.get("PYTHONPATH")))
-    )
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, **environment},
-    )
-
-
 @pytest.mark.slow
 def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
     """In a process of its own: this is a seat belt, and the test wants to see it hold."""
-    run = python("-c", FAST_PROCESS)
+    run = python(f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n{FAST_PROCESS}")
     assert run.returncode == 0, run.stdout + run.stderr
     *rows, alive = run.stdout.strip().split("\n")
     got = {name: (kind, int(line)) for name, kind, line in (row.split("|") for row in rows)}
@@ -367,75 +319,39 @@ def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
     reason="clang++ is not installed, or is what compiles already",
 )
 def test_clang_finds_the_same():
-    run = python(
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "planted or correct_kernel or our_own",
-        GPUACCEL_CXX="clang++",
-    )
+    wanted = "planted or correct_kernel or our_own"
+    arguments = ["-q", "-p", "no:cacheprovider", __file__, "-k", wanted]
+    run = python(f"import pytest; exit(pytest.main({arguments}))", GPUACCEL_CXX="clang++")
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
 # ---- what is removed is noticed ------------------------------------------------------------------
 
 ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
-# (kernel, change) -> why neither the checks nor the values show it. The test fails when one of
-# these is noticed.
-UNNOTICED: dict[tuple[str, str], str] = {
-    (
-        "block_scan",
-        "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`",
-    ): (
+SAVES_TIME = "it saves time only"
+# (kernel, a part of the change) -> why neither the checks nor the values show it. The test fails
+# when one of these is noticed.
+UNNOTICED = {
+    ("block_scan", "offset < blockDim.x"): (
         "one round more, in which no thread has a neighbour blockDim.x to the left: every value is "
         "copied as it is"
     ),
-    (
-        "scale_v2",
-        "groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f)) -> "
-        "false in `if (groups == 0 && "
-        "(clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f))) return;`",
-    ): "it saves time only: the loop decides the same for each chunk",
-    (
-        "peers_sum",
-        "!nonfinite_sum -> false in `if (!nonfinite_sum) return;`",
-    ): "it saves time only: of a chunk whose sum is finite no part is not",
-    (
-        "adamw_begin",
-        "!skip -> true in `if (!skip) *steps.step[threadIdx.x] = step;`",
-    ): "when the step is skipped, `step` is what stood there",
-    (
-        "segments_scatter",
-        "< -> <= in `for (int step = 1; step < 32; step *= 2) {`",
-    ): "one round more, in which no lane has a neighbour 32 to the left",
-    (
-        "encoder_backward_v2",
-        "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`",
-    ): (
-        "it saves time only: such a warp adds nothing to its zeros, and the last loop does not "
-        "read them"
-    ),
-    (
-        "encoder_backward_v3",
-        "< -> <= in `for (int place = start; place < end; place += UNROLL) {`",
-    ): "one round more, whose rows nobody stores",
-    (
-        "encoder_backward_v3",
-        "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)",
-    ): "one round more, in which no bit is set",
-    (
-        "encoder_backward_v3",
-        "old_too -> true in `if (old_too)`",
-    ): "it saves time only: the loop asks for each place",
-    (
-        "encoder_backward_v3",
-        "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last)`",
-    ): "it saves time only: what stands in dwte is read, and not used",
+    ("scale_v2", "groups == 0 && (clip_results[0].x == 1.0f || (skip"): SAVES_TIME,
+    ("peers_sum", "!nonfinite_sum -> false"): SAVES_TIME,
+    ("adamw_begin", "!skip -> true"): "when the step is skipped, `step` is what stood there",
+    ("segments_scatter", "step < 32"): "one round more: no lane has a neighbour 32 to the left",
+    ("encoder_backward_v2", "warp >= bucket.y -> false"): SAVES_TIME,
+    ("encoder_backward_v3", "place < end"): "one round more, whose rows nobody stores",
+    ("encoder_backward_v3", "u < UNROLL; u++) {` (2)"): "one round more, in which no bit is set",
+    ("encoder_backward_v3", "old_too -> true"): SAVES_TIME,
+    ("encoder_backward_v3", "(old_too >> u & 1) -> true"): SAVES_TIME,
 }
+
+
+def unnoticed(mutant):
+    """The keys of UNNOTICED that name a mutant."""
+    name, what, *_ = mutant
+    return [key for key in UNNOTICED if key[0] == name and key[1] in what]
 
 
 def parts(text, separator):
@@ -592,9 +508,8 @@ def test_each_kernel_has_something_to_remove():
         *(name for _, name in OURS),
         *(t.name for t in EXERCISES.values() if t.params),
     }
-    assert {*UNNOTICED} <= {(name, what) for name, what, _, _ in MUTANTS}, (
-        "an entry is no mutant any more"
-    )
+    named = [key for mutant in MUTANTS for key in unnoticed(mutant)]
+    assert sorted(named) == sorted(UNNOTICED), "each entry is one mutant"
     source = SOURCES["scale_v2"]
     assert reached("scale_v2", source) == {"scale_v2", "scale_chunk", "load_chunk"}
     assert kernel_names(alone("scale_v2", source)) == ["scale_v2"]
@@ -634,7 +549,7 @@ def test_what_is_removed_is_noticed(k):
         if result:
             break
     print(result)
-    if (name, what) in UNNOTICED:
+    if unnoticed(MUTANTS[k]):
         assert result is None, f"it is noticed now; remove it from UNNOTICED:\n{result}"
     else:
         assert result, f"{name} passes with {what}: neither a report nor a wrong value"

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from simt_pairs import check_bits
 
 import gpuaccel as ga
 
@@ -29,13 +30,6 @@ def run(source, *args, count, name):
     copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     ga.compile(source)[-(-count // 256), 256](*copies, count)
     return copies
-
-
-def same_bits(got, expected, what):
-    nan = expected.isnan()
-    assert torch.equal(got.isnan(), nan), what
-    wrong = ((got.view(torch.int16) != expected.view(torch.int16)) & ~nan).nonzero().flatten()
-    assert not len(wrong), f"{what}: {got[wrong[:3]]}, expected {expected[wrong[:3]]}"
 
 
 def patterns(dtype, count, seed=0):
@@ -109,7 +103,7 @@ def test_functions_of_one_number(mode, name):
     }}"""
     out = run(source, torch.zeros(len(UNARY), count, dtype=dtype), x, count=count, name=name)[0]
     for k, (call, model) in enumerate(UNARY.items()):
-        same_bits(out[k], model(x), call)
+        check_bits(out[k], model(x), call)
 
 
 def test_functions_of_two_numbers(mode, name):
@@ -132,7 +126,7 @@ def test_functions_of_two_numbers(mode, name):
         if call.startswith("__hm"):
             # Of -0.0 and 0.0 either is right.
             out[k][(a == 0) & (b == 0)] = expected[(a == 0) & (b == 0)]
-        same_bits(out[k], expected, call)
+        check_bits(out[k], expected, call)
 
 
 def rounded(exact: Fraction, digits, lowest, direction="rn") -> float:
@@ -227,7 +221,7 @@ def test_conversions(mode, name):
                 if abs(integer) < 2**63:
                     assert whole[4 + k, i].item() == integer, (half, k)
     steps = torch.arange(count)
-    same_bits(back, (3 * steps).to(dtype) + steps.to(dtype), "from integers")
+    check_bits(back, (3 * steps).to(dtype) + steps.to(dtype), "from integers")
 
 
 def test_pairs_shuffles_and_atomics_as_in_a_reduction(mode, name):

@@ -14,18 +14,14 @@ from simt_cases import (
     VARIED,
     good_kernel,
     program,
-    renamed,
     same_bits,
 )
 
 import gpuaccel as ga
 from gpuaccel.compiler import nvrtc
-from gpuaccel.learn import BLOCK, EXERCISES
 
-KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]
 # Without contraction each operation is rounded once, by the rules of IEEE 754, so the results of
-# CPU and GPU are bit-identical. NVRTC rounds division and sqrtf correctly by default. The exception
-# is atomic_sum: float atomics add in the order in which threads arrive.
+# CPU and GPU are bit-identical. NVRTC rounds division and sqrtf correctly by default.
 NO_FMA = ("-fmad=false",)
 
 
@@ -69,23 +65,6 @@ def test_every_kernel_of_kernels_cu_is_tried_here():
     assert set(OURS) <= there
 
 
-@pytest.mark.parametrize("task", KERNEL_EXERCISES, ids=lambda e: e.name)
-def test_the_solution_of_an_exercise_on_the_cpu_is_right(simt, task):
-    kernel = ga.compile(task.solution, task.name)
-    for n in (1, 255, 256, 257, 1000, 100_003):
-        case = task.data(n, torch.Generator().manual_seed(n))
-        out = case.out.clone()
-        kernel[-(-n // (BLOCK * task.per_thread)), BLOCK](out, *case.inputs, *case.numbers, n)
-        if case.expected.dtype == out.dtype:  # nothing may be written
-            assert same_bits(out, case.expected), f"n = {n}, {case.label}"
-            continue
-        same = (out == case.expected) | out.isnan() & case.expected.isnan()
-        difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
-        assert (
-            same | (difference <= case.roundings * case.expected.abs() * 2.0**-23 + case.least)
-        ).all(), f"n = {n}: {difference.max():.3g}"
-
-
 def test_one_worker_and_many_give_the_same_bits(simt, monkeypatch):
     """Without float atomics the result does not depend on how blocks are spread over cores."""
     x = torch.randn(131_072, generator=torch.Generator().manual_seed(0))
@@ -105,19 +84,6 @@ def test_one_worker_and_many_give_the_same_bits(simt, monkeypatch):
 def test_every_case_compiles_for_gpus(cases, arch):
     """NVRTC accepts all the planted bugs: a compiler finds none of them."""
     compiles_for(arch, program([case.source for case in cases.values()])[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-def test_every_exercise_compiles_for_gpus(arch):
-    sources = [
-        source
-        for task in KERNEL_EXERCISES
-        for answer in (task.stub, task.solution, *task.wrong_answers.values())
-        for source in [f'extern "C" {answer}']
-    ]
-    assert len(sources) > 20
-    compiles_for(arch, "\n".join(renamed(source, f"_{k}") for k, source in enumerate(sources)))
 
 
 def compiles_for(arch, text):
@@ -151,9 +117,7 @@ def test_gpu_and_cpu_give_the_same_bits(name):
         for gpu, cpu in both(good.run, kernel, seed):
             assert gpu.right, f"cuda, seed {seed}: {gpu}"
             assert cpu.right, f"simt, seed {seed}: {cpu}"
-            assert not good.ordered or same_bits(gpu.got, cpu.got), (
-                f"seed {seed}, {gpu.label}: cuda and simt differ"
-            )
+            assert same_bits(gpu.got, cpu.got), f"seed {seed}, {gpu.label}: cuda and simt differ"
 
 
 @pytest.mark.gpu
@@ -175,28 +139,13 @@ def test_gpu_and_cpu_give_the_same_bits_with_other_macros(file, name, macros):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, tolerance", [("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)])
-def test_gpu_with_contraction_stays_close(name, tolerance):
+def test_gpu_with_contraction_stays_close():
     """With a * b + c rounded once, as users of a GPU get it, the results differ by a few ulp."""
-    for gpu, cpu in both(GOOD[name].run, ga.compile(GOOD[name].source, name), 0):
-        bound = tolerance * cpu.got.double().abs().max()
+    good = GOOD["sumsq_tree"]
+    for gpu, cpu in both(good.run, ga.compile(good.source), 0):
+        bound = 1e-6 * cpu.got.double().abs().max()
         difference = (gpu.got.double() - cpu.got.double()).abs().max()
         assert difference <= bound, f"{gpu.label}: {difference:.3g} of {bound:.3g}"
-
-
-@pytest.mark.gpu
-def test_gpu_machine_also_runs_and_checks_kernels_on_the_cpu():
-    kernel = good_kernel("transpose")
-    with ga.use_backend("simt"), ga.checked():
-        assert all(outcome.right for outcome in GOOD["transpose"].run(kernel, 0, "cpu"))
-    bug = BUGS["read_past_end"]
-    call = bug.call()
-    with (
-        ga.use_backend("simt"),
-        ga.checked(),
-        pytest.raises(ga.errors.KernelError, match="out of bounds|outside|x\\[1000\\]"),
-    ):
-        ga.compile(bug.source)[call.grid, call.block](*call.args)
 
 
 # ---- what makes it fast (without absolute times) -------------------------------------------------

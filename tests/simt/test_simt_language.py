@@ -14,26 +14,11 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
+from simt_pairs import check_bits
 
 import gpuaccel as ga
 
 FULL = 0xFFFFFFFF
-
-
-@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda":
-        with ga.use_backend("cuda"):
-            yield "cuda"
-    else:
-        with ga.use_backend("simt"), ga.checked(request.param == "checked"):
-            yield "cpu"
-
-
-@pytest.fixture
-def fast():
-    with ga.use_backend("simt"), ga.checked(False):
-        yield
 
 
 def run(device, source, grid, block, *args, shared=0):
@@ -41,19 +26,6 @@ def run(device, source, grid, block, *args, shared=0):
     there = [a.clone().to(device) if isinstance(a, torch.Tensor) else a for a in args]
     ga.compile(source)[grid, block, shared](*there)
     return [a.cpu() for a in there if isinstance(a, torch.Tensor)]
-
-
-def same_bits(got, expected):
-    """Equal bit for bit; but one NaN is as good as another."""
-    if got.is_floating_point():
-        nan = expected.isnan()
-        assert torch.equal(nan, got.isnan())
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-        got, expected = got.view(kind)[~nan], expected.view(kind)[~nan]
-    wrong = (got != expected).nonzero().flatten()
-    assert not len(wrong), (
-        f"{len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]}, expected {expected[wrong[0]]}"
-    )
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -271,8 +243,8 @@ def test_each_bf16_and_fp16_becomes_the_right_float(device):
     from_bf16, from_fp16, *_ = run(
         device, UPWARD, 256, 256, torch.zeros(65536), torch.zeros(65536), bf16, fp16
     )
-    same_bits(from_bf16, bf16.float())
-    same_bits(from_fp16, fp16.float())
+    check_bits(from_bf16, bf16.float())
+    check_bits(from_fp16, fp16.float())
 
 
 def test_floats_become_the_nearest_bf16_and_fp16(device, request):
@@ -297,8 +269,8 @@ def test_floats_become_the_nearest_bf16_and_fp16(device, request):
     to_bf16, to_fp16, _ = run(
         device, DOWNWARD, -(-len(x) // 256), 256, x.bfloat16() * 0, x.half() * 0, x, len(x)
     )
-    same_bits(to_bf16, x.bfloat16())
-    same_bits(to_fp16, x.half())
+    check_bits(to_bf16, x.bfloat16())
+    check_bits(to_fp16, x.half())
 
 
 # name -> (the same in Python, lowest and highest argument)
@@ -406,11 +378,11 @@ def test_mathematics(device):
     plain, suffixed, wide, *_ = run(
         device, MATH_SOURCE, len(table), n, zeros, zeros, zeros.double(), x, y
     )
-    same_bits(plain.flatten(), suffixed.flatten())
+    check_bits(plain.flatten(), suffixed.flatten())
     for k, (name, (function, *_)) in enumerate(table.items()):
         if name == "nextafter":
-            same_bits(plain[k], torch.nextafter(x[k], y[k]))
-            same_bits(wide[k], torch.nextafter(x[k].double(), y[k].double()))
+            check_bits(plain[k], torch.nextafter(x[k], y[k]))
+            check_bits(wide[k], torch.nextafter(x[k].double(), y[k].double()))
             continue
         pairs = zip(x[k].double().tolist(), y[k].double().tolist())
         expected = torch.tensor(
@@ -426,26 +398,58 @@ def test_mathematics(device):
             )
 
 
+# Expression -> the same in torch. Of positive `a`, the absolute value of x.
+APPROXIMATE = {
+    "__expf(x)": lambda x, y: x.exp(),
+    "__logf(a)": lambda x, y: x.abs().log(),
+    "__log2f(a)": lambda x, y: x.abs().log2(),
+    "__log10f(a)": lambda x, y: x.abs().log10(),
+    "__powf(a, y)": lambda x, y: x.abs() ** y,
+    "__sinf(x)": lambda x, y: x.sin(),
+    "__cosf(x)": lambda x, y: x.cos(),
+    "__tanf(x)": lambda x, y: x.tan(),
+    "__tanhf(x)": lambda x, y: x.tanh(),
+    "__exp10f(x)": lambda x, y: 10**x,
+    "__fdividef(x, y)": lambda x, y: x / y,
+    "s": lambda x, y: x.sin(),
+    "c": lambda x, y: x.cos(),
+}
+NEAREST = {
+    "__saturatef(x)": lambda x, y: x.nan_to_num(0.0).clamp(0, 1),
+    "__fadd_rn(x, y)": lambda x, y: x + y,
+    "__fsub_rn(x, y)": lambda x, y: x - y,
+    "__fmul_rn(x, y)": lambda x, y: x * y,
+    "__fdiv_rn(x, y)": lambda x, y: x / y,
+    "__frcp_rn(y)": lambda x, y: 1 / y,
+    # torch's own float sqrt is not always the nearest
+    "__fsqrt_rn(a)": lambda x, y: x.abs().double().sqrt().float(),
+    "rest + fraction": lambda x, y: x,
+    "ldexp(mantissa, whole)": lambda x, y: x,
+    "scalbn(x, 3)": lambda x, y: x * 8,
+    "abs(x)": lambda x, y: x.abs(),
+    "min(x, y)": torch.fmin,
+    "max(x, y)": torch.fmax,
+    "(float)max(x, (double)y)": torch.fmax,
+}
+# Rounded once: fp64 tells what they give, within limits.
+FUSED = {
+    "__fmaf_rn(x, y, x)": lambda x, y: (x.double() * y.double() + x.double()).float(),
+    "fmaf(x, y, y)": lambda x, y: (x.double() * y.double() + y.double()).float(),
+}
 QUICK = """
 extern "C" __global__ void quick(
     float* out, int* tests, const float* first, const float* second, int n) {
     int i = threadIdx.x;
-    float x = first[i], y = second[i], s, c;
+    float x = first[i], y = second[i], a = fabsf(x), s, c;
     __sincosf(x, &s, &c);
     int whole; float fraction, rest = modf(x, &fraction), mantissa = frexp(x, &whole);
-    float results[] = {__expf(x), __logf(fabsf(x)), __log2f(fabsf(x)), __log10f(fabsf(x)),
-    __powf(fabsf(x), y), __sinf(x),
-        __cosf(x), __tanf(x), __tanhf(x), __exp10f(x), __fdividef(x, y), s, c,
-        __saturatef(x), __fadd_rn(x, y), __fsub_rn(x, y), __fmul_rn(x, y), __fdiv_rn(x, y),
-        __frcp_rn(y), __fsqrt_rn(fabsf(x)),
-        __fmaf_rn(x, y, x), fmaf(x, y, y), rest + fraction, ldexp(mantissa, whole), scalbn(x, 3),
-        abs(x), min(x, y), max(x, y),
-        (float)max(x, (double)y)};
-    for (int k = 0; k < %(count)d; k++) out[k * n + i] = results[k];
+    %s
     double d = x;
     tests[i] = (isnan(x) != 0) | (isinf(x) != 0) << 1 | (isfinite(x) != 0) << 2
         | (signbit(x) != 0) << 3 | (isnan(d) != 0) << 4;
-}"""
+}""" % "\n    ".join(
+    f"out[{k} * n + i] = {call};" for k, call in enumerate(APPROXIMATE | NEAREST | FUSED)
+)
 
 
 def test_fast_and_rounded_functions(device):
@@ -453,69 +457,23 @@ def test_fast_and_rounded_functions(device):
     special = [0.0, -0.0, 0.5, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan, 1e-40, -3e38]
     x = torch.tensor([draw.uniform(-3, 3) for _ in range(244)] + special)
     y = torch.tensor([draw.uniform(0.1, 4) for _ in range(244)] + special[::-1])
-    a, near = x.abs(), slice(0, 244)  # `near`: where approximations promise something
-    xd, yd = x.double(), y.double()
-    approximate = [
-        x.exp(),
-        a.log(),
-        a.log2(),
-        a.log10(),
-        a**y,
-        x.sin(),
-        x.cos(),
-        x.tan(),
-        x.tanh(),
-        10**x,
-        x / y,
-        x.sin(),
-        x.cos(),
-    ]
-    root = a.double().sqrt().float()  # torch's own float sqrt is not always the nearest
-    exact = [
-        torch.where(x > 0, x, 0.0).clamp(max=1).nan_to_num(0.0),
-        x + y,
-        x - y,
-        x * y,
-        x / y,
-        1 / y,
-        root,
-        (xd * yd + xd).float(),
-        (xd * yd + yd).float(),
-        x,
-        x,
-        x * 8,
-        a,
-        torch.fmin(x, y),
-        torch.fmax(x, y),
-        torch.fmax(x, y),
-    ]
-    count = len(approximate) + len(exact)
-    zeros = torch.zeros(count, len(x))
-    out, tests, *_ = run(
-        device, QUICK % dict(count=count), 1, len(x), zeros, zeros[0].int(), x, y, len(x)
-    )
-    for k, expected in enumerate(approximate):
-        error = (out[k][near] - expected[near]).abs() / (1 + expected[near].abs())
-        limit = 1e-4 if k == 7 else 1e-5  # __tanf is a quotient: poor where the cosine is small
-        assert error.max() < limit, f"approximate function {k}: {error.max():.2g}"
-    finite = x.isfinite() & y.isfinite()
-    for k, expected in enumerate(exact, len(approximate)):
-        fused = k - len(approximate) in (
-            7,
-            8,
-        )  # doubles tell what a fused operation gives, within limits
-        keep = finite & (a < 1e9) & (y.abs() < 1e9) & (a > 1e-9) if fused else slice(None)
-        both = (expected[keep] == 0) & (
-            out[k][keep] == 0
-        )  # the sign of a zero is min's and max's own affair
-        same_bits(torch.where(both, 0.0, out[k][keep]), torch.where(both, 0.0, expected[keep]))
-    assert torch.equal(
-        tests,
-        x.isnan().int() * 17
-        | x.isinf().int() * 2
-        | x.isfinite().int() * 4
-        | torch.signbit(x).int() * 8,
-    )
+    zeros = torch.zeros(len(APPROXIMATE | NEAREST | FUSED), len(x))
+    out, tests, *_ = run(device, QUICK, 1, len(x), zeros, zeros[0].int(), x, y, len(x))
+    results = iter(out)
+    for (call, function), got in zip(APPROXIMATE.items(), results):
+        expected = function(x, y)[:244]
+        error = (got[:244] - expected).abs() / (1 + expected.abs())
+        # __tanf is a quotient: poor where the cosine is small
+        assert error.max() < (1e-4 if "tanf" in call else 1e-5), f"{call}: {error.max():.2g}"
+    within = x.isfinite() & y.isfinite() & (x.abs() < 1e9) & (y.abs() < 1e9) & (x.abs() > 1e-9)
+    for (call, function), got in zip((NEAREST | FUSED).items(), results):
+        keep = within if call in FUSED else slice(None)
+        got, expected = got[keep], function(x, y)[keep]
+        # the sign of a zero is min's and max's own affair
+        both = (expected == 0) & (got == 0)
+        check_bits(torch.where(both, 0.0, got), torch.where(both, 0.0, expected))
+    classes = x.isnan() * 17 | x.isinf() * 2 | x.isfinite() * 4 | torch.signbit(x) * 8
+    assert torch.equal(tests, classes.int())
 
 
 # ---- bits and conversions ------------------------------------------------------------------------
@@ -840,46 +798,18 @@ extern "C" __global__ void k(unsigned* out, const unsigned* x, const unsigned* y
 def test_conversions(device):
     """Each rounding to integers (limits and NaN as in the PTX manual) and to narrower types."""
     draw = random.Random(3)
-    edges = [
-        0.0,
-        0.5,
-        1.5,
-        2.5,
-        1e-300,
-        2.0**31,
-        2.0**31 - 0.5,
-        2.0**31 - 1,
-        2.0**32 - 0.5,
-        2.0**32,
-        2.0**63,
-        2.0**64,
-        2.0**53 + 2,
-        1e30,
-        3.4028235e38,
-        3.40282350e38 * (1 + 2.0**-30),
-        1.0 + 2.0**-24,
-        1 + 2.0**-40,
-        math.inf,
-        math.nan,
-    ]
-    x = [sign * v for v in edges for sign in (1, -1)] + [
-        draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(470)
-    ]
+    edges = [2.0**k + step for k in (31, 32, 53, 63, 64) for step in (-1, -0.5, 0, 2)]
+    edges += [0.0, 0.5, 1.5, 2.5, 1e-300, 1 + 2.0**-24, 1 + 2.0**-40, 1e30, math.inf, math.nan]
+    edges += [3.4028235e38, 3.4028235e38 * (1 + 2.0**-30)]
+    x = [sign * v for v in edges for sign in (1, -1)]
+    x += [draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(450)]
     w = [
-        0,
-        1,
-        -1,
-        2**24 + 1,
-        2**24 + 3,
-        -(2**24) - 1,
-        2**53 + 1,
-        -(2**53) - 1,
-        2**63 - 1,
-        -(2**63),
-        2**31 - 1,
-        -(2**31),
-        2**32 - 1,
+        sign * 2**k + step
+        for k in (24, 31, 32, 53, 62)
+        for step in (-1, 0, 1, 3)
+        for sign in (1, -1)
     ]
+    w += [0, 1, -1, 2**63 - 1, -(2**63)]
     w += [signed(draw.getrandbits(64) >> draw.randint(0, 50), 64) for _ in range(len(x) - len(w))]
     n = len(x)
     whole, real = (
@@ -963,29 +893,27 @@ def test_shuffles(device):
     out = torch.full((6, ARGUMENTS, 4, n), -1, dtype=torch.int32)
     typed, real = torch.zeros(5, n, dtype=torch.int64), torch.zeros(2, n, dtype=torch.float64)
     out, typed, real = run(device, SHUFFLES % dict(arguments=ARGUMENTS), 1, n, out, typed, real)
-    expected = torch.tensor(
-        [
-            [
-                [
-                    [
-                        -1
-                        if t >= 64 and w > 3
-                        else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
-                        for t in range(n)
-                    ]
-                    for kind in ("idx", "up", "down", "xor")
-                ]
-                for a in range(ARGUMENTS)
-            ]
-            for w in range(6)
-        ]
-    ).int()
+    kinds = "idx", "up", "down", "xor"
+
+    def read(w, a, kind, t):
+        # The third warp has 8 lanes.
+        is_left = t >= 64 and w > 3
+        return -1 if is_left else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
+
+    expected = [
+        read(w, a, kind, t)
+        for w in range(6)
+        for a in range(ARGUMENTS)
+        for kind in kinds
+        for t in range(n)
+    ]
+    expected = torch.tensor(expected).int().view_as(out)
     wrong = (out != expected).nonzero()
     assert not len(wrong), (
         f"(log2 of width, argument, kind, thread) = {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
     )
     o = torch.arange(n) ^ 5
-    same_bits(
+    check_bits(
         typed,
         torch.stack(
             [
@@ -997,7 +925,7 @@ def test_shuffles(device):
             ]
         ),
     )
-    same_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
+    check_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
 
 
 VOTES = """
@@ -1352,7 +1280,7 @@ extern "C" __global__ void stops(int* x, int how) {
         assert (x == 5).all()
 
 
-def test_a_shuffle_of_odd_width_says_so(fast):
+def test_a_shuffle_of_odd_width_says_so(on_the_cpu):
     source = """extern "C" __global__ void odd(int* x) {
         x[threadIdx.x] = __shfl_down_sync(~0u, x[threadIdx.x], 1, 24);
     }"""

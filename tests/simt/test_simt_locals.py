@@ -43,14 +43,6 @@ extern "C" __global__ void k(float* out, int n)
     out[threadIdx.x] = value;  // BUG
 }
 """,
-    "an integer": """
-extern "C" __global__ void k(float* out, int n)
-{
-    int value;
-    if (threadIdx.x > n) value = 1;
-    ((int*)out)[threadIdx.x] = value;  // BUG
-}
-""",
     "the last element of an array": """
 extern "C" __global__ void k(float* out, int n)
 {
@@ -244,16 +236,6 @@ def test_a_report_in_a_function_names_the_lines_of_its_callers(how):
     assert report.thread == (31, 0, 0) and report.element == 32
 
 
-def test_a_report_in_the_kernel_itself_has_no_callers():
-    (report,) = mistakes(
-        """
-extern "C" __global__ void k(float* out) { out[threadIdx.x + 1] = 1; }
-""",
-        torch.zeros(32),
-    )
-    assert report.callers == () and "called" not in report.message
-
-
 # ---- memory of other threads, and of functions that returned -------------------------------------
 
 
@@ -293,18 +275,6 @@ SURVIVED = r"""
 import torch, gpuaccel as ga
 ga.use_backend("simt")
 CASES = {
-    "recursion": ('''__device__ int deeper(int n) { volatile int a[9]; a[0] = n;
-        return deeper(n + 1) + a[0]; }
-        extern "C" __global__ void k(int* x) { x[0] = deeper(0); }''', "stack overflow", 8),
-    "a large local array": ('''extern "C" __global__ void k(int* x)
-        { int a[300000]; for (int i = 0; i < 300000; i++) a[i] = i; x[0] = a[x[1]]; }''',
-        "stack overflow", 8),
-    "__trap()": ('''extern "C" __global__ void k(int* x) { if (threadIdx.x == 3) __trap(); }''',
-        "trap", 8),
-    "assert": ('''extern "C" __global__ void k(int* x)
-        {
-            assert(threadIdx.x < 5);
-        }''', "trap", 8),
     "a wrong argument of printf": ('''extern "C" __global__ void k(int* x)
         { printf("%s", (const char*)7); }''', "null", 1),
     "printf after it": ('''extern "C" __global__ void k(int* x)
@@ -315,8 +285,6 @@ CASES = {
         { memcpy(x, (void*)(size_t)x[0], 8); }''', "null", 1),
     "memset of a gigabyte": ('''extern "C" __global__ void k(int* x) { memset(x, 0, 1 << 30); }''',
         "out of bounds", 1),
-    "an endless loop": ('''extern "C" __global__ void k(int* x) { again: goto again; }''',
-        "time limit", 1),
     "endless barriers": ('''extern "C" __global__ void k(int* x) { for (;;) __syncthreads(); }''',
         "time limit", 1024),
     "an endless wait for the active lanes": ('''extern "C" __global__ void k(int* x)
@@ -343,37 +311,5 @@ def test_a_checked_launch_never_ends_python():
     run = python(SURVIVED)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split("|") for line in run.stdout.splitlines() if "|" in line]
-    assert len(rows) == 13, run.stdout
+    assert len(rows) == 8, run.stdout
     assert not [row for row in rows if row[1] != "right"], run.stdout
-
-
-# ---- barriers in a trace -------------------------------------------------------------------------
-
-BARRIERS = """
-extern "C" __global__ void k(float* out, const float* x, int n)
-{
-    __shared__ float tile[64];
-    int t = threadIdx.x;
-    if (t >= n) return;
-    tile[t] = 0;
-    __syncthreads();  // each thread goes on with its own element
-    tile[t] += x[t];
-    __syncthreads();
-    out[t] = tile[n - 1 - t];
-}
-"""
-
-
-def test_a_trace_names_barriers_without_a_use_and_threads_that_ended_before():
-    args = torch.zeros(64), torch.arange(64.0)
-    kernel = ga.compile(BARRIERS, "k")
-    trace = ga.simt.trace(kernel[1, 64], *args, 64)
-    assert [(note.kind, note.line) for note in trace.notes] == [("redundant barrier", 8)]
-    trace = ga.simt.trace(kernel[1, 64], *args, 50)
-    assert {(note.kind, note.line) for note in trace.notes} == {
-        ("redundant barrier", 8),
-        ("ended before a barrier", 8),
-        ("ended before a barrier", 10),
-    }
-    assert not trace.reports
-    assert "no two accesses need this barrier" in str(ga.show(kernel[1, 64], *args, 64))
