@@ -191,7 +191,7 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
     try:
         kernel = compile_cell(name, cell).kernels[name]
     except CompileError as error:
-        error.__notes__ = [UNTIL_RIGHT.format(name)]  # type: ignore[attr-defined]
+        error.__notes__ = [UNTIL_RIGHT.format(name)]
         raise
     result = check(name, kernel)
     if result.passed is False:
