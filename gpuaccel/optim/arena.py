@@ -53,7 +53,13 @@ def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
     first_name, first = named[0]
     for name, p in named:
         problem = None
-        if p.layout != torch.strided:
+        if hasattr(p, "device_mesh"):
+            problem = (
+                "is a DTensor, of which each rank has a part; an arena holds whole parameters. "
+                "Expected ga.AdamW(model.parameters()) and ga.clip_grad_norm_, or "
+                "ga.Distributed(sharded=True) in the place of fully_shard"
+            )
+        elif p.layout != torch.strided:
             problem = f"has layout {p.layout}; expected a dense tensor"
         elif p.dtype == torch.float16:
             problem = (
@@ -280,12 +286,17 @@ class Arena:
 
     @staticmethod
     def of(module: nn.Module) -> "Arena | None":
-        """The arena that holds this module's parameters, None when there is none.
+        """The arena that holds this module's trainable parameters, None when there is none.
 
         Args:
-            module: the very module that an arena was made of; a part of it has none.
+            module: that an arena was made of, or a wrapper of it, as of torch.compile or DDP. A
+                part of it has none.
         """
-        return next((a for a in _arenas if a.module is module), None)
+        named = dict(module.named_parameters())
+        ids = {id(p) for p in named.values()}
+        trained = {id(p) for p in named.values() if p.requires_grad}
+        holding = (a for a in _arenas if trained <= a._index.keys() <= ids)
+        return next((a for a in _arenas if a.module is module), None) or next(holding, None)
 
     def __repr__(self):
         return (

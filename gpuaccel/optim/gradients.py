@@ -211,18 +211,19 @@ class Gradients:
             ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
         """
         self._fresh_bytes = 0
-        indices, given = [], []
-        last = len(self.params) if last is None else last
+        indices, given, moved = [], [], []
         start = self.buffer.data_ptr()
         slices = range(start, start + 4 * len(self.buffer))
-        for i in range(first, last):
-            grad = self.params[i].grad
-            if grad is None:
+        rows = zip(self.params[first:last], self.views[first:last], self._addresses[first:last])
+        for i, (p, view, address) in enumerate(rows, first):
+            grad = p.grad
+            if view.data_ptr() != address:
+                # `p.grad.data = ...` has given the view other memory.
+                moved.append(i)
+            elif grad is view or grad is None:
+                # The usual case first: each call costs time on a slow CPU.
                 continue
-            # The usual case first: each call costs time on a slow CPU.
-            if grad is self.views[i] and grad.data_ptr() == self._addresses[i]:
-                continue
-            if self._is_slice(i, grad):
+            if grad is None or self._is_slice(i, grad):
                 continue
             if grad.requires_grad and not graphs:
                 continue
@@ -239,16 +240,14 @@ class Gradients:
             indices.append(i)
             # A slice of another tensor is overwritten below: `p.grad, q.grad = q.grad, p.grad`.
             given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
-        for i in range(first, last):
-            # `p.grad.data = ...` has given the view other memory.
-            if self.views[i].data_ptr() != self._addresses[i]:
-                self.views[i].data = self._memory[i]
+        for i in moved:
+            self.views[i].data = self._memory[i]
         if not indices:
             return
         views = [self.views[i] for i in indices]
         torch._foreach_copy_(views, given)
-        for i in indices:
-            self.params[i].grad = self.views[i]
+        for i, view in zip(indices, views):
+            self.params[i].grad = view
 
     def __getitem__(self, i: int) -> Tensor | None:
         """Tensor i's sum so far, in its slice, or None without a gradient."""

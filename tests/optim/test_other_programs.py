@@ -58,6 +58,42 @@ def test_ddp_averages_the_sums(adding, in_buckets, one_rank):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, DistributedDataParallel, nn.Sequential])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrapper_of_a_model_has_the_arena_of_the_model(wrap, dtype, one_rank):
+    """Its TrainStep trains as that of the model itself."""
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(dtype)
+        arena = ga.Arena(model)
+        opt = ga.AdamW(arena, lr=0.1)
+        wrapped = wrap(model)
+        assert ga.Arena.of(wrapped) is arena
+        with ga.TrainStep(wrapped, opt, loss_fn=lambda m, x: model(x).square().mean()) as step:
+            step(torch.ones(2, 4, dtype=dtype))
+        return arena.weights.clone()
+
+    assert torch.equal(trained(wrap), trained(lambda model: model))
+
+
+def test_a_part_of_a_model_and_a_model_with_more_have_another_arena():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    arena = ga.Arena(model)
+    assert ga.Arena.of(model[0]) is None
+    assert ga.Arena.of(nn.Sequential(model, nn.Linear(2, 2))) is None
+    assert not arena.released
+
+
+def test_a_dtensor_is_named(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ArgumentError, match="parameter weight is a DTensor"):
+        ga.Arena(model)
+
+
 def test_no_parametrization_is_computed():
     class Counted(nn.Module):
         calls = 0
