@@ -130,29 +130,21 @@ class Reducer(ReducerBase):
     @torch.no_grad()
     def send_next_bucket(self):
         """Start the next bucket's reduction."""
-        number, bucket = self.next, self.buckets[self.next]
-        if number == 0:
+        bucket = self.buckets[self.next]
+        if self.next == 0:
             self.exchange_began = time.monotonic()
         self.arena.gradients.collect(bucket.first, bucket.last)
         self.arena.gradients.zero_stale(bucket.first, bucket.last)
         self.next += 1
         self.sent = not self._capturing()
         if self.p2p is not None:
-            self._send_by_copies(self.p2p, number, bucket)
+            self.p2p.send(bucket)
         elif self.nccl:
-            self._send_by_nccl(number, bucket)
+            self._send_by_nccl(bucket)
         else:
-            self._send_by_gloo(number, bucket)
+            self._send_by_gloo(bucket)
 
-    def _send_by_copies(self, p2p: PeerToPeer, number: int, bucket: Bucket):
-        if self.trace is not None:
-            self.trace.bucket_started(number)
-        p2p.send(bucket)
-        if self.trace is not None:
-            with torch.cuda.stream(p2p.out_stream):
-                self.trace.bucket_finished(number)
-
-    def _send_by_nccl(self, number: int, bucket: Bucket):
+    def _send_by_nccl(self, bucket: Bucket):
         part = self.arena.grads[bucket.start : bucket.stop]
         stream = self.stream
         # __init__ makes one for NCCL.
@@ -161,26 +153,16 @@ class Reducer(ReducerBase):
         with torch.cuda.stream(stream):
             self.nonfinite.probe(bucket)
             message = part if self.low is None else self.low[: len(part)].copy_(part)
-            if self.trace is not None:
-                self.trace.bucket_started(number)
             self._sum(bucket, message, async_op=False)
-            if self.trace is not None:
-                self.trace.bucket_finished(number)
             if message is not part:
                 part.copy_(message)
 
-    def _send_by_gloo(self, number: int, bucket: Bucket):
+    def _send_by_gloo(self, bucket: Bucket):
         part = self.arena.grads[bucket.start : bucket.stop]
         self.nonfinite.probe(bucket)
         message = part if self.config.dtype == torch.float32 else part.to(self.config.dtype)
-        trace = self.trace
-        if trace is not None:
-            trace.bucket_started(number)
         works, copies = self._sum(bucket, message, async_op=True)
         self.pending.append(PendingBucket(part, message, works, copies))
-        if trace is not None:
-            future = works[-1].get_future()
-            future.add_done_callback(lambda _: trace.bucket_finished(number))
 
     def _sum(self, bucket: Bucket, message: Tensor, async_op: bool) -> tuple:
         """Sum a bucket over all ranks, in place; with a sharded optimizer only this rank's share of
@@ -215,12 +197,8 @@ class Reducer(ReducerBase):
             self.light.begin()
         while self.next < len(self.buckets):
             self.send_next_bucket()
-        if self.trace is not None:
-            self.trace.wait_started()
         totals = self._exchange_totals(self._message(loss, tokens, rows, micro_batches))
         self._join()
-        if self.trace is not None:
-            self.trace.wait_finished()
         return totals
 
     def _exchange_totals(self, message: Tensor) -> StepTotals:

@@ -28,7 +28,6 @@ from .zero1 import ShardedLayout
 
 if TYPE_CHECKING:
     from .p2p import PeerToPeer
-    from .trace import StepTrace
 
 
 @dataclass
@@ -74,9 +73,6 @@ class ReducerBase:
         ArgumentError: on every rank, naming the first tensor or setting that differs.
         RankError: where another rank is lost meanwhile.
     """
-
-    # Is told when buckets start and finish.
-    trace: "StepTrace | None" = None
 
     def __init__(
         self,

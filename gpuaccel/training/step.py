@@ -351,8 +351,6 @@ class TrainStep:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
         timer: Any = self.meter.timer if self.meter else None
-        if self.reducer is not None and self.reducer.trace is not None:
-            timer = self.reducer.trace
         mark = timer.mark if timer else _no_mark
         if timer:
             timer.start()

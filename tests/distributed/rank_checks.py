@@ -23,7 +23,7 @@ from rank_workers import Rank
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import collectives, heartbeat, p2p, trace
+from gpuaccel.distributed import collectives, heartbeat, p2p
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import buckets_of
 from gpuaccel.distributed.zero1 import pieces_of
@@ -501,8 +501,8 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
             scheduler=ga.training.warmup_cosine(opt, 2, 9),
             distributed=distributed,
         ) as step:
-            if distributed:
-                record_products_left(step, left)
+            if distributed and not config.ordered:
+                note_buckets(step, left, lambda: products_left(step))
             for number in range(steps):
                 generator = torch.Generator().manual_seed(number)
                 rows = torch.randint(0, 64, (2, rank.ranks, 3, 17), generator=generator).to(device)
@@ -523,25 +523,23 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
     return results
 
 
-class Recorder(trace.StepTrace):
-    """A trace that calls some functions, instead of keeping times."""
+def note_buckets(step, notes, note):
+    """Append note(), called when a bucket is sent."""
+    send = step.reducer.send_next_bucket
 
-    def __init__(self, **functions):
-        super().__init__(torch.device("cpu"))
-        for name in ("start", "mark", "stop", "bucket_started", "bucket_finished"):
-            setattr(self, name, functions.get(name, lambda *args: None))
+    def send_and_note():
+        notes.append(note())
+        send()
+
+    step.reducer.send_next_bucket = send_and_note
 
 
-def record_products_left(step, left):
-    """For each bucket sent in backward: how many fused products that still has to add."""
-
-    def bucket_started(number):
-        if torch._C._current_graph_task_id() >= 0:
-            products = step.products
-            left.append(sum(products.added_before) - sum(products.added))
-
-    if step.reducer is not None:
-        step.reducer.trace = Recorder(bucket_started=bucket_started)
+def products_left(step):
+    """How many fused products backward still has to add; 0 behind it."""
+    products = step.products
+    if products is None or torch._C._current_graph_task_id() < 0:
+        return 0
+    return sum(products.added_before) - sum(products.added)
 
 
 # ---- checks: a sharded optimizer, checkpoints ----------------------------------------------------
@@ -840,14 +838,12 @@ def late_tensor(rank: Rank, find_unused):
 
 
 def order_of_buckets(rank: Rank, products):
-    """(numbers of the buckets and "backward is over", in order; whether they are the arena)."""
+    """(of each bucket sent: its number, and whether backward runs; whether they are the arena)."""
     order = []
     config = ga.Distributed(group=rank.group, bucket_mb=0.004)
     with make_step(Net(), deterministic=products, distributed=config, micro_batches=1) as step:
-        step.reducer.trace = Recorder(
-            mark=lambda name: order.append("backward is over") if name == "backward" else None,
-            bucket_started=order.append,
-        )
+        in_backward = lambda: torch._C._current_graph_task_id() >= 0  # noqa: E731
+        note_buckets(step, order, lambda: (step.reducer.next, in_backward()))
         step(micro_batch(1))
         starts = [b.start for b in step.reducer.buckets]
         stops = [b.stop for b in step.reducer.buckets]
@@ -866,25 +862,6 @@ def step_that_raises(rank: Rank):
             except (ga.errors.ArgumentError, ga.errors.RankError) as error:
                 messages.append(str(error))
     return messages
-
-
-def traced(rank: Rank, backend, slab=0):
-    """trace.watch: (spans, number of buckets, whether the weights are those of a plain step)."""
-    hashes = []
-    with ga.use_backend(backend), copies_between_files(slab):
-        for take in (lambda step, batch: step(batch), trace.watch):
-            config = ga.Distributed(group=rank.group, bucket_mb=0.004)
-            with make_step(Net(), distributed=config) as step:
-                batches = [
-                    [micro_batch(4 * number + rank.rank), micro_batch(4 * number + 2 + rank.rank)]
-                    for number in range(3)
-                ]
-                step(batches[0])
-                spans = take(step, batches[1])
-                hashes.append(weight_hashes(step.arena).tolist())
-                assert step.reducer.trace is None
-                step(batches[2])
-    return [tuple(s) for s in spans], len(step.reducer.buckets), hashes[0] == hashes[1]
 
 
 # ---- what ga.launch runs -------------------------------------------------------------------------
