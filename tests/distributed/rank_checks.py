@@ -867,11 +867,6 @@ def step_that_raises(rank: Rank):
 # ---- what ga.launch runs -------------------------------------------------------------------------
 
 
-def rank_and_tensors(values):
-    parameter = nn.Parameter(values.float())
-    return {"rank": dist.get_rank(), "values": values + 1, "parameter": parameter}
-
-
 def not_sendable():
     return threading.Lock()
 
@@ -925,37 +920,6 @@ def steps_with(trouble, who, steps=6):
                 trouble()
             step([micro_batch(number * config.world + config.rank)])
         return config.rank, config.world, weight_hashes(step.arena).tolist()
-
-
-def yields(steps, trouble=nothing):
-    """A generator, as ga.launch draws it: the readings of ga.train, then something may happen to
-    rank 1. Returns the number of the rank."""
-    config = ga.Distributed()
-    with make_step(Net(), distributed=config) as step:
-        batches = ([micro_batch(n * config.world + config.rank)] for n in range(steps))
-        yield from ga.train(step, batches, steps)
-    if config.rank == 1:
-        trouble()
-    return config.rank
-
-
-def train_and_die(folder, seconds=None, who=1, steps=20):
-    """ga.train with a checkpoint after every second step. Rank `who` is killed `seconds` after it
-    has begun (None: not)."""
-    config = ga.Distributed(ordered=True)
-    with make_step(Net(), micro_batches=4 // config.world, distributed=config) as step:
-        if seconds is not None and config.rank == who:
-            threading.Timer(seconds, killed).start()
-        for _ in ga.train(
-            step,
-            token_batches(config.rank, config.world),
-            steps,
-            checkpoint_dir=folder,
-            checkpoint_every=2,
-            log=f"{folder}/lines.jsonl",
-            resume=True,
-        ):
-            time.sleep(0.02)
 
 
 def hangs_before_its_first_step_is_over(where):
@@ -1337,7 +1301,7 @@ def adds_to_what_it_gets(t, model):
     with torch.no_grad():
         model.weight += 1
     dist.barrier()
-    return t.tolist(), model.weight.item()
+    return t, model.weight
 
 
 def closes_at_the_end_of_an_error():
