@@ -435,49 +435,6 @@ def left_alone(rank: Rank, backend):
         return stale, torch.equal(arena.weights.bfloat16(), arena.bf16_weights)
 
 
-class Head(nn.Module):
-    """A head of more than 100 MB, which is a message of its own: the reference's coordinator
-    refused it."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = (
-            nn.utils.skip_init(nn.Linear, *shape, bias=False)
-            for shape in ((1, 1024), (1024, 26000))
-        )
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            self.body.weight.copy_(torch.randn(1024, 1, generator=generator))
-            self.head.weight.copy_(torch.linspace(-1, 1, 26000)[:, None].expand(-1, 1024))
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-def large_head(rank: Rank):
-    """(largest difference of the head's gradient from one process' in units of its largest element,
-    bytes)."""
-
-    def loss(model, x):
-        return model(x).square().mean(), 1
-
-    x, grads = torch.tensor([[1.0], [2.0]]), []
-    distributed = ga.Distributed(group=rank.group)
-    for config, part in ((distributed, x[rank.rank : rank.rank + 1]), (None, x)):
-        model = Head()
-        before = model.head.weight.detach().clone()
-        with ga.TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            loss,
-            micro_batches=1 if config else 2,
-            distributed=config,
-        ) as step:
-            step(part)
-            grads.append(model.head.weight.detach() - before)
-    return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
-
-
 def transformer(rank: Rank, device, replay, steps=4, **options):
     """A small transformer on whole batches, this rank's rows of each, and one process on all rows.
 
@@ -567,48 +524,6 @@ def _four_micro_batches(step, rank, ranks, first, last):
 
 def _ordered_and_sharded(rank: Rank, sharded=True):
     return ga.Distributed(group=rank.group, sharded=sharded, ordered=True)
-
-
-def shards_to_file(rank: Rank, backend, folder):
-    """Two ranks take two steps and save; rank 0 alone takes four, for shards_from_file."""
-    with ga.use_backend(backend):
-        model = Net()
-        with make_step(model, distributed=_ordered_and_sharded(rank)) as step:
-            _four_micro_batches(step, rank.rank, 2, 0, 2)
-            state = dict(model=model, optimizer=step.optimizers, arena=step.arena)
-            with step.gathered():
-                ga.save_checkpoint(
-                    f"{folder}/two.safetensors", **state, scheduler=step.schedulers, step=2
-                )
-            before = moments(step)
-            # Over a state that is there.
-            with step.gathered():
-                ga.load_checkpoint(f"{folder}/two.safetensors", **state, scheduler=step.schedulers)
-            assert all(map(torch.equal, before, moments(step)))
-        if rank.rank == 0:
-            plain = Net()
-            with make_step(plain, micro_batches=4) as step:
-                _four_micro_batches(step, 0, 1, 0, 4)
-                torch.save([p.detach() for p in plain.parameters()], f"{folder}/want.pt")
-
-
-def shards_from_file(rank: Rank, backend, folder):
-    """Two more steps with any number of ranks: whether the weights are those of one process."""
-    with ga.use_backend(backend):
-        model = Net(seed=7)
-        with make_step(
-            model, micro_batches=4 // rank.ranks, distributed=_ordered_and_sharded(rank)
-        ) as step:
-            with step.gathered():
-                ga.load_checkpoint(
-                    f"{folder}/two.safetensors",
-                    model=model,
-                    optimizer=step.optimizers,
-                    arena=step.arena,
-                    scheduler=step.schedulers,
-                )
-            _four_micro_batches(step, rank.rank, rank.ranks, 2, 4)
-            return all(map(torch.equal, model.parameters(), torch.load(f"{folder}/want.pt")))
 
 
 def state_dict_of_shards(rank: Rank):
@@ -724,13 +639,13 @@ def start_equal(rank: Rank):
 
 def made(rank: Rank, config=None, other=None, sgd=False, **options):
     """Make a step with options; in `other` those in which rank 1 differs: config (arguments of
-    ga.Distributed), net, lr, and arguments of TrainStep."""
+    ga.Distributed), net, opt (arguments of the optimizer), and arguments of TrainStep."""
     other = dict(other or {}) if rank.rank == 1 else {}
     config = {**(config or {}), **other.pop("config", {})}
     model = other.pop("net", Net)()
     arena = ga.Arena(model)
-    lr = other.pop("lr", 1e-3)
-    opt = torch.optim.SGD(arena.parameters(), lr) if sgd else ga.AdamW(arena, lr)
+    of_optimizer = other.pop("opt", {})
+    opt = torch.optim.SGD(arena.parameters()) if sgd else ga.AdamW(arena, **of_optimizer)
     distributed = ga.Distributed(group=rank.group, **config)
     with ga.TrainStep(model, opt, distributed=distributed, **{**options, **other}):
         pass
@@ -1104,13 +1019,6 @@ def goes_on_after_a_late_tensor(rank: Rank):
             except (ga.errors.ArgumentError, ga.errors.RankError) as error:
                 kinds.append((type(error).__name__, str(error)))
     return kinds
-
-
-def optimizers_that_differ(rank: Rank, options, of_step):
-    """Rank 1 has these options of ga.AdamW, and these of TrainStep."""
-    options, of_step = (o if rank.rank == 1 else {} for o in (options, of_step))
-    _, step = small_step(rank, mean_of_squares, lambda arena: ga.AdamW(arena, **options), **of_step)
-    step.close()
 
 
 def nonfinite_raises(rank: Rank, sharded):

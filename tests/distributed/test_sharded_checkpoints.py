@@ -155,14 +155,6 @@ def test_loading_holds_a_share_and_one_tensor(written, workers, name):
         assert note["allocated"] <= note["state"] + note["counts"] + note["largest"]
 
 
-def test_the_generators_of_each_rank_come_back(workers, tmp_path):
-    losses = []
-    for stops in (0, 2):
-        options = dict(folder=str(tmp_path / f"{stops}"), stops=stops, sharded=True, dropout=True)
-        losses.append(workers(checks.trained, 2, ranks_then=2, **options)[0])
-    assert len(losses[0]) == 5 and losses[0] == losses[1]
-
-
 # ---- folders that must be refused ----------------------------------------------------------------
 
 
@@ -185,12 +177,6 @@ def other_step():
         yield step
 
 
-def parts(step):
-    return dict(
-        model=step.model, optimizer=step.optimizers, arena=step.arena, scheduler=step.schedulers
-    )
-
-
 @pytest.fixture
 def refuse(other_step):
     """Loading raises CheckpointError that names the folder, and changes nothing at all."""
@@ -198,7 +184,7 @@ def refuse(other_step):
     def refuse(path, match, **changes):
         before = everything(other_step)
         with pytest.raises(CheckpointError, match=match) as error:
-            ga.load_checkpoint(path, **{**parts(other_step), **changes})
+            ga.load_checkpoint(path, **{**shard_checks.parts(other_step), **changes})
         assert str(path) in str(error.value)
         assert everything(other_step) == before
         assert not is_whole(path)
