@@ -189,24 +189,25 @@ class PeerToPeer:
 
     @classmethod
     def _of(cls, config: Distributed, arena: Arena) -> "PeerToPeer | None":
-        equal, reason = _obstacle(config, arena)
-        if not equal or config.peer_to_peer is False:
+        reason = _obstacle(config, arena)
+        if reason is None or config.peer_to_peer is False:
             # Ranks that differ are told apart when they are compared.
             return None
-        attempts = _Attempts(config, reason)
-        # With a reason nothing is called.
-        p2p = attempts(lambda: cls(config, arena))
-        attempts(lambda: p2p.connect())
-        if not attempts.reason:
-            log.info("gradients are added up by peer-to-peer copies of %d ranks", config.world)
-            return p2p.connected()
+        p2p = None
+        if not reason:
+            p2p, reason = _attempt(config, lambda: cls(config, arena))
+        if p2p is not None and not reason:
+            _, reason = _attempt(config, p2p.connect)
+            if not reason:
+                log.info("gradients are added up by peer-to-peer copies of %d ranks", config.world)
+                return p2p.connected()
         if config.peer_to_peer:
             raise ArgumentError(
-                f"peer_to_peer is True, and {attempts.reason}; expected the GPUs of one machine, "
+                f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
                 "which can read each other's memory, and fp32 sums"
             )
         if config.world > 1 and not config.ordered and config.backend == "nccl":
-            log.info("gradients are added up by NCCL: %s", attempts.reason)
+            log.info("gradients are added up by NCCL: %s", reason)
         return None
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
@@ -218,7 +219,7 @@ class PeerToPeer:
         return self._equal_ranges(bucket.start, bucket.stop)
 
     def _equal_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) in as many ranges as there are ranks, as equal as chunks allow."""
+        """[start, stop) as one range per rank, as equal as chunks allow."""
         chunks = (stop - start) // CHUNK
         ends = [start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
         return list(zip(ends, ends[1:]))
@@ -357,28 +358,17 @@ def _behind(before, stream):
         yield
 
 
-class _Attempts:
-    """Calls that may fail on one rank alone. `reason`: why peer-to-peer copies are not possible, or
-    ""; equal on all ranks."""
-
-    def __init__(self, config: Distributed, reason: str):
-        self.config, self.reason = config, reason
-
-    def __call__(self, function):
-        """function(), unless there is a reason against it; that it fails on any rank is one."""
-        result, problem = None, ""
-        if self.reason:
-            return None
-        try:
-            result = function()
-        except dist.DistError:
-            raise
-        except (RuntimeError, OSError) as error:
-            problem = str(error).splitlines()[0]
-        for rank, theirs in enumerate(_gather(problem, self.config)):
-            if theirs and not self.reason:
-                self.reason = f"on rank {rank}: {theirs}"
-        return result
+def _attempt(config: Distributed, function):
+    """(what function() returns, and why it failed on any rank, or "": equal on all ranks)."""
+    result, problem = None, ""
+    try:
+        result = function()
+    except dist.DistError:
+        raise
+    except (RuntimeError, OSError) as error:
+        problem = str(error).splitlines()[0]
+    problems = enumerate(_gather(problem, config))
+    return result, next((f"on rank {rank}: {theirs}" for rank, theirs in problems if theirs), "")
 
 
 def _gather(mine, config: Distributed) -> list:
@@ -388,12 +378,16 @@ def _gather(mine, config: Distributed) -> list:
     return everyone
 
 
-def _obstacle(config: Distributed, arena: Arena) -> tuple[bool, str]:
-    """(whether all ranks want the same, why copies are not possible as far as that is known without
-    trying, or "")."""
-    if config.world == 1:
-        return True, _nothing_to_copy(config, arena)
+def _obstacle(config: Distributed, arena: Arena) -> str | None:
+    """Why copies are not possible as far as that is known without trying, or ""; None: the ranks
+    differ."""
     device = arena.device
+    nothing_to_copy = (
+        f"the {config.world} ranks' collectives are {config.backend}'s, the model is on "
+        f"{device}, backend {backend().name}"
+    )
+    if config.world == 1:
+        return nothing_to_copy
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     wanted = (
         arena.numel,
@@ -407,18 +401,18 @@ def _obstacle(config: Distributed, arena: Arena) -> tuple[bool, str]:
     )
     gpus, machines, choices = zip(*_gather((gpu, machine_name(), wanted), config))
     if any(choice != wanted for choice in choices):
-        return False, "the ranks differ"
+        return None
     if config.backend == "nccl" and len(set(gpus)) < config.world:
-        return True, f"{config.world} ranks share {len(set(gpus))} GPUs"
+        return f"{config.world} ranks share {len(set(gpus))} GPUs"
     if not can_copy(config, device):
-        return True, _nothing_to_copy(config, arena)
+        return nothing_to_copy
     if len(set(machines)) > 1:
-        return True, f"the ranks are on {len(set(machines))} machines"
+        return f"the ranks are on {len(set(machines))} machines"
     if config.ordered:
-        return True, "sums are ordered"
+        return "sums are ordered"
     if config.dtype != torch.float32:
-        return True, f"sums are sent in {config.dtype}"
-    return True, ""
+        return f"sums are sent in {config.dtype}"
+    return ""
 
 
 def can_copy(config: Distributed, device: torch.device) -> bool:
@@ -434,13 +428,6 @@ def machine_name() -> tuple:
         socket.gethostname(),
         boot.read_text().strip() if boot.exists() else "",
         os.environ.get("GROUP_RANK", ""),
-    )
-
-
-def _nothing_to_copy(config: Distributed, arena: Arena) -> str:
-    return (
-        f"the {config.world} ranks' collectives are {config.backend}'s, the model is on "
-        f"{arena.device}, backend {backend().name}"
     )
 
 
