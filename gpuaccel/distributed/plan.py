@@ -70,14 +70,6 @@ class Workload:
 
     Raises:
         ArgumentError: for times that are not positive, and for less than one micro-batch.
-
-    Example:
-        >>> from gpuaccel.distributed.plan import Workload
-        >>> with torch.device("meta"):
-        ...     model = ga.preset("tiny").build()
-        >>> workload = Workload.of(model, micro_ms=2.0, tail_ms=1.0, micro_batches=4)
-        >>> workload.step_ms, len(workload.blocks)
-        (9.0, 6)
     """
 
     blocks: tuple[Block, ...]
@@ -201,13 +193,6 @@ def overlap(work: Sequence[float], stages: Sequence[Sequence[Stage]]) -> list[tu
 
     Returns:
         (complete, over) of each bucket, in ms from the beginning of backward.
-
-    Example:
-        >>> from gpuaccel.distributed.plan import Stage, overlap
-        >>> overlap([2.0, 2.0], [[Stage("link", 3.0)], [Stage("link", 3.0)]])
-        [(2.0, 5.0), (4.0, 8.0)]
-        >>> overlap([2.0, 2.0], [[Stage("link", 3.0, slows=1.0)], []])
-        [(2.0, 5.0), (5.5, 5.5)]
     """
     # Backward is a lane, in which all buckets wait at the beginning.
     ahead = [deque([Stage("backward", ms), *after]) for ms, after in zip(work, stages)]

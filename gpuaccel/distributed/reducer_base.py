@@ -21,7 +21,7 @@ from ..ops import MAX_TENSORS, accumulate_kernel, clip_kernel, tensors_of_launch
 from ..optim import Arena, DeviceOptimizer, GradientListener
 from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast, broadcast_weights, compare
-from .buckets import buckets_of
+from .buckets import join_blocks
 from .config import Distributed
 from .nonfinite import NonFiniteSearch
 from .zero1 import ShardedLayout
@@ -95,7 +95,7 @@ class ReducerBase:
                 "model on a GPU, or gloo"
             )
         self.kernels = takes(arena.device)
-        self.buckets = buckets_of(arena, config.bucket_mb * 1e6)
+        self.buckets = join_blocks(arena.blocks, config.bucket_mb * 1e6)
         self.steps = 0  # optimizer steps taken
         self.broken = False  # a step was left after part of it had been sent
         # All modules would take the host as long as many launches.

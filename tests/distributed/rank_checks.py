@@ -25,7 +25,7 @@ from torch import nn
 import gpuaccel as ga
 from gpuaccel.distributed import collectives, heartbeat, p2p
 from gpuaccel.distributed.agreement import weight_hashes
-from gpuaccel.distributed.buckets import buckets_of
+from gpuaccel.distributed.buckets import join_blocks
 from gpuaccel.distributed.zero1 import pieces_of
 
 # As in conftest.py, in each rank's process.
@@ -302,7 +302,7 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
     with ga.use_backend(backend), copies_between_files(slab), logged() as lines:
         arena = ga.Arena(Net().to(device))
         copies = p2p.PeerToPeer.of(config, arena)
-        buckets = buckets_of(arena, 1e6 * config.bucket_mb)
+        buckets = join_blocks(arena.blocks, 1e6 * config.bucket_mb)
         copies.plan(buckets)
         everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
         arena.grads.copy_(everyone[rank.rank])
@@ -329,7 +329,7 @@ def added_by_a_graph(rank: Rank):
     """Sums of 64 MB, made by a replayed graph: are they those of sums_in_order(), bit for bit?"""
     arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
     copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
-    buckets = buckets_of(arena, 32e6)
+    buckets = join_blocks(arena.blocks, 32e6)
     copies.plan(buckets)
 
     def add():

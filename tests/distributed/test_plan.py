@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.distributed.buckets import buckets_of
+from gpuaccel.distributed.buckets import join_blocks
 from gpuaccel.distributed.plan import (
     HOP_US,
     Link,
@@ -237,7 +237,7 @@ def test_better_hardware_makes_a_step_shorter(gpus, options):
 @pytest.mark.parametrize("bucket_mb", [0.1, 1, 1e6])
 def test_buckets_are_those_of_the_arena(bucket_mb):
     arena = ga.Arena(ga.preset("tiny", layers=2).build())
-    real = [b.stop - b.start for b in buckets_of(arena, bucket_mb * 1e6)]
+    real = [b.stop - b.start for b in join_blocks(arena.blocks, bucket_mb * 1e6)]
     sizes, times = zip(*Workload.of(meta("tiny", layers=2), 3.0).buckets(bucket_mb))
     assert list(sizes) == real and sum(sizes) == arena.numel
     assert sum(times) == pytest.approx(2.0)
