@@ -40,29 +40,10 @@ OF_OPTIMIZER = ("max_norm", "scope", "on_nonfinite", "stochastic_rounding", "see
 # ---- the start -----------------------------------------------------------------------------------
 
 
-def check_equal(mine: list[tuple[str, str]], group, world: int):
-    """ArgumentError on every rank, naming the first (name, value) that differs from rank 0's."""
-    everyone = [mine] * world
-    if world > 1:
-        collectives.gather_objects(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        expected, actual = next((a, b) for a, b in zip_longest(everyone[0], theirs) if a != b)
-        if expected and actual and expected[0] == actual[0]:
-            difference = f"{actual[0]} is {actual[1]} on rank {rank}, and {expected[1]} on rank 0"
-        else:
-            difference = (
-                f"rank {rank} has {' '.join(actual) if actual else 'nothing'} where rank 0 has "
-                f"{' '.join(expected) if expected else 'nothing'}"
-            )
-        raise ArgumentError(
-            f"the ranks differ: {difference}. All have to train the same model in the same way"
-        )
-
-
 def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[str, str]):
-    """ArgumentError on every rank unless all have rank 0's model, optimizers and settings."""
+    """ArgumentError on every rank unless all have rank 0's model, optimizers and settings.
+
+    It names the first difference."""
     kinds = ", ".join(type(opt).__name__ for opt in optimizers)
     rows = [("ranks", f"{config.world}"), ("the optimizer", kinds)]
     rows += [(name, str(getattr(config, name))) for name in COMPARED]
@@ -85,7 +66,21 @@ def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[
             if key not in ("params", "param_names"):
                 value = value.tolist() if isinstance(value, Tensor) else value
                 rows.append((f"{key} of the optimizer's group {g}", f"{value}"))
-    check_equal(rows, config.group, config.world)
+    everyone = collectives.gather_objects(rows, config.group, config.world)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        expected, actual = next((a, b) for a, b in zip_longest(everyone[0], theirs) if a != b)
+        if expected and actual and expected[0] == actual[0]:
+            difference = f"{actual[0]} is {actual[1]} on rank {rank}, and {expected[1]} on rank 0"
+        else:
+            difference = (
+                f"rank {rank} has {' '.join(actual) if actual else 'nothing'} where rank 0 has "
+                f"{' '.join(expected) if expected else 'nothing'}"
+            )
+        raise ArgumentError(
+            f"the ranks differ: {difference}. All have to train the same model in the same way"
+        )
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ class OrderedReducer(ReducerBase):
         self.slices = torch.empty(self.world, share, dtype=torch.float32, device=arena.device)
         self.rests = torch.empty(self.world, rest, dtype=torch.float32, device=arena.device)
         self.bucket = Bucket(0, arena.numel, 0, len(arena.segments))
-        # Of this step's micro-batches so far: StepTotals.message(), tensors with a gradient.
+        # Of this step's micro-batches so far: _message(), tensors with a gradient.
         self.messages: list[torch.Tensor] = []
         self.received = [False] * len(arena.segments)
 

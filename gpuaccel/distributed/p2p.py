@@ -32,8 +32,9 @@ from ..backends import backend, takes
 from ..errors import ArgumentError
 from ..ops import CHUNK
 from ..optim import Arena
-from . import collectives, heartbeat
+from . import heartbeat
 from .buckets import Bucket
+from .collectives import gather_objects
 from .config import Distributed
 from .heartbeat import SLACK
 from .peer_sums import add_ranks, sum_kernel
@@ -367,15 +368,8 @@ def _attempt(config: Distributed, function):
         raise
     except (RuntimeError, OSError) as error:
         problem = str(error).splitlines()[0]
-    problems = enumerate(_gather(problem, config))
+    problems = enumerate(gather_objects(problem, config.group, config.world))
     return result, next((f"on rank {rank}: {theirs}" for rank, theirs in problems if theirs), "")
-
-
-def _gather(mine, config: Distributed) -> list:
-    everyone = [mine] * config.world
-    if config.world > 1:
-        collectives.gather_objects(everyone, mine, group=config.group)
-    return everyone
 
 
 def _obstacle(config: Distributed, arena: Arena) -> str | None:
@@ -399,7 +393,8 @@ def _obstacle(config: Distributed, arena: Arena) -> str | None:
         device.type,
         takes(device),
     )
-    gpus, machines, choices = zip(*_gather((gpu, machine_name(), wanted), config))
+    mine = (gpu, machine_name(), wanted)
+    gpus, machines, choices = zip(*gather_objects(mine, config.group, config.world))
     if any(choice != wanted for choice in choices):
         return None
     if config.backend == "nccl" and len(set(gpus)) < config.world:

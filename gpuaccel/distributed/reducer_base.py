@@ -7,7 +7,6 @@ totals, the tensors that take part, errors, and what may be asked.
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,22 +40,6 @@ class StepTotals:
     counted: Tensor  # micro-batches whose tokens were counted
 
     FIELDS = 5
-
-    @staticmethod
-    def message(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor:
-        """(5,) float64, to be added up over all ranks.
-
-        Args:
-            values: of one rank, in the order of the fields. None: the rank had none.
-        """
-        return torch.stack(
-            [
-                value.double().view(())
-                if isinstance(value, Tensor)
-                else torch.full((), float(value or 0), dtype=torch.float64, device=device)
-                for value in values
-            ]
-        )
 
 
 class ReducerBase:
@@ -249,10 +232,11 @@ class ReducerBase:
         raise NotImplementedError
 
     def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
-        """StepTotals.message() of what this rank has."""
+        """(5,) float64: what this rank adds to StepTotals. None counts as 0."""
         counted = 0 if tokens is None else micro_batches
+        zero = torch.zeros((), dtype=torch.float64, device=self.arena.device)
         values = (loss, tokens, rows, micro_batches, counted)
-        return StepTotals.message(values, self.arena.device)
+        return torch.stack([zero if value is None else zero + value for value in values])
 
     def after_step(self):
         """The update is over; weights are compared every `check_every` steps: RankError."""
@@ -330,11 +314,10 @@ class ReducerBase:
         launched = heartbeat.launched_rank
         return launched is not None and launched.asked_to_stop()
 
-    def gather(self, t: Tensor) -> list[Tensor]:
-        """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""
-        if self.world == 1:
-            return [t]
-        mine = t.to(self.arena.device if self.nccl else "cpu")
-        everyone = mine.new_empty(self.world * mine.numel())
-        collectives.all_gather(everyone, mine.view(-1), group=self.group)
-        return [part.view_as(t) for part in everyone.cpu().chunk(self.world)]
+    def gather(self, value) -> list:
+        """A value of each rank, in their order. Waits.
+
+        Args:
+            value: picklable.
+        """
+        return collectives.gather_objects(value, self.group, self.world)

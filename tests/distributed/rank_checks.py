@@ -739,17 +739,24 @@ def drift(rank: Rank, who, backend="torch"):
 
 
 def late_tensor(rank: Rank, find_unused):
-    """A tensor gets its first gradient in the second step, on the last rank only: did it move?"""
-    model = Net()
+    """A tensor gets its first gradient in the second step, on the last rank only: did it move, and
+    what is said, of a third step too."""
+    model, errors = Net(), []
+    last = rank.rank == rank.ranks - 1
     config = ga.Distributed(group=rank.group, find_unused=find_unused)
     with make_step(model, distributed=config) as step:
         step([micro_batch(0)])
         tokens, targets = micro_batch(0)
-        if rank.rank == rank.ranks - 1:
+        if last:
             tokens[0, 0] = VOCAB - 1
         before = model.sometimes.detach().clone()
-        step([(tokens, targets)])
-        return not torch.equal(before, model.sometimes)
+        # Without find_unused the other one does not wait for it.
+        for _ in range(1 if find_unused or not last else 2):
+            try:
+                step([(tokens, targets)])
+            except (ga.errors.ArgumentError, ga.errors.RankError) as error:
+                errors.append((type(error).__name__, str(error)))
+        return not torch.equal(before, model.sometimes), errors
 
 
 def order_of_buckets(rank: Rank, products):
@@ -940,10 +947,10 @@ def fails_between_steps(folder):
 # ---- a small model, and what a rank may do that others do not ------------------------------------
 
 
-def small_step(rank, loss_fn, make_optimizer=None, layers=1, config=None, **options):
-    """(model, step) of linear layers. make_optimizer: of an Arena; None: TrainStep's own."""
+def small_step(rank, loss_fn, make_optimizer=None, config=None, **options):
+    """(model, step) of a linear layer. make_optimizer: of an Arena; None: TrainStep's own."""
     torch.manual_seed(0)
-    model = torch.nn.ModuleList([torch.nn.Linear(4, 2) for _ in range(layers)])
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 2)])
     opt = make_optimizer(ga.Arena(model)) if make_optimizer else None
     group = rank.group if rank is not None else None
     distributed = ga.Distributed(group=group, **(config or {}))
@@ -998,27 +1005,6 @@ def output_of_means(rank: Rank):
     with step:
         out = step(None if rank.rank else rows_of(0))
     return out.loss.dtype, out.tokens, float(out.loss)
-
-
-def goes_on_after_a_late_tensor(rank: Rank):
-    """Rank 1 uses a layer in the second step only, which is an error there: kinds of all errors."""
-    second = False
-
-    def loss(model, x):
-        return (model[0](x) + model[1](x) if second else model[0](x)).square().mean()
-
-    kinds = []
-    _, step = small_step(rank, loss, layers=2, config=dict(find_unused=False))
-    with step:
-        for i in range(3):
-            second = i == 1 and rank.rank == 1
-            try:
-                # The other one does not wait for it.
-                if i < 2 or rank.rank == 1:
-                    step(rows_of(i))
-            except (ga.errors.ArgumentError, ga.errors.RankError) as error:
-                kinds.append((type(error).__name__, str(error)))
-    return kinds
 
 
 def nonfinite_raises(rank: Rank, sharded):
