@@ -9,10 +9,9 @@ summed while backward still runs.
 
 The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs that are all of one
 machine sum by peer-to-peer copies instead (distributed/p2p.py). Gradients are reduced in buckets,
-contiguous ranges of the arena in the order in which backward finishes. In the last micro-batch's
-backward a bucket is sent as soon as its gradients are complete, on a stream of its own, without
-host synchronisation. Ranks add sums, not means; the sum is divided once, by the tokens of all
-ranks, so that uneven batches give the gradient that one process would have had.
+contiguous ranges of the arena. In the last micro-batch's backward a bucket is sent as soon as its
+gradients are complete, on a stream of its own, without host synchronisation. The sum is divided
+once, by the tokens of all ranks: uneven batches give the gradient of one process.
 
 Two orders of summation:
   all-reduce  (default) Fast. All ranks get bit-identical sums, which depend on the number of ranks.

@@ -26,7 +26,6 @@ import os
 import pathlib
 import pickle
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -37,12 +36,6 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
-
-try:
-    import fcntl
-except ImportError:
-    # Windows, where the package is imported, too.
-    fcntl = None  # type: ignore[assignment]
 
 import cloudpickle
 import torch
@@ -118,7 +111,7 @@ def launch(
             "ga.launch was called by a rank that imports this script; expected the call under "
             "if __name__ == '__main__'"
         )
-    if fcntl is None:
+    if os.name == "nt":
         raise ArgumentError("ga.launch needs Linux or macOS; on Windows expected WSL")
     for name, seconds in (("timeout", timeout), ("start", start)):
         if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
@@ -330,34 +323,16 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **job.variables, **new}
 
 
-class _Parent:
-    """The process that called ga.launch, as a rank sees it.
+def _end_with_parent(started_by: int):
+    """End this process as soon as the one that called ga.launch has ended. For a thread.
 
-    The ranks meet over a file in `folder`. Where the folder is missing, torch's FileStore retries
-    for five minutes, in which no other thread runs. So it stays until the last rank has ended.
-    """
-
-    def __init__(self, folder: str):
-        self.folder = folder
-        self.started_by = os.getppid()  # the parent or its server, which ends with it
-        self.held = os.open(folder, os.O_RDONLY)
-        fcntl.flock(self.held, fcntl.LOCK_SH)
-
-    def is_alive(self) -> bool:
-        # The pipe that tells of the parent's end may have been inherited by another process, which
-        # keeps it open; the number of who started this one tells too.
-        parent: Any = multiprocessing.parent_process()
-        return parent.is_alive() and os.getppid() == self.started_by
-
-    def end_with_it(self):
-        """End this process as soon as the parent has ended. For a thread."""
-        while self.is_alive():
-            time.sleep(PARENT_CHECK)
-        with contextlib.suppress(OSError):
-            # Fails while another rank holds it.
-            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os._exit(1)
+    started_by: the process that has started this one: the parent, or its server, which ends with
+    it. The pipe that tells of the parent's end may have been inherited by another process, which
+    keeps it open."""
+    parent: Any = multiprocessing.parent_process()
+    while parent.is_alive() and os.getppid() == started_by:
+        time.sleep(PARENT_CHECK)
+    os._exit(1)
 
 
 def _run_rank(job: Job, rank: int, connection):
@@ -366,14 +341,7 @@ def _run_rank(job: Job, rank: int, connection):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    try:
-        parent = _Parent(job.folder)
-    except FileNotFoundError:
-        # The parent has ended, and no rank needs the folder any more.
-        os._exit(1)
-    if not parent.is_alive():
-        parent.end_with_it()
-    threading.Thread(target=parent.end_with_it, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     # A fork of the server has the environment in which that was started.
     os.environ.clear()
     os.environ.update(_environment(job, rank))
