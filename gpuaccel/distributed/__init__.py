@@ -11,7 +11,7 @@ from .collectives import raises_dist_error
 from .config import Distributed
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
-from .reducer import make_reducer
+from .reducer import Reducer
 from .reducer_base import ReducerBase
 from .spawn import RankBackend, launch
 
@@ -20,8 +20,8 @@ __all__ = [
     "OrderedReducer",
     "PeerToPeer",
     "RankBackend",
+    "Reducer",
     "ReducerBase",
     "launch",
-    "make_reducer",
     "raises_dist_error",
 ]

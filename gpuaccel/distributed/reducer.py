@@ -1,7 +1,7 @@
 """Reduction of gradients while backward runs: what a rank does in one optimizer step. The choices,
 and the words for them: distributed/config.py.
 
-    reducer = make_reducer(config, arena, optimizers, settings)
+    reducer = Reducer(config, arena, optimizers, settings)
     with arena.gradients.listening(reducer.listener()):      # buckets are sent
         loss.backward()
     loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
@@ -15,7 +15,6 @@ start and join.
 
 import contextlib
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,60 +26,23 @@ from . import collectives
 from .buckets import Bucket
 from .config import Distributed
 from .light_gradients import LightGradients
-from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer_base import ReducerBase, StepTotals
 from .zero1 import share
 
 
-def make_reducer(
-    config: Distributed,
-    arena: Arena,
-    optimizers: list[torch.optim.Optimizer],
-    settings: dict[str, str],
-    products: Products | None = None,
-    peer_to_peer: PeerToPeer | None = None,
-) -> ReducerBase:
-    """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
+class Reducer(ReducerBase):
+    """Reduces buckets of gradients while backward runs.
 
     Args:
-        config: says which kind of reducer.
+        config: not ordered.
         arena: of the model.
         optimizers: a list, those of the step.
         settings: see ReducerBase.
         products: they tell that they have added, where backward is compiled, so that
             autograd's hooks run only at its end.
         peer_to_peer: see ReducerBase.
-
-    Returns:
-        An OrderedReducer, or one that sends buckets.
     """
-    if config.ordered:
-        return OrderedReducer(config, arena, optimizers, settings)
-    return Reducer(config, arena, optimizers, settings, products, peer_to_peer)
-
-
-@dataclass
-class PendingBucket:
-    """A bucket whose collectives gloo's threads work on."""
-
-    part: Tensor  # of arena.grads
-    message: Tensor  # what is reduced in place: `part`, or a copy in config.dtype
-    works: list = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (destination, result)
-
-    def wait(self):
-        """`part` has the sum."""
-        for work in self.works:
-            collectives.wait(work)
-        for destination, result in self.copies:
-            destination.copy_(result)
-        if self.message is not self.part:
-            self.part.copy_(self.message)
-
-
-class Reducer(ReducerBase):
-    """Reduces buckets of gradients while backward runs."""
 
     def __init__(
         self,
@@ -111,7 +73,8 @@ class Reducer(ReducerBase):
             self.shard_squares = ShardSquares(arena, self.buckets, self.rank, self.world)
         # Sums of squares of the chunks, of all ranks' gradients.
         self.squares = torch.zeros(arena.numel // CHUNK, dtype=torch.float64, device=arena.device)
-        self.pending: list[PendingBucket] = []
+        # What gloo's threads work on: collectives, and (destination, result) behind them.
+        self.pending: list[tuple[list, list[tuple[Tensor, Tensor]]]] = []
         self.next = 0
         # Part of this step was sent, and its update is not over. (A capture sends nothing yet.)
         self.sent = False
@@ -162,7 +125,9 @@ class Reducer(ReducerBase):
         self.nonfinite.probe(bucket)
         message = part if self.config.dtype == torch.float32 else part.to(self.config.dtype)
         works, copies = self._sum(bucket, message, async_op=True)
-        self.pending.append(PendingBucket(part, message, works, copies))
+        if message is not part:
+            copies.append((part, message))
+        self.pending.append((works, copies))
 
     def _sum(self, bucket: Bucket, message: Tensor, async_op: bool) -> tuple:
         """Sum a bucket over all ranks, in place; with a sharded optimizer only this rank's share of
@@ -226,8 +191,11 @@ class Reducer(ReducerBase):
 
     def _join(self):
         """From here on the current stream sees the sums; the arena keeps their squares."""
-        for bucket in self.pending:
-            bucket.wait()
+        for works, copies in self.pending:
+            for work in works:
+                collectives.wait(work)
+            for destination, result in copies:
+                destination.copy_(result)
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
         if self.p2p is not None:

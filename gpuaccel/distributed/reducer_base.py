@@ -99,7 +99,11 @@ class ReducerBase:
         self.used = UsedTensors(config, arena, every_step or self.world == 1)
         self.sharded = config.sharded and self.world > 1
         if self.sharded:
-            self._shard_optimizer()
+            # From here on the optimizer keeps this rank's share of its state.
+            opt, ranks = optimizers[0], (self.rank, self.world, self.group)
+            # TrainStep refuses others.
+            assert isinstance(opt, DeviceOptimizer)
+            opt.shard(ShardedLayout(arena, self.buckets, *ranks, self.p2p))
         if self.cuda:
             self._prepare_for_capture()
         self.nonfinite = NonFiniteSearch(config, arena, self.p2p)
@@ -116,21 +120,6 @@ class ReducerBase:
         for opt in optimizers:
             if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
                 opt.explain_skip = self._explain_skip
-
-    def _shard_optimizer(self):
-        """From here on the optimizer keeps this rank's share of its state."""
-        opt, arena = self.optimizers[0], self.arena
-        tensors = {id(p) for group in opt.param_groups for p in group["params"]}
-        if (
-            not (isinstance(opt, DeviceOptimizer) and opt.arena is arena)
-            or tensors != arena.master_ids
-        ):
-            raise ArgumentError(
-                "sharded=True needs a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the "
-                f"optimizer is {type(opt).__name__} over {len(tensors)} of the arena's "
-                f"{len(arena.masters)} tensors, or over parameters"
-            )
-        opt.shard(ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p))
 
     def _prepare_for_capture(self):
         """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
