@@ -14,7 +14,6 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import savers
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -542,38 +541,6 @@ def state_dict_of_shards(rank: Rank):
                 for i, moments in state["state"].items()
             )
         return before, whole, error_of(opt.state_dict)
-
-
-def savers_of_shards(rank: Rank, low, folder):
-    """What others' savers write of a sharded step inside gathered(): whether it has the bits, and
-    about the size, of the same run without shards."""
-    found = []
-    for sharded in (True, False):
-        model = Net().to(low)
-        with make_step(model, distributed=_ordered_and_sharded(rank, sharded)) as step:
-            _four_micro_batches(step, rank.rank, 2, 0, 2)
-            with step.gathered():
-                here = pathlib.Path(folder, f"{rank.rank}-{sharded}")
-                here.mkdir()
-                torch.save(step.optimizers[0].state_dict(), here / "optimizer.pt")
-                states = torch.load(here / "optimizer.pt", weights_only=True)["state"]
-                bits = [savers.bits(state) for _, state in sorted(states.items())]
-                for save in (
-                    savers.by_torch_state_dict,
-                    savers.by_torch_whole_model,
-                    savers.by_pickle,
-                    savers.by_deepcopy,
-                    savers.by_safetensors_model,
-                    savers.by_distributed_checkpoint,
-                ):
-                    (here / save.__name__).mkdir()
-                    back = save(model, Net(seed=1).to(low), here / save.__name__)
-                    bits.append(savers.bits(back.state_dict()))
-                    assert bits[-1] == savers.bits(model.state_dict()), save.__name__
-                found.append((bits, savers.bytes_below(here)))
-            _four_micro_batches(step, rank.rank, 2, 2, 3)
-    (sharded, size), (whole, expected_size) = found
-    return sharded == whole and abs(size - expected_size) < 2048
 
 
 def trained(rank: Rank, folder, stops, ranks_then, sharded, steps=5, dropout=False):

@@ -62,11 +62,6 @@ def test_the_state_dict_of_a_sharded_optimizer_is_whole_or_an_error(workers):
         assert whole and after == error
 
 
-@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
-def test_savers_of_others_write_a_sharded_run_whole(workers, low, tmp_path):
-    assert workers(checks.savers_of_shards, 2, low=low, folder=str(tmp_path)) == [True, True]
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_goes_on_with_another_number_of_ranks(workers, sharded, tmp_path):
     """ga.train, ordered: the losses of 4 ranks, of 2 after 1, and of 2 after 2 are those of a run
