@@ -212,12 +212,10 @@ class PeerToPeer:
         return None
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """Of each rank, the elements of a bucket that belong to it: whole chunks."""
-        if self.config.sharded:
-            own = share(bucket, self.world)
-            starts = [bucket.start + r * own for r in range(self.world)]
-            return [(start, start + own) for start in starts]
-        return self._equal_ranges(bucket.start, bucket.stop)
+        """Of each rank, the elements of a bucket that a sharded optimizer has there."""
+        own = share(bucket, self.world)
+        starts = [bucket.start + r * own for r in range(self.world)]
+        return [(start, start + own) for start in starts]
 
     def _equal_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """[start, stop) as one range per rank, as equal as chunks allow."""

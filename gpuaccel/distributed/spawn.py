@@ -148,7 +148,8 @@ def launch(
                 return watch.wait()
         finally:
             for process in watch.processes:
-                process.kill()
+                if process.is_alive():
+                    process.kill()
             for process in watch.processes:
                 process.join()
 

@@ -235,16 +235,6 @@ def copies_between_files(slab):
         yield
 
 
-def machine_of(rank: Rank, machines):
-    """The environment of torchrun on several machines. machines: the number of each rank's; None:
-    there is one."""
-    if machines is None:
-        return contextlib.nullcontext()
-    number = machines[rank.rank]
-    variables = {"GROUP_RANK": number, "LOCAL_WORLD_SIZE": str(machines.count(number))}
-    return mock.patch.dict(os.environ, variables)
-
-
 # ---- checks: sums --------------------------------------------------------------------------------
 
 
@@ -259,15 +249,14 @@ def as_one_process(
     net=Net,
     config=None,
     slab=0,
-    machines=None,
     **options,
 ):
     """Ranks with these shares of the micro-batches, and one process with all of them.
 
     plain: that process has no ga.Distributed; else it is in ordered mode.
-    slab: of copies_between_files(). machines: of machine_of()."""
+    slab: of copies_between_files()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab), machine_of(rank, machines):
+    with ga.use_backend(backend), copies_between_files(slab):
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
@@ -386,10 +375,12 @@ def copies_refused(rank: Rank, machines=None, config=None, full=()):
     """What is added by where copies cannot be, though there is memory to copy; then the error of
     peer_to_peer=True.
 
-    machines: of machine_of(). full: ranks that have no memory to share."""
+    machines: the number of each rank's, as torchrun has it; None: there is one. full: ranks that
+    have no memory to share."""
+    machine = {} if machines is None else {"GROUP_RANK": machines[rank.rank]}
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     no_memory = mock.patch("os.posix_fallocate", side_effect=error if rank.rank in full else None)
-    with copies_between_files(1 << 22), machine_of(rank, machines), no_memory:
+    with copies_between_files(1 << 22), mock.patch.dict(os.environ, machine), no_memory:
         with make_step(
             Net(), distributed=ga.Distributed(group=rank.group, **(config or {}))
         ) as step:
@@ -811,42 +802,24 @@ def steps_with(trouble, who, steps=6):
         return config.rank, config.world, weight_hashes(step.arena).tolist()
 
 
-def hangs_before_its_first_step_is_over(where):
-    """Rank 1 hangs before it makes its TrainStep, or in the second micro-batch of the first step,
+def trouble_until_its_first_step_is_over(before, within):
+    """Rank 1 calls before() before it makes its TrainStep, and within() in the second micro-batch,
     when ordered sums are under way."""
     config = ga.Distributed(ordered=True)
-    if config.rank == 1 and where == "before":
-        hangs()
-    count = 0
+    losses = 0
 
     def loss_fn(model, micro):
-        nonlocal count
-        count += 1
-        if config.rank == 1 and count == 2:
-            hangs()
-        return ga.token_loss(model, micro)
-
-    with make_step(Net(), loss_fn=loss_fn, distributed=config) as step:
-        step([micro_batch(config.rank), micro_batch(2 + config.rank)])
-
-
-def slow_until_its_first_step_is_over(seconds):
-    """Rank 1 is slow before it makes its TrainStep, and in its first backward."""
-    config = ga.Distributed()
-    count = 0
-
-    def loss_fn(model, micro):
-        nonlocal count
-        count += 1
-        if config.rank == 1 and count == 1:
-            time.sleep(seconds)
+        nonlocal losses
+        losses += 1
+        if config.rank == 1 and losses == 2:
+            within()
         return ga.token_loss(model, micro)
 
     if config.rank == 1:
-        time.sleep(seconds)
+        before()
     with make_step(Net(), loss_fn=loss_fn, distributed=config) as step:
-        for number in range(3):
-            step([micro_batch(2 * number + config.rank)])
+        for _ in range(3):
+            step([micro_batch(config.rank), micro_batch(2 + config.rank)])
     return config.rank
 
 
@@ -938,14 +911,16 @@ def weighted(model, batch):
     return (model[0](x).square().mean(1) * tokens).sum(), tokens.sum()
 
 
-def fractions_of_tokens(rank: Rank):
-    """Only rank 0 has batches: what every rank says of its last step, and its weights."""
-    model, step = small_step(rank, weighted, max_norm=1.0)
+def only_rank_0_has_batches(rank: Rank, loss_fn):
+    """What a rank says of its last step, and its weights."""
+    tokens = torch.tensor([0.5, 1.7, 0.1, 0.2])
+    model, step = small_step(rank, loss_fn, max_norm=1.0)
     with step:
         for i in range(3):
-            batch = (rows_of(i), torch.tensor([0.5, 1.7, 0.1, 0.2]))
+            batch = (rows_of(i), tokens) if loss_fn is weighted else rows_of(i)
             out = step(None if rank.rank else batch)
-    return float(out.loss), float(out.tokens), float(out.norm), model[0].weight.tolist()
+    tokens = None if out.tokens is None else float(out.tokens)
+    return out.loss.dtype, tokens, float(out.loss), float(out.norm), model[0].weight.tolist()
 
 
 def nobody_has_a_batch(rank: Rank):
@@ -964,14 +939,6 @@ def nobody_has_a_batch(rank: Rank):
         same = torch.equal(before, model[0].weight)
         step(rows_of(1))
     return same, bool(model[0].weight.isfinite().all())
-
-
-def output_of_means(rank: Rank):
-    """A rank without a batch says of the step what the other says."""
-    _, step = small_step(rank, mean_of_squares)
-    with step:
-        out = step(None if rank.rank else rows_of(0))
-    return out.loss.dtype, out.tokens, float(out.loss)
 
 
 def nonfinite_raises(rank: Rank, sharded):
@@ -1165,44 +1132,27 @@ def adds_to_what_it_gets(t, model):
     return t, model.weight
 
 
-def closes_at_the_end_of_an_error():
-    """A sharded step, closed in `finally`; rank 1 has raised in the third one."""
+def raises_in_the_third_step(who):
+    """A sharded step on ranks, of which `who` raise in the third step, closed in `finally`. Where
+    all have caught the error: a sum of its moments."""
     steps = 0
 
     def loss(model, x):
         nonlocal steps
         steps += 1
-        if steps == 3 and dist.get_rank() == 1:
+        if steps == 3 and dist.get_rank() in who:
             raise ValueError("bad sample")
         return mean_of_squares(model, x)
 
     _, step = small_step(None, loss, config=dict(sharded=True))
     try:
-        for i in range(5):
-            step(rows_of(i))
+        with contextlib.suppress(ValueError) if len(who) > 1 else contextlib.nullcontext():
+            for i in range(5):
+                step(rows_of(i))
     finally:
         step.close()
-
-
-def keeps_its_moments_after_an_error_on_all_ranks():
-    """Sums of a sharded optimizer's moments, after an error that every rank has caught."""
-    steps = 0
-
-    def loss(model, x):
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise ValueError("bad sample")
-        return mean_of_squares(model, x)
-
-    model, step = small_step(None, loss, config=dict(sharded=True))
-    with step:
-        for i in range(3):
-            try:
-                step(rows_of(i))
-            except ValueError:
-                break
-    return sum(state["exp_avg"].abs().sum().item() for state in step.optimizers[0].state.values())
+    states = step.optimizers[0].state.values()
+    return sum(state["exp_avg"].abs().sum().item() for state in states)
 
 
 def evaluates_beside_a_group_that_trains(seconds):

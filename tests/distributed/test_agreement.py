@@ -178,18 +178,17 @@ def test_without_buffers_nothing_is_broadcast(workers):
 # ---- what a step returns -------------------------------------------------------------------------
 
 
-def test_tokens_that_are_no_whole_numbers_divide_alike_on_a_rank_without_a_batch(workers):
-    one, other = workers(checks.fractions_of_tokens, 2)
-    assert one == other and one[1] == pytest.approx(2.5)
+@pytest.mark.parametrize(
+    "loss_fn, tokens", [(checks.weighted, pytest.approx(2.5)), (checks.mean_of_squares, None)]
+)
+def test_a_rank_without_a_batch_says_what_the_others_say(workers, loss_fn, tokens):
+    """Of tokens that are no whole numbers, and of means, which have none."""
+    one, other = workers(checks.only_rank_0_has_batches, 2, loss_fn=loss_fn)
+    assert one == other and one[:2] == (torch.float32, tokens)
 
 
 def test_a_step_without_any_batch_changes_nothing(workers):
     assert workers(checks.nobody_has_a_batch, 2) == [(True, True)] * 2
-
-
-def test_a_mean_loss_is_fp32_without_tokens_on_every_rank(workers):
-    one, other = workers(checks.output_of_means, 2)
-    assert one == other and one[:2] == (torch.float32, None)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
