@@ -7,6 +7,7 @@ take part, and, compared every so many steps, the bits of the weights.
     weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
 """
 
+from dataclasses import fields
 from itertools import zip_longest
 
 import torch
@@ -21,19 +22,9 @@ from .config import Distributed
 
 HASHED_AT_ONCE = 1 << 22  # elements: 32 MB of temporary memory
 
-# Arguments of ga.Distributed that have to be equal on all ranks.
-COMPARED = (
-    "dtype",
-    "ordered",
-    "sharded",
-    "bucket_mb",
-    "broadcast_buffers",
-    "find_unused",
-    "check_every",
-    "find_nonfinite_rank",
-    "peer_to_peer",
-)
-# And of optimizers of ours, beside those of their groups.
+# Arguments of ga.Distributed that may differ.
+OF_RANK = ("group", "timeout")
+# Compared of optimizers of ours, beside those of their groups.
 OF_OPTIMIZER = ("max_norm", "scope", "on_nonfinite", "stochastic_rounding", "seed")
 
 
@@ -46,7 +37,9 @@ def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[
     It names the first difference."""
     kinds = ", ".join(type(opt).__name__ for opt in optimizers)
     rows = [("ranks", f"{config.world}"), ("the optimizer", kinds)]
-    rows += [(name, str(getattr(config, name))) for name in COMPARED]
+    for field in fields(config):
+        if field.init and field.name not in OF_RANK:
+            rows.append((field.name, str(getattr(config, field.name))))
     rows += settings.items()
     for opt in optimizers:
         if isinstance(opt, DeviceOptimizer):

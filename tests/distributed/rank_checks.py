@@ -27,8 +27,6 @@ from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import join_blocks
 from gpuaccel.distributed.zero1 import pieces_of
 
-# As in conftest.py, in each rank's process.
-
 VOCAB, WIDTH = 40, 16
 
 
@@ -133,13 +131,13 @@ class SharedInside(Checkpointed):
         self.blocks[0][0].weight = self.blocks[2][0].weight
 
 
-def micro_batch(number, sometimes=True):
+def micro_batch(number):
     """Micro-batch `number` of the whole run. Its rows, and how many of its targets count, differ
     from its neighbours'."""
     generator = torch.Generator().manual_seed(number)
     rows, T = 1 + number % 3, 6
     tokens = torch.randint(0, VOCAB - 1, (rows, T), generator=generator)
-    if sometimes and number % 4 == 1:
+    if number % 4 == 1:
         tokens[0, 0] = VOCAB - 1
     targets = torch.randint(0, VOCAB, (rows, T), generator=generator)
     targets[0, : number % 5] = -100
@@ -506,19 +504,10 @@ def memory_of_moments(rank: Rank, backend):
         return sum(storages.values()), 8 * step.arena.numel, common
 
 
-def _four_micro_batches(step, rank, ranks, first, last):
-    """Steps of four micro-batches over all ranks."""
-    for number in range(first, last):
-        step([micro_batch(number * 4 + m * ranks + rank) for m in range(4 // ranks)])
-
-
-def _ordered_and_sharded(rank: Rank, sharded=True):
-    return ga.Distributed(group=rank.group, sharded=sharded, ordered=True)
-
-
 def state_dict_of_shards(rank: Rank):
     """opt.state_dict() before gathered(), whether it has every element inside, and behind."""
-    with make_step(Net(), distributed=_ordered_and_sharded(rank)) as step:
+    config = ga.Distributed(group=rank.group, sharded=True, ordered=True)
+    with make_step(Net(), distributed=config) as step:
         step([micro_batch(rank.rank)])
         opt = step.optimizers[0]
         before = error_of(opt.state_dict)
