@@ -133,11 +133,12 @@ def launch(
                 receiving, sending = context.Pipe(duplex=False)
                 # No daemon: a rank may have processes of its own, as a DataLoader's.
                 process = context.Process(target=_run_rank, args=(job, rank, sending))
+                # Before Ctrl-C may end the block.
+                watch.processes.append(process)
+                watch.connections.append(receiving)
                 with _sigint_blocked(), _main_hidden():
                     process.start()
                 sending.close()
-                watch.connections.append(receiving)
-                watch.processes.append(process)
             try:
                 return watch.wait()
             except KeyboardInterrupt:
@@ -147,10 +148,10 @@ def launch(
                 job.last_step.value = max(job.steps) + AHEAD + 1
                 return watch.wait()
         finally:
-            for process in watch.processes:
-                if process.is_alive():
-                    process.kill()
-            for process in watch.processes:
+            running = [process for process in watch.processes if process.is_alive()]
+            for process in running:
+                process.kill()
+            for process in running:
                 process.join()
 
 
