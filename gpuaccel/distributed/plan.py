@@ -207,7 +207,7 @@ def overlap(work: Sequence[float], stages: Sequence[Sequence[Stage]]) -> list[tu
         # To the next event. Whatever ends there ends exactly, whatever its rounding.
         elapsed = min(until_over.values())
         now += elapsed
-        for lane in sorted(busy, key="backward".__eq__):
+        for lane in busy:
             left[lane] = (until_over[lane] - elapsed) / slow[lane]
             if until_over[lane] <= elapsed:
                 del left[lane]

@@ -67,37 +67,6 @@ def test_launch_says_what_it_needs(monkeypatch):
             ga.launch(checks.nothing, 2)
 
 
-@pytest.mark.slow
-def test_a_function_of_a_notebook_is_handed_over_by_value():
-    """It belongs to no file. torch has computed before, as in a notebook, with several threads."""
-    cells = """
-import torch, gpuaccel as ga
-(torch.randn(300, 300) @ torch.randn(300, 300)).sum()
-torch.randn(10**6).sin().sum()
-torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
-def work(x):
-    config, model = ga.Distributed(), torch.nn.Linear(4, 4)
-    torch.randn(10**6).sin().sum()
-    loss_fn = lambda m, b: m(b).square().mean()
-    with ga.TrainStep(model, loss_fn=loss_fn, distributed=config) as step:
-        for _ in range(3):
-            out = step(torch.ones(2, 4))
-    return config.rank, x, float(out.loss)
-print(ga.launch(work, 1, (5,)) + ga.launch(work, 2, (5,)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=cells,
-        text=True,
-        capture_output=True,
-        timeout=HANG,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    assert done.returncode == 0, done.stderr
-    alone, one, two = eval(done.stdout)
-    assert alone[:2] == one[:2] == (0, 5) and two[:2] == (1, 5) and one[2] == two[2]
-
-
 def test_what_a_function_refers_to_goes_with_it():
     """What of that cannot be pickled is named."""
     factor, lock = 5, threading.Lock()
