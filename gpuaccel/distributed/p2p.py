@@ -21,7 +21,6 @@ import logging
 import os
 import pathlib
 import socket
-import time
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +31,10 @@ from ..backends import backend, takes
 from ..errors import ArgumentError
 from ..ops import CHUNK
 from ..optim import Arena
-from . import heartbeat
 from .buckets import Bucket
 from .collectives import gather_objects
 from .config import Distributed
-from .heartbeat import SLACK
+from .heartbeat import SLACK, at_the_start
 from .peer_sums import add_ranks, sum_kernel
 from .zero1 import gathered_buffers, share
 
@@ -181,35 +179,29 @@ class PeerToPeer:
         if arena.before_release:
             # Somebody knows the buffers' addresses. A second TrainStep will be refused.
             return None
-        began = time.monotonic()
-        heartbeat.heartbeat(0, config.group)
-        try:
-            return cls._of(config, arena)
-        except dist.DistError as error:
-            raise heartbeat.lost_rank(error, "at the start", config, began) from error
-
-    @classmethod
-    def _of(cls, config: Distributed, arena: Arena) -> "PeerToPeer | None":
-        reason = _obstacle(config, arena)
-        if reason is None or config.peer_to_peer is False:
-            # Ranks that differ are told apart when they are compared.
-            return None
-        p2p = None
-        if not reason:
-            p2p, reason = _attempt(config, lambda: cls(config, arena))
-        if p2p is not None and not reason:
-            _, reason = _attempt(config, p2p.connect)
+        with at_the_start(config):
+            reason = _obstacle(config, arena)
+            if reason is None or config.peer_to_peer is False:
+                # Ranks that differ are told apart when they are compared.
+                return None
+            p2p = None
             if not reason:
-                log.info("gradients are added up by peer-to-peer copies of %d ranks", config.world)
-                return p2p.connected()
-        if config.peer_to_peer:
-            raise ArgumentError(
-                f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
-                "which can read each other's memory, and fp32 sums"
-            )
-        if config.world > 1 and not config.ordered and config.backend == "nccl":
-            log.info("gradients are added up by NCCL: %s", reason)
-        return None
+                p2p, reason = _attempt(config, lambda: cls(config, arena))
+            if p2p is not None and not reason:
+                _, reason = _attempt(config, p2p.connect)
+                if not reason:
+                    log.info(
+                        "gradients are added up by peer-to-peer copies of %d ranks", config.world
+                    )
+                    return p2p.connected()
+            if config.peer_to_peer:
+                raise ArgumentError(
+                    f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
+                    "which can read each other's memory, and fp32 sums"
+                )
+            if config.world > 1 and not config.ordered and config.backend == "nccl":
+                log.info("gradients are added up by NCCL: %s", reason)
+            return None
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Of each rank, the elements of a bucket that a sharded optimizer has there."""
@@ -231,16 +223,16 @@ class PeerToPeer:
             # Nothing hides the last bucket: smaller slabs let copies and additions overlap.
             last = bucket is buckets[-1]
             most = max(1, self.slab_chunks // 2) if last else self.slab_chunks
-            if not self.scatters:
-                ranges = self._equal_ranges(bucket.start, bucket.stop)
-                self.plans[bucket] = self._slabs(ranges, most, copies_out=True)
-                continue
-            ranges = self._ranges(bucket)
-            self.plans[bucket] = self._slabs(ranges, most, copies_out=False)
-            if bucket.stop > ranges[-1][1]:
-                # What is left behind the ranges every rank updates.
-                rest = self._equal_ranges(ranges[-1][1], bucket.stop)
-                self.plans[bucket] += self._slabs(rest, most, copies_out=True)
+            # Where the sums begin that all ranks need.
+            rest = bucket.start
+            slabs = []
+            if self.scatters:
+                ranges = self._ranges(bucket)
+                rest = ranges[-1][1]
+                slabs = self._slabs(ranges, most, copies_out=False)
+            if rest < bucket.stop:
+                slabs += self._slabs(self._equal_ranges(rest, bucket.stop), most, copies_out=True)
+            self.plans[bucket] = slabs
 
     def _slabs(self, ranges: list[tuple[int, int]], most: int, copies_out: bool) -> list[Slab]:
         """A part of a bucket that is cut into a block for each rank.

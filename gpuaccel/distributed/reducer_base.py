@@ -87,12 +87,9 @@ class ReducerBase:
             self.modules_with_buffers = [m for m in arena.module.modules() if m._buffers]
         self.buffers_sent = False  # of the step that is under way
         self.exchange_began = time.monotonic()  # of this step's first collective
-        self.heartbeat(0)
-        try:
+        with heartbeat.at_the_start(config):
             compare(config, arena, optimizers, settings)
             broadcast_weights(config, arena)
-        except dist.DistError as error:
-            raise self._lost_rank(error, "at the start") from error
         every_step = config.find_unused
         if every_step is None:
             every_step = not self.cuda
@@ -251,7 +248,8 @@ class ReducerBase:
         self._forget_step()
         self.nonfinite.forget()
         if isinstance(error, dist.DistError):
-            raise self._lost_rank(error, f"in step {self.steps + 1}") from error
+            when = f"in step {self.steps + 1}"
+            raise heartbeat.lost_rank(error, when, self.config, self.exchange_began) from error
 
     def _sent_something(self) -> bool:
         """Whether the other ranks wait for the rest of this step."""
@@ -259,10 +257,6 @@ class ReducerBase:
 
     def _forget_step(self):
         raise NotImplementedError
-
-    def _lost_rank(self, error: dist.DistError, when: str) -> RankError:
-        """In place of a collective's error."""
-        return heartbeat.lost_rank(error, when, self.config, self.exchange_began)
 
     def close(self, alone: bool):
         """The step is closed. The process group stays.
