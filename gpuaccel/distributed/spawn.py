@@ -121,8 +121,14 @@ def launch(
     context = _start_method()
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
-            *(script, work, ranks, backend, folder),
-            *(timeout, max(start, timeout), dict(os.environ)),
+            script=script,
+            work=work,
+            ranks=ranks,
+            backend=backend,
+            folder=folder,
+            timeout=timeout,
+            start=max(start, timeout),
+            variables=dict(os.environ),
             steps=context.RawArray("q", ranks),
             heartbeats=context.RawArray("q", ranks),
             last_step=context.RawValue("q", 0),
@@ -330,7 +336,8 @@ def _end_with_parent(started_by: int):
 
     started_by: the process that has started this one: the parent, or its server, which ends with
     it. The pipe that tells of the parent's end may have been inherited by another process, which
-    keeps it open."""
+    keeps it open. The folder stays where the parent was killed: where it is missing, torch's
+    FileStore retries for five minutes, in which no other thread of a rank runs."""
     parent: Any = multiprocessing.parent_process()
     while parent.is_alive() and os.getppid() == started_by:
         time.sleep(PARENT_CHECK)
