@@ -1,6 +1,6 @@
 """How other packages save a model: each function writes one and reads it into a fresh one.
 
-The fresh model has no arena. For test_savers, and for the ranks of test_distributed.
+The fresh model has no arena.
 """
 
 import copy

@@ -5,25 +5,23 @@ heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all
 common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
 copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
-finite), trace (what was sent when), plan (a step on N GPUs and its checkpoints, predicted)."""
+finite), plan (a step on N GPUs and its checkpoints, predicted)."""
 
 from .collectives import raises_dist_error
 from .config import Distributed
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
-from .reducer import make_reducer
+from .reducer import Reducer
 from .reducer_base import ReducerBase
 from .spawn import RankBackend, launch
-from .trace import sent_early
 
 __all__ = [
     "Distributed",
     "OrderedReducer",
     "PeerToPeer",
     "RankBackend",
+    "Reducer",
     "ReducerBase",
     "launch",
-    "make_reducer",
     "raises_dist_error",
-    "sent_early",
 ]

@@ -7,6 +7,7 @@ take part, and, compared every so many steps, the bits of the weights.
     weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
 """
 
+from dataclasses import fields
 from itertools import zip_longest
 
 import torch
@@ -21,51 +22,24 @@ from .config import Distributed
 
 HASHED_AT_ONCE = 1 << 22  # elements: 32 MB of temporary memory
 
-# Arguments of ga.Distributed that have to be equal on all ranks.
-COMPARED = (
-    "dtype",
-    "ordered",
-    "sharded",
-    "bucket_mb",
-    "broadcast_buffers",
-    "find_unused",
-    "check_every",
-    "find_nonfinite_rank",
-    "peer_to_peer",
-)
-# And of optimizers of ours, beside those of their groups.
+# Arguments of ga.Distributed that may differ.
+OF_RANK = ("group", "timeout")
+# Compared of optimizers of ours, beside those of their groups.
 OF_OPTIMIZER = ("max_norm", "scope", "on_nonfinite", "stochastic_rounding", "seed")
 
 
 # ---- the start -----------------------------------------------------------------------------------
 
 
-def check_equal(mine: list[tuple[str, str]], group, world: int):
-    """ArgumentError on every rank, naming the first (name, value) that differs from rank 0's."""
-    everyone = [mine] * world
-    if world > 1:
-        collectives.gather_objects(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        expected, actual = next((a, b) for a, b in zip_longest(everyone[0], theirs) if a != b)
-        if expected and actual and expected[0] == actual[0]:
-            difference = f"{actual[0]} is {actual[1]} on rank {rank}, and {expected[1]} on rank 0"
-        else:
-            difference = (
-                f"rank {rank} has {' '.join(actual) if actual else 'nothing'} where rank 0 has "
-                f"{' '.join(expected) if expected else 'nothing'}"
-            )
-        raise ArgumentError(
-            f"the ranks differ: {difference}. All have to train the same model in the same way"
-        )
-
-
 def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[str, str]):
-    """ArgumentError on every rank unless all have rank 0's model, optimizers and settings."""
+    """ArgumentError on every rank unless all have rank 0's model, optimizers and settings.
+
+    It names the first difference."""
     kinds = ", ".join(type(opt).__name__ for opt in optimizers)
     rows = [("ranks", f"{config.world}"), ("the optimizer", kinds)]
-    rows += [(name, str(getattr(config, name))) for name in COMPARED]
+    for field in fields(config):
+        if field.init and field.name not in OF_RANK:
+            rows.append((field.name, str(getattr(config, field.name))))
     rows += settings.items()
     for opt in optimizers:
         if isinstance(opt, DeviceOptimizer):
@@ -85,7 +59,21 @@ def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[
             if key not in ("params", "param_names"):
                 value = value.tolist() if isinstance(value, Tensor) else value
                 rows.append((f"{key} of the optimizer's group {g}", f"{value}"))
-    check_equal(rows, config.group, config.world)
+    everyone = collectives.gather_objects(rows, config.group, config.world)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        expected, actual = next((a, b) for a, b in zip_longest(everyone[0], theirs) if a != b)
+        if expected and actual and expected[0] == actual[0]:
+            difference = f"{actual[0]} is {actual[1]} on rank {rank}, and {expected[1]} on rank 0"
+        else:
+            difference = (
+                f"rank {rank} has {' '.join(actual) if actual else 'nothing'} where rank 0 has "
+                f"{' '.join(expected) if expected else 'nothing'}"
+            )
+        raise ArgumentError(
+            f"the ranks differ: {difference}. All have to train the same model in the same way"
+        )
 
 
 @torch.no_grad()

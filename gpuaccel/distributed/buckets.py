@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..optim import Arena
 from ..optim.layout import Block
 
 
@@ -17,15 +16,10 @@ class Bucket:
     last: int
 
 
-def buckets_of(arena: Arena, bucket_bytes: float) -> list[Bucket]:
+def join_blocks(blocks: Sequence[Block], bucket_bytes: float) -> list[Bucket]:
     """Neighbouring blocks of an arena, joined until they have `bucket_bytes` of fp32.
 
     The last bucket may have less. A block is never cut."""
-    return join_blocks(arena.blocks, bucket_bytes)
-
-
-def join_blocks(blocks: Sequence[Block], bucket_bytes: float) -> list[Bucket]:
-    """buckets_of() of an arena with these blocks, which need not have memory."""
     buckets = []
     start, first = 0, 0
     for block in blocks:
@@ -33,8 +27,3 @@ def join_blocks(blocks: Sequence[Block], bucket_bytes: float) -> list[Bucket]:
             buckets.append(Bucket(start, block.stop, first, block.last))
             start, first = block.stop, block.last
     return [b for b in buckets if b.stop > b.start] or buckets[-1:]
-
-
-def whole_arena(arena: Arena) -> Bucket:
-    """One bucket with everything."""
-    return Bucket(0, arena.numel, 0, len(arena.segments))

@@ -37,10 +37,6 @@ def raises_dist_error(function):
     return call
 
 
-def _wait(work):
-    work.wait()
-
-
 # torch 2.13 has the names all_gather_single and reduce_scatter_single, and warns of the older ones.
 all_gather = raises_dist_error(
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,5 +47,17 @@ reduce_scatter = raises_dist_error(
 all_reduce = raises_dist_error(dist.all_reduce)
 all_to_all = raises_dist_error(dist.all_to_all_single)
 broadcast = raises_dist_error(dist.broadcast)
-gather_objects = raises_dist_error(dist.all_gather_object)
-wait = raises_dist_error(_wait)
+_gather_objects = raises_dist_error(dist.all_gather_object)
+
+
+@raises_dist_error
+def wait(work):
+    work.wait()
+
+
+def gather_objects(mine, group, world: int) -> list:
+    """`mine` of each of the group's `world` ranks, in their order."""
+    everyone = [mine] * world
+    if world > 1:
+        _gather_objects(everyone, mine, group=group)
+    return everyone

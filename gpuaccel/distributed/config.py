@@ -9,10 +9,9 @@ summed while backward still runs.
 
 The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs that are all of one
 machine sum by peer-to-peer copies instead (distributed/p2p.py). Gradients are reduced in buckets,
-contiguous ranges of the arena in the order in which backward finishes. In the last micro-batch's
-backward a bucket is sent as soon as its gradients are complete, on a stream of its own, without
-host synchronisation. Ranks add sums, not means; the sum is divided once, by the tokens of all
-ranks, so that uneven batches give the gradient that one process would have had.
+contiguous ranges of the arena. In the last micro-batch's backward a bucket is sent as soon as its
+gradients are complete, on a stream of its own, without host synchronisation. The sum is divided
+once, by the tokens of all ranks: uneven batches give the gradient of one process.
 
 Two orders of summation:
   all-reduce  (default) Fast. All ranks get bit-identical sums, which depend on the number of ranks.
@@ -27,6 +26,7 @@ for what must hold.
 """
 
 import os
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from .rendezvous import init_from_environment
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@dataclass(kw_only=True, eq=False)
 class Distributed:
     """How the ranks of a TrainStep work together. Every rank makes one, with the same arguments.
 
@@ -45,7 +46,7 @@ class Distributed:
 
     Weights, frozen parameters and buffers are rank 0's at the start.
 
-    Args:
+    Attributes:
         group: a process group. Default: torch.distributed's default group. If there is none yet, it
             is made from torchrun's environment, with NCCL where torch sees a GPU and gloo
             elsewhere. Without that environment this process is the only rank.
@@ -66,9 +67,9 @@ class Distributed:
         check_every: steps between comparisons of the bits of all weights over all ranks; 0, the
             default: none. RankError where they differ. On a GPU it comes some steps late, without a
             wait.
-        find_nonfinite_rank: find the rank that brought a gradient that is NaN or infinite. In mode
-            "fused" this reads the gradients once more, beside backward; with peer-to-peer copies it
-            costs nothing.
+        find_nonfinite_rank: find the rank that brought a gradient that is NaN or infinite. This
+            reads the gradients once more, beside backward; with peer-to-peer copies it costs
+            nothing.
         peer_to_peer: GPUs that are all of one machine reduce fp32 sums by peer-to-peer copies
             instead of NCCL's kernels (distributed/p2p.py). None: where possible. True:
             ArgumentError where it is not possible. False: always NCCL.
@@ -76,8 +77,6 @@ class Distributed:
             collective. Then RankError, which names the rank. With NCCL, where no call returns with
             an error, the process prints the message and ends. In any group peer-to-peer copies end
             with a CUDA error 10 seconds later.
-
-    Attributes:
         rank: of this process in the group, from 0.
         world: number of ranks.
         backend: "nccl", "gloo", or "none" for this process alone.
@@ -98,56 +97,46 @@ class Distributed:
         >>> step.close()
     """
 
-    def __init__(
-        self,
-        *,
-        group: dist.ProcessGroup | None = None,
-        dtype: torch.dtype = torch.float32,
-        ordered: bool = False,
-        sharded: bool = False,
-        broadcast_buffers: bool = True,
-        bucket_mb: float = 32.0,
-        find_unused: bool | None = None,
-        check_every: int = 0,
-        find_nonfinite_rank: bool = True,
-        peer_to_peer: bool | None = None,
-        timeout: float = 600.0,
-    ):
-        if dtype not in DTYPES:
+    group: dist.ProcessGroup | None = None
+    dtype: torch.dtype = torch.float32
+    ordered: bool = False
+    sharded: bool = False
+    broadcast_buffers: bool = True
+    bucket_mb: float = 32.0
+    find_unused: bool | None = None
+    check_every: int = 0
+    find_nonfinite_rank: bool = True
+    peer_to_peer: bool | None = None
+    timeout: float = 600.0
+    rank: int = field(default=0, init=False)
+    world: int = field(default=1, init=False)
+    backend: str = field(default="none", init=False)
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
             raise ArgumentError(
-                f"dtype is {dtype}; sums are sent as torch.float32 or torch.bfloat16"
+                f"dtype is {self.dtype}; sums are sent as torch.float32 or torch.bfloat16"
             )
-        if ordered and dtype != torch.float32:
+        if self.ordered and self.dtype != torch.float32:
             raise ArgumentError(
-                f"dtype is {dtype}; in ordered mode every addition is fp32: expected torch.float32"
+                f"dtype is {self.dtype}; in ordered mode every addition is fp32: expected "
+                "torch.float32"
             )
-        if not bucket_mb > 0:
+        if not self.bucket_mb > 0:
             raise ArgumentError(
-                f"bucket_mb is {bucket_mb}; expected a positive number of megabytes"
+                f"bucket_mb is {self.bucket_mb}; expected a positive number of megabytes"
             )
-        if check_every < 0:
+        if self.check_every < 0:
             raise ArgumentError(
-                f"check_every is {check_every}; expected 0 (never) or a number of steps"
+                f"check_every is {self.check_every}; expected 0 (never) or a number of steps"
             )
-        if group is None and not dist.is_initialized() and "RANK" in os.environ:
-            init_from_environment(timeout)
-        self.group = group
-        self.dtype = dtype
-        self.ordered = ordered
-        self.sharded = sharded
-        self.broadcast_buffers = broadcast_buffers
-        self.bucket_mb = bucket_mb
-        self.find_unused = find_unused
-        self.check_every = check_every
-        self.find_nonfinite_rank = find_nonfinite_rank
-        self.peer_to_peer = peer_to_peer
-        self.timeout = timeout
-        self.rank, self.world, self.backend = 0, 1, "none"
+        if self.group is None and not dist.is_initialized() and "RANK" in os.environ:
+            init_from_environment(self.timeout)
         if dist.is_initialized():
-            self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
                 raise ArgumentError("this process is not a member of the group it was given")
-            self.backend = _backend_of(group)
+            self.backend = _backend_of(self.group)
 
     @property
     def needs_reducer(self) -> bool:

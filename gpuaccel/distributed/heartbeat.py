@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +47,17 @@ def ranks_in_words(ranks) -> str:
     """rank 3; ranks 1 and 3."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+@contextmanager
+def at_the_start(config: Any):
+    """Collectives before the first step, of the ranks of a Distributed: a lost one is named."""
+    began = time.monotonic()
+    heartbeat(0, config.group)
+    try:
+        yield
+    except dist.DistError as error:
+        raise lost_rank(error, "at the start", config, began) from error
 
 
 def lost_rank(error: dist.DistError, when: str, config: Any, began: float) -> RankError:

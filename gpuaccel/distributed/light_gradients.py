@@ -65,11 +65,8 @@ class LightGradients:
         """
         for i in self.tensors:
             self.arena.gradients.zero_stale(i, i + 1)
-        if search.enabled and search.by_chunk:
+        if search.enabled:
             search.probes.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
-        elif search.enabled:
-            for i, view in self.views.items():
-                search.probes[i] = view.sum(dtype=torch.float64)
         if self.tensors:
             dist.all_reduce(self.sums, group=self.group)
 

@@ -6,8 +6,8 @@
     search.record(message)                  # the sum, on every rank
     search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
 
-A probe is a number per chunk (without our kernels: per tensor) that is not finite
-where the rank's gradient is not: a float64 sum of its elements or of their squares.
+A probe is a number per chunk that is not finite where the rank's gradient is not: a float64 sum of
+its elements or of their squares.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..ops import launch_squares
+from ..ops import CHUNK, launch_squares
 from ..optim import Arena
 from .buckets import Bucket
 from .config import Distributed
@@ -40,13 +40,8 @@ class NonFiniteSearch:
         self.arena = arena
         self.enabled = config.find_nonfinite_rank
         self.rank, self.world = config.rank, config.world
-        self.kernels = takes(device)
-        self.by_chunk = self.kernels or p2p is not None
         # The tensor that a probe belongs to.
-        if self.by_chunk:
-            self.tensor_of_row = arena.chunk_to_tensor.long()
-        else:
-            self.tensor_of_row = torch.arange(len(arena.segments), device=device)
+        self.tensor_of_row = arena.chunk_to_tensor.long()
         rows = len(self.tensor_of_row)
         # (rows,) float64, and (ranks, rows), not 0 where a rank's gradient is not finite.
         self.probes = torch.zeros(rows, dtype=torch.float64, device=device)
@@ -62,14 +57,12 @@ class NonFiniteSearch:
         """Probe this rank's gradients of a bucket."""
         if not self.enabled:
             return
-        arena = self.arena
-        tensors = slice(bucket.first, bucket.last)
-        rows = slice(arena.first_chunk[bucket.first], arena.first_chunk[bucket.last])
-        if not self.kernels:
-            sums = [view.sum(dtype=torch.float64) for view in arena.gradients.views[tensors]]
-            self.probes[tensors] = torch.stack(sums)
+        part = self.arena.grads[bucket.start : bucket.stop]
+        probes = self.probes[bucket.start // CHUNK : bucket.stop // CHUNK]
+        if takes(self.arena.device):
+            launch_squares([part], probes)
         else:
-            launch_squares([arena.grads[bucket.start : bucket.stop]], self.probes[rows])
+            torch.sum(part.view(-1, CHUNK), 1, dtype=torch.float64, out=probes)
 
     def collect(self):
         """Between the micro-batches of ordered mode: remember what the probes have found."""

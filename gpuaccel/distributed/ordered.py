@@ -12,7 +12,7 @@ import torch
 
 from ..ops import CHUNK, accumulate_
 from . import collectives
-from .buckets import whole_arena
+from .buckets import Bucket
 from .reducer_base import ReducerBase, StepTotals
 
 
@@ -37,8 +37,8 @@ class OrderedReducer(ReducerBase):
         self.total_rest = torch.zeros(rest, dtype=torch.float32, device=arena.device)
         self.slices = torch.empty(self.world, share, dtype=torch.float32, device=arena.device)
         self.rests = torch.empty(self.world, rest, dtype=torch.float32, device=arena.device)
-        self.bucket = whole_arena(arena)
-        # Of this step's micro-batches so far: StepTotals.message(), tensors with a gradient.
+        self.bucket = Bucket(0, arena.numel, 0, len(arena.segments))
+        # Of this step's micro-batches so far: _message(), tensors with a gradient.
         self.messages: list[torch.Tensor] = []
         self.received = [False] * len(arena.segments)
 

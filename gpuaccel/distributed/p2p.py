@@ -21,7 +21,6 @@ import logging
 import os
 import pathlib
 import socket
-import time
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +31,10 @@ from ..backends import backend, takes
 from ..errors import ArgumentError
 from ..ops import CHUNK
 from ..optim import Arena
-from . import collectives, heartbeat
 from .buckets import Bucket
+from .collectives import gather_objects
 from .config import Distributed
-from .heartbeat import SLACK
+from .heartbeat import SLACK, at_the_start
 from .peer_sums import add_ranks, sum_kernel
 from .zero1 import gathered_buffers, share
 
@@ -180,45 +179,38 @@ class PeerToPeer:
         if arena.before_release:
             # Somebody knows the buffers' addresses. A second TrainStep will be refused.
             return None
-        began = time.monotonic()
-        heartbeat.heartbeat(0, config.group)
-        try:
-            return cls._of(config, arena)
-        except dist.DistError as error:
-            raise heartbeat.lost_rank(error, "at the start", config, began) from error
-
-    @classmethod
-    def _of(cls, config: Distributed, arena: Arena) -> "PeerToPeer | None":
-        equal, reason = _obstacle(config, arena)
-        if not equal or config.peer_to_peer is False:
-            # Ranks that differ are told apart when they are compared.
+        with at_the_start(config):
+            reason = _obstacle(config, arena)
+            if reason is None or config.peer_to_peer is False:
+                # Ranks that differ are told apart when they are compared.
+                return None
+            p2p = None
+            if not reason:
+                p2p, reason = _attempt(config, lambda: cls(config, arena))
+            if p2p is not None and not reason:
+                _, reason = _attempt(config, p2p.connect)
+                if not reason:
+                    log.info(
+                        "gradients are added up by peer-to-peer copies of %d ranks", config.world
+                    )
+                    return p2p.connected()
+            if config.peer_to_peer:
+                raise ArgumentError(
+                    f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
+                    "which can read each other's memory, and fp32 sums"
+                )
+            if config.world > 1 and not config.ordered and config.backend == "nccl":
+                log.info("gradients are added up by NCCL: %s", reason)
             return None
-        attempts = _Attempts(config, reason)
-        # With a reason nothing is called.
-        p2p = attempts(lambda: cls(config, arena))
-        attempts(lambda: p2p.connect())
-        if not attempts.reason:
-            log.info("gradients are added up by peer-to-peer copies of %d ranks", config.world)
-            return p2p.connected()
-        if config.peer_to_peer:
-            raise ArgumentError(
-                f"peer_to_peer is True, and {attempts.reason}; expected the GPUs of one machine, "
-                "which can read each other's memory, and fp32 sums"
-            )
-        if config.world > 1 and not config.ordered and config.backend == "nccl":
-            log.info("gradients are added up by NCCL: %s", attempts.reason)
-        return None
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """Of each rank, the elements of a bucket that belong to it: whole chunks."""
-        if self.config.sharded:
-            own = share(bucket, self.world)
-            starts = [bucket.start + r * own for r in range(self.world)]
-            return [(start, start + own) for start in starts]
-        return self._equal_ranges(bucket.start, bucket.stop)
+        """Of each rank, the elements of a bucket that a sharded optimizer has there."""
+        own = share(bucket, self.world)
+        starts = [bucket.start + r * own for r in range(self.world)]
+        return [(start, start + own) for start in starts]
 
     def _equal_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) in as many ranges as there are ranks, as equal as chunks allow."""
+        """[start, stop) as one range per rank, as equal as chunks allow."""
         chunks = (stop - start) // CHUNK
         ends = [start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
         return list(zip(ends, ends[1:]))
@@ -231,16 +223,16 @@ class PeerToPeer:
             # Nothing hides the last bucket: smaller slabs let copies and additions overlap.
             last = bucket is buckets[-1]
             most = max(1, self.slab_chunks // 2) if last else self.slab_chunks
-            if not self.scatters:
-                ranges = self._equal_ranges(bucket.start, bucket.stop)
-                self.plans[bucket] = self._slabs(ranges, most, copies_out=True)
-                continue
-            ranges = self._ranges(bucket)
-            self.plans[bucket] = self._slabs(ranges, most, copies_out=False)
-            if bucket.stop > ranges[-1][1]:
-                # What is left behind the ranges every rank updates.
-                rest = self._equal_ranges(ranges[-1][1], bucket.stop)
-                self.plans[bucket] += self._slabs(rest, most, copies_out=True)
+            # Where the sums begin that all ranks need.
+            rest = bucket.start
+            slabs = []
+            if self.scatters:
+                ranges = self._ranges(bucket)
+                rest = ranges[-1][1]
+                slabs = self._slabs(ranges, most, copies_out=False)
+            if rest < bucket.stop:
+                slabs += self._slabs(self._equal_ranges(rest, bucket.stop), most, copies_out=True)
+            self.plans[bucket] = slabs
 
     def _slabs(self, ranges: list[tuple[int, int]], most: int, copies_out: bool) -> list[Slab]:
         """A part of a bucket that is cut into a block for each rank.
@@ -357,43 +349,29 @@ def _behind(before, stream):
         yield
 
 
-class _Attempts:
-    """Calls that may fail on one rank alone. `reason`: why peer-to-peer copies are not possible, or
-    ""; equal on all ranks."""
-
-    def __init__(self, config: Distributed, reason: str):
-        self.config, self.reason = config, reason
-
-    def __call__(self, function):
-        """function(), unless there is a reason against it; that it fails on any rank is one."""
-        result, problem = None, ""
-        if self.reason:
-            return None
-        try:
-            result = function()
-        except dist.DistError:
-            raise
-        except (RuntimeError, OSError) as error:
-            problem = str(error).splitlines()[0]
-        for rank, theirs in enumerate(_gather(problem, self.config)):
-            if theirs and not self.reason:
-                self.reason = f"on rank {rank}: {theirs}"
-        return result
+def _attempt(config: Distributed, function):
+    """(what function() returns, and why it failed on any rank, or "": equal on all ranks)."""
+    result, problem = None, ""
+    try:
+        result = function()
+    except dist.DistError:
+        raise
+    except (RuntimeError, OSError) as error:
+        problem = str(error).splitlines()[0]
+    problems = enumerate(gather_objects(problem, config.group, config.world))
+    return result, next((f"on rank {rank}: {theirs}" for rank, theirs in problems if theirs), "")
 
 
-def _gather(mine, config: Distributed) -> list:
-    everyone = [mine] * config.world
-    if config.world > 1:
-        collectives.gather_objects(everyone, mine, group=config.group)
-    return everyone
-
-
-def _obstacle(config: Distributed, arena: Arena) -> tuple[bool, str]:
-    """(whether all ranks want the same, why copies are not possible as far as that is known without
-    trying, or "")."""
-    if config.world == 1:
-        return True, _nothing_to_copy(config, arena)
+def _obstacle(config: Distributed, arena: Arena) -> str | None:
+    """Why copies are not possible as far as that is known without trying, or ""; None: the ranks
+    differ."""
     device = arena.device
+    nothing_to_copy = (
+        f"the {config.world} ranks' collectives are {config.backend}'s, the model is on "
+        f"{device}, backend {backend().name}"
+    )
+    if config.world == 1:
+        return nothing_to_copy
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     wanted = (
         arena.numel,
@@ -405,20 +383,21 @@ def _obstacle(config: Distributed, arena: Arena) -> tuple[bool, str]:
         device.type,
         takes(device),
     )
-    gpus, machines, choices = zip(*_gather((gpu, machine_name(), wanted), config))
+    mine = (gpu, machine_name(), wanted)
+    gpus, machines, choices = zip(*gather_objects(mine, config.group, config.world))
     if any(choice != wanted for choice in choices):
-        return False, "the ranks differ"
+        return None
     if config.backend == "nccl" and len(set(gpus)) < config.world:
-        return True, f"{config.world} ranks share {len(set(gpus))} GPUs"
+        return f"{config.world} ranks share {len(set(gpus))} GPUs"
     if not can_copy(config, device):
-        return True, _nothing_to_copy(config, arena)
+        return nothing_to_copy
     if len(set(machines)) > 1:
-        return True, f"the ranks are on {len(set(machines))} machines"
+        return f"the ranks are on {len(set(machines))} machines"
     if config.ordered:
-        return True, "sums are ordered"
+        return "sums are ordered"
     if config.dtype != torch.float32:
-        return True, f"sums are sent in {config.dtype}"
-    return True, ""
+        return f"sums are sent in {config.dtype}"
+    return ""
 
 
 def can_copy(config: Distributed, device: torch.device) -> bool:
@@ -434,13 +413,6 @@ def machine_name() -> tuple:
         socket.gethostname(),
         boot.read_text().strip() if boot.exists() else "",
         os.environ.get("GROUP_RANK", ""),
-    )
-
-
-def _nothing_to_copy(config: Distributed, arena: Arena) -> str:
-    return (
-        f"the {config.world} ranks' collectives are {config.backend}'s, the model is on "
-        f"{arena.device}, backend {backend().name}"
     )
 
 

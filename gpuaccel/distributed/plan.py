@@ -7,24 +7,17 @@
 
 The step is the one of distributed/reducer.py. All micro-batches but the last only compute. In the
 backward of the last one each bucket is sent as soon as its gradients are complete, behind the
-bucket before it. Clipping and the update follow when backward and the last bucket are over. Buckets
-are those of the arena (distributed/buckets.py).
+bucket before it. Clipping and the update follow when backward and the last bucket are over.
 
-A bucket passes through stages, each on a lane that serves one bucket at a time, first come, first
-served: `link` (between the GPUs of a machine), `network` (between machines), `memory` (a pass over
-GPU memory). While a stage runs, backward may be slowed. `overlap` is this simulation; `predict`
-makes the stages, counts what is outside of them, and adds the wait for the slowest rank.
-`calibrated` finds the numbers of a machine with two GPUs, `daly_interval` when to write a
-checkpoint.
-
-What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
+`overlap` simulates that; `predict` counts what is outside of it, and adds the wait for the slowest
+rank. `calibrated` finds the numbers of a machine with two GPUs, `daly_interval` when to write a
+checkpoint. What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
 """
 
 import functools
 import math
-import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,6 +41,19 @@ HOP_US = 3.4
 LEAST_LAUNCHED = 16 << 20
 
 
+def _ms(count: float, GBs: float) -> float:
+    return count / GBs / 1e6
+
+
+def _check(positive: dict[str, float], others: dict[str, float] | None = None):
+    for name, value in positive.items():
+        if not value > 0:
+            raise ArgumentError(f"{name} is {value}; expected more than 0")
+    for name, value in (others or {}).items():
+        if not value >= 0:
+            raise ArgumentError(f"{name} is {value}; expected 0 or more")
+
+
 # ---- what is asked about -------------------------------------------------------------------------
 
 
@@ -62,13 +68,8 @@ class Workload:
         tail_ms: clipping and the update.
         micro_batches: of one step.
 
-    Example:
-        >>> from gpuaccel.distributed.plan import Workload
-        >>> with torch.device("meta"):
-        ...     model = ga.preset("tiny").build()
-        >>> workload = Workload.of(model, micro_ms=2.0, tail_ms=1.0, micro_batches=4)
-        >>> workload.step_ms, len(workload.blocks)
-        (9.0, 6)
+    Raises:
+        ArgumentError: for times that are not positive, and for less than one micro-batch.
     """
 
     blocks: tuple[Block, ...]
@@ -78,40 +79,15 @@ class Workload:
     micro_batches: int = 1
 
     def __post_init__(self):
-        """Check the times.
-
-        Raises:
-            ArgumentError: for times that are not positive, and for less than one micro-batch.
-        """
-        if not (0 < self.micro_ms < math.inf and 0 <= self.tail_ms < math.inf):
-            raise ArgumentError(
-                f"micro_ms is {self.micro_ms} and tail_ms {self.tail_ms}; expected milliseconds "
-                "above 0, and of the tail not below it"
-            )
-        if self.micro_batches < 1:
-            raise ArgumentError(f"micro_batches is {self.micro_batches}; expected 1 or more")
+        positive = {"micro_ms": self.micro_ms, "micro_batches": self.micro_batches}
+        _check(positive, {"tail_ms": self.tail_ms})
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        micro_ms: float,
-        tail_ms: float = 0.0,
-        micro_batches: int = 1,
-    ) -> "Workload":
+    def of(cls, module: nn.Module, micro_ms: float, tail_ms: float = 0.0, micro_batches: int = 1):
         """The workload of a module, which may be on the meta device.
 
         A block's share of backward is its share of the elements: the products of a weight take
         time in proportion to its elements. An embedding has no product.
-
-        Args:
-            module: an nn.Module with trainable parameters.
-            micro_ms: forward and backward of one micro-batch, in ms.
-            tail_ms: clipping and the update, in ms.
-            micro_batches: of one step.
-
-        Returns:
-            The workload; its arena is laid out, and takes no memory.
         """
         segments, blocks = lay_out(module)
         products = [
@@ -132,14 +108,7 @@ class Workload:
         return self.blocks[-1].stop
 
     def buckets(self, bucket_mb: float) -> list[tuple[int, float]]:
-        """Buckets of at least this size, as the reducer makes them.
-
-        Args:
-            bucket_mb: in megabytes of fp32; blocks are not cut.
-
-        Returns:
-            (elements, ms of backward that completes it) of each bucket, in the order of sending.
-        """
+        """(elements, ms of backward that completes it) of each bucket that the reducer sends."""
         backward = BACKWARD * self.micro_ms
         result, first = [], 0
         for bucket in join_blocks(self.blocks, bucket_mb * 1e6):
@@ -166,18 +135,7 @@ class Link:
     latency_us: float = 0.0
 
     def __post_init__(self):
-        if not self.GBs > 0:
-            raise ArgumentError(f"GBs is {self.GBs}; expected gigabytes per second above 0")
-        if self.latency_us < 0:
-            raise ArgumentError(f"latency_us is {self.latency_us}; expected 0 or more")
-
-    def ms(self, count: float) -> float:
-        """Milliseconds of so many bytes, without latency.
-
-        Args:
-            count: of the bytes.
-        """
-        return count / self.GBs / 1e6
+        _check({"GBs": self.GBs}, {"latency_us": self.latency_us})
 
 
 @dataclass(frozen=True)
@@ -206,21 +164,8 @@ class Machine:
     spread: float = 0.0
 
     def __post_init__(self):
-        if self.gpus < 1:
-            raise ArgumentError(f"gpus is {self.gpus}; expected 1 or more")
-        for name in ("start_us", "nccl_slow", "spread"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(f"{name} is {getattr(self, name)}; expected 0 or more")
-        if not self.memory_GBs > 0:
-            raise ArgumentError(f"memory_GBs is {self.memory_GBs}; expected more than 0")
-
-    def pass_ms(self, count: float) -> float:
-        """Milliseconds of a pass that reads and writes so many bytes of GPU memory.
-
-        Args:
-            count: of the bytes.
-        """
-        return count / self.memory_GBs / 1e6
+        others = {name: getattr(self, name) for name in ("start_us", "nccl_slow", "spread")}
+        _check({"gpus": self.gpus, "memory_GBs": self.memory_GBs}, others)
 
 
 # ---- the simulation ------------------------------------------------------------------------------
@@ -228,13 +173,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a bucket's way.
+    """A part of a bucket's way: it occupies a lane for so many ms.
 
-    Attributes:
-        lane: serves one bucket at a time.
-        ms: how long this bucket occupies it.
-        slows: backward takes 1 + slows times as long meanwhile.
-    """
+    A lane serves one bucket at a time, first come, first served: `link` (between the GPUs of a
+    machine), `network` (between machines), `memory` (a pass over GPU memory). Meanwhile backward
+    takes 1 + slows times as long."""
 
     lane: str
     ms: float
@@ -250,79 +193,38 @@ def overlap(work: Sequence[float], stages: Sequence[Sequence[Stage]]) -> list[tu
 
     Returns:
         (complete, over) of each bucket, in ms from the beginning of backward.
-
-    Example:
-        >>> from gpuaccel.distributed.plan import Stage, overlap
-        >>> overlap([2.0, 2.0], [[Stage("link", 3.0)], [Stage("link", 3.0)]])
-        [(2.0, 5.0), (4.0, 8.0)]
-        >>> overlap([2.0, 2.0], [[Stage("link", 3.0, slows=1.0)], []])
-        [(2.0, 5.0), (5.5, 5.5)]
     """
-    now, computing = 0.0, 0
-    left = list(work)
-    complete = [0.0] * len(work)
-    over = [0.0] * len(work)
-    waiting = [deque(bucket) for bucket in stages]
-    queues: dict[str, deque[tuple[int, Stage]]] = {}
-    # lane -> [ms that are left, bucket, slows]
-    busy: dict[str, list] = {}
-
-    def go_on(bucket):
-        if waiting[bucket]:
-            stage = waiting[bucket].popleft()
-            queues.setdefault(stage.lane, deque()).append((bucket, stage))
-        else:
-            over[bucket] = now
-
-    while True:
-        for lane, queue in queues.items():
-            if queue and lane not in busy:
-                bucket, stage = queue.popleft()
-                busy[lane] = [stage.ms, bucket, stage.slows]
-        speed = 1 / (1 + sum(slows for _, _, slows in busy.values()))
-        events = [ms for ms, _, _ in busy.values()]
-        if computing < len(work):
-            events.append(left[computing] / speed)
-        if not events:
-            return list(zip(complete, over))
+    # Backward is a lane, in which all buckets wait at the beginning.
+    ahead = [deque([Stage("backward", ms), *after]) for ms, after in zip(work, stages)]
+    lanes = {"backward": deque(range(len(work)))}
+    left: dict[str, float] = {}
+    ends: list[list[float]] = [[] for _ in work]
+    now = 0.0
+    while busy := {lane: ahead[waiting[0]][0] for lane, waiting in lanes.items() if waiting}:
+        slowed = 1 + sum(stage.slows for stage in busy.values())
+        slow = {lane: slowed if lane == "backward" else 1.0 for lane in busy}
+        until_over = {lane: left.get(lane, stage.ms) * slow[lane] for lane, stage in busy.items()}
         # To the next event. Whatever ends there ends exactly, whatever its rounding.
-        elapsed = min(events)
-        ended = [lane for lane, (ms, _, _) in busy.items() if ms <= elapsed]
-        completed = computing < len(work) and events[-1] <= elapsed
+        elapsed = min(until_over.values())
         now += elapsed
-        for entry in busy.values():
-            entry[0] -= elapsed
-        if completed:
-            complete[computing] = now
-            computing += 1
-        elif computing < len(work):
-            left[computing] = max(0.0, left[computing] - elapsed * speed)
-        for lane in ended:
-            go_on(busy.pop(lane)[1])
-        if completed:
-            go_on(computing - 1)
-
-
-# ---- collectives ---------------------------------------------------------------------------------
+        for lane in busy:
+            left[lane] = (until_over[lane] - elapsed) / slow[lane]
+            if until_over[lane] <= elapsed:
+                del left[lane]
+                bucket = lanes[lane].popleft()
+                ahead[bucket].popleft()
+                ends[bucket].append(now)
+                if ahead[bucket]:
+                    lanes.setdefault(ahead[bucket][0].lane, deque()).append(bucket)
+    return [(times[0], times[-1]) for times in ends]
 
 
 def all_reduce_ms(count: float, machine: Machine, gpus: int) -> float:
-    """NCCL's all-reduce over all GPUs: the faster one of its ring and its double binary tree.
+    """NCCL's all-reduce of so many bytes: the faster one of its ring and its double binary tree.
 
     In a ring every GPU sends 2 (N - 1) / N of the bytes; a machine sends as much through all its
-    network cards together. In a tree it sends and receives the bytes twice, in fewer hops.
-
-    Args:
-        count: bytes that each GPU has.
-        machine: of the GPUs.
-        gpus: N; more than machine.gpus are several machines.
-
-    Returns:
-        Milliseconds.
-
-    Source:
-        The latencies of ring and tree are counted as in src/graph/tuning.cc of NCCL.
-    """
+    network cards together. In a tree it sends and receives the bytes twice, in fewer hops. Hops are
+    counted as in src/graph/tuning.cc of NCCL."""
     if gpus == 1:
         return 0.0
     inside = min(gpus, machine.gpus)
@@ -330,8 +232,8 @@ def all_reduce_ms(count: float, machine: Machine, gpus: int) -> float:
     hop, far_hop = machine.link.latency_us / 1e3, machine.network.latency_us / 1e3
 
     def bytes_ms(sent):
-        through_network = machine.network.ms(sent / inside) if machines > 1 else 0.0
-        return max(machine.link.ms(sent) if inside > 1 else 0.0, through_network)
+        through_network = _ms(sent / inside, machine.network.GBs) if machines > 1 else 0.0
+        return max(_ms(sent, machine.link.GBs) if inside > 1 else 0.0, through_network)
 
     far_hops = 2 * (machines - 1)
     ring = bytes_ms(2 * (gpus - 1) / gpus * count)
@@ -344,22 +246,13 @@ def nccl_stages(elements: int, machine: Machine, gpus: int, dtype: torch.dtype) 
     """A bucket that NCCL reduces over all GPUs.
 
     The search for non-finite gradients reads it first. In bf16 it is rounded before and converted
-    back behind. These are passes over memory (PASS_SLOW).
-
-    Args:
-        elements: of the bucket.
-        machine: of the GPUs.
-        gpus: of all machines.
-        dtype: of what is sent, fp32 or bf16.
-
-    Returns:
-        The stages.
-    """
+    back behind. These are passes over memory."""
     low = dtype != torch.float32
     lane = "network" if gpus > machine.gpus else "link"
     message = all_reduce_ms(elements * (2 if low else 4), machine, gpus)
     passes = [elements * (10 if low else 4), elements * 6 if low else 0]
-    before, behind = (Stage("memory", machine.pass_ms(count), PASS_SLOW) for count in passes)
+    times = (_ms(count, machine.memory_GBs) for count in passes)
+    before, behind = (Stage("memory", ms, PASS_SLOW) for ms in times)
     stages = [before, Stage(lane, message, machine.nccl_slow), behind]
     return [stage for stage in stages if stage.ms]
 
@@ -368,19 +261,11 @@ def copy_stages(elements: int, machine: Machine, gpus: int) -> list[Stage]:
     """A bucket that the GPUs of one machine reduce by peer-to-peer copies, in fp32.
 
     Each GPU copies in what the others have in its block (1 / gpus of the bucket) and adds, which is
-    a pass over memory (PASS_SLOW). Then it copies the other blocks' sums.
-
-    Args:
-        elements: of the bucket.
-        machine: of the GPUs.
-        gpus: of this machine.
-
-    Returns:
-        The stages.
-    """
+    a pass over memory. Then it copies the other blocks' sums."""
     count = 4 * elements
-    copy = Stage("link", machine.start_us / 1e3 + machine.link.ms((gpus - 1) / gpus * count))
-    adding = machine.pass_ms((gpus + 1) / gpus * count)
+    in_or_out = machine.start_us / 1e3 + _ms((gpus - 1) / gpus * count, machine.link.GBs)
+    adding = _ms((gpus + 1) / gpus * count, machine.memory_GBs)
+    copy = Stage("link", in_or_out)
     return [copy, Stage("memory", adding, PASS_SLOW), copy]
 
 
@@ -392,30 +277,21 @@ class Prediction:
     """A step on N GPUs.
 
     Attributes:
-        gpus: N.
         one_gpu_ms: the step of one GPU that trains alone.
         slowed_ms: what backward takes longer because buckets are sent meanwhile.
         exposed_ms: from the end of backward to that of the last bucket and of the step's totals.
         waiting_ms: for the slowest rank.
-        buckets: (complete, over) of each bucket, in ms from the beginning of the last backward.
     """
 
-    gpus: int
     one_gpu_ms: float
-    slowed_ms: float
-    exposed_ms: float
-    waiting_ms: float
-    buckets: tuple[tuple[float, float], ...]
+    slowed_ms: float = 0.0
+    exposed_ms: float = 0.0
+    waiting_ms: float = 0.0
 
     @property
     def step_ms(self) -> float:
         """Time of a step."""
-        return self.one_gpu_ms + self.communication_ms + self.waiting_ms
-
-    @property
-    def communication_ms(self) -> float:
-        """What communication adds to the step: slowed_ms and exposed_ms."""
-        return self.slowed_ms + self.exposed_ms
+        return self.one_gpu_ms + self.slowed_ms + self.exposed_ms + self.waiting_ms
 
     @property
     def rate(self) -> float:
@@ -467,7 +343,7 @@ def predict(
         raise ArgumentError(f"dtype is {dtype}; expected torch.float32 or torch.bfloat16")
     alone = workload.step_ms
     if gpus == 1:
-        return Prediction(1, alone, 0.0, 0.0, 0.0, ())
+        return Prediction(alone)
     sizes, work = zip(*workload.buckets(bucket_mb))
     if peer_to_peer and gpus <= machine.gpus and dtype == torch.float32:
         stages = [copy_stages(size, machine, gpus) for size in sizes]
@@ -476,39 +352,23 @@ def predict(
     else:
         stages = [nccl_stages(size, machine, gpus, dtype) for size in sizes]
         # The totals, and a pass that reads all sums for the norm.
-        behind = all_reduce_ms(8, machine, gpus) + machine.pass_ms(4 * workload.numel)
-    sent = overlap(work, stages)
-    complete = sent[-1][0]
+        behind = all_reduce_ms(8, machine, gpus) + _ms(4 * workload.numel, machine.memory_GBs)
+    complete, over = zip(*overlap(work, stages))
     return Prediction(
-        gpus,
         alone,
-        slowed_ms=complete - sum(work),
-        exposed_ms=max(over for _, over in sent) - complete + behind,
+        slowed_ms=complete[-1] - sum(work),
+        exposed_ms=max(over) - complete[-1] + behind,
         waiting_ms=machine.spread * slowest_of(gpus) * alone,
-        buckets=tuple(sent),
     )
 
 
 @functools.cache
 def slowest_of(ranks: int) -> float:
-    """Mean of the largest of so many standard normal numbers: 0, 0.56, 0.85, 1.03, ...
-
-    Args:
-        ranks: how many numbers.
-
-    Returns:
-        The mean, in standard deviations.
-    """
-    cdf = statistics.NormalDist().cdf
+    """Mean of the largest of so many standard normal numbers: 0, 0.56, 0.85, 1.03, ..."""
     step = 0.01
-    total = 0.0
-    for k in range(1000):
-        x = (k + 0.5) * step
-        total += step * (1 - cdf(x) ** ranks - cdf(-x) ** ranks)
-    return total
-
-
-# ---- a machine that was measured -----------------------------------------------------------------
+    x = step * (torch.arange(1000, dtype=torch.float64) + 0.5)
+    cdf = torch.special.ndtr
+    return float((1 - cdf(x) ** ranks - cdf(-x) ** ranks).sum() * step)
 
 
 def calibrated(
@@ -548,42 +408,24 @@ def calibrated(
         ) from None
     micro_ms = (alone_4 - alone_1) / 3
     workload = Workload.of(module, micro_ms, alone_1 - micro_ms)
-    # A hop's latency is in what an all-reduce costs beside its bytes.
-    start_us = max(0.0, 1e3 * float(fixed) - 2 * HOP_US)
     link = Link(1 / float(slope) / 1e6, HOP_US)
     waited = (copies_4 - copies_1) / (3 * micro_ms) - 1
     machine = Machine(
         gpus=2,
         link=link,
         network=link,
-        start_us=start_us,
+        # A hop's latency is in what an all-reduce costs beside its bytes.
+        start_us=max(0.0, 1e3 * float(fixed) - 2 * HOP_US),
         memory_GBs=memory_GBs,
         spread=max(0.0, waited / slowest_of(2)),
     )
-
-    def step_ms(nccl_slow):
-        slowed = replace(machine, nccl_slow=nccl_slow)
-        return predict(workload, slowed, 2, peer_to_peer=False).step_ms
-
-    return workload, replace(machine, nccl_slow=fit(step_ms, nccl_1))
-
-
-def fit(predicted_ms: Callable[[float], float], measured_ms: float, most: float = 8.0) -> float:
-    """The parameter, from 0 to `most`, with which a prediction is the measured time.
-
-    Args:
-        predicted_ms: function of the parameter -> ms, which grows with it.
-        measured_ms: of the row that it is fitted to.
-        most: the largest value that is tried.
-
-    Returns:
-        The parameter; 0 or `most` where the measured time is outside of what these give.
-    """
-    low, high = 0.0, most
+    low, high = 0.0, 8.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if predicted_ms(middle) < measured_ms else (low, middle)
-    return low if low else 0.0
+        slowed = replace(machine, nccl_slow=middle)
+        too_fast = predict(workload, slowed, 2, peer_to_peer=False).step_ms < nccl_1
+        low, high = (middle, high) if too_fast else (low, middle)
+    return workload, replace(machine, nccl_slow=low)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -611,11 +453,7 @@ def daly_interval(checkpoint_s: float, between_failures_s: float) -> float:
         >>> f"a checkpoint of 3 s every {daly_interval(3, 86400) / 60:.0f} minutes"
         'a checkpoint of 3 s every 12 minutes'
     """
-    if not (checkpoint_s > 0 and between_failures_s > 0):
-        raise ArgumentError(
-            f"checkpoint_s is {checkpoint_s} and between_failures_s {between_failures_s}; expected "
-            "seconds above 0"
-        )
+    _check({"checkpoint_s": checkpoint_s, "between_failures_s": between_failures_s})
     if checkpoint_s >= 2 * between_failures_s:
         return between_failures_s
     root = math.sqrt(checkpoint_s / (2 * between_failures_s))

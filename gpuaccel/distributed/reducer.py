@@ -1,7 +1,7 @@
 """Reduction of gradients while backward runs: what a rank does in one optimizer step. The choices,
 and the words for them: distributed/config.py.
 
-    reducer = make_reducer(config, arena, optimizers, settings)
+    reducer = Reducer(config, arena, optimizers, settings)
     with arena.gradients.listening(reducer.listener()):      # buckets are sent
         loss.backward()
     loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
@@ -15,7 +15,6 @@ start and join.
 
 import contextlib
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,60 +26,23 @@ from . import collectives
 from .buckets import Bucket
 from .config import Distributed
 from .light_gradients import LightGradients
-from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer_base import ReducerBase, StepTotals
 from .zero1 import share
 
 
-def make_reducer(
-    config: Distributed,
-    arena: Arena,
-    optimizers: list[torch.optim.Optimizer],
-    settings: dict[str, str],
-    products: Products | None = None,
-    peer_to_peer: PeerToPeer | None = None,
-) -> ReducerBase:
-    """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
+class Reducer(ReducerBase):
+    """Reduces buckets of gradients while backward runs.
 
     Args:
-        config: says which kind of reducer.
+        config: not ordered.
         arena: of the model.
         optimizers: a list, those of the step.
         settings: see ReducerBase.
         products: they tell that they have added, where backward is compiled, so that
             autograd's hooks run only at its end.
         peer_to_peer: see ReducerBase.
-
-    Returns:
-        An OrderedReducer, or one that sends buckets.
     """
-    if config.ordered:
-        return OrderedReducer(config, arena, optimizers, settings)
-    return Reducer(config, arena, optimizers, settings, products, peer_to_peer)
-
-
-@dataclass
-class PendingBucket:
-    """A bucket whose collectives gloo's threads work on."""
-
-    part: Tensor  # of arena.grads
-    message: Tensor  # what is reduced in place: `part`, or a copy in config.dtype
-    works: list = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (destination, result)
-
-    def wait(self):
-        """`part` has the sum."""
-        for work in self.works:
-            collectives.wait(work)
-        for destination, result in self.copies:
-            destination.copy_(result)
-        if self.message is not self.part:
-            self.part.copy_(self.message)
-
-
-class Reducer(ReducerBase):
-    """Reduces buckets of gradients while backward runs."""
 
     def __init__(
         self,
@@ -111,7 +73,8 @@ class Reducer(ReducerBase):
             self.shard_squares = ShardSquares(arena, self.buckets, self.rank, self.world)
         # Sums of squares of the chunks, of all ranks' gradients.
         self.squares = torch.zeros(arena.numel // CHUNK, dtype=torch.float64, device=arena.device)
-        self.pending: list[PendingBucket] = []
+        # What gloo's threads work on: collectives, and (destination, result) behind them.
+        self.pending: list[tuple[list, list[tuple[Tensor, Tensor]]]] = []
         self.next = 0
         # Part of this step was sent, and its update is not over. (A capture sends nothing yet.)
         self.sent = False
@@ -130,29 +93,21 @@ class Reducer(ReducerBase):
     @torch.no_grad()
     def send_next_bucket(self):
         """Start the next bucket's reduction."""
-        number, bucket = self.next, self.buckets[self.next]
-        if number == 0:
+        bucket = self.buckets[self.next]
+        if self.next == 0:
             self.exchange_began = time.monotonic()
         self.arena.gradients.collect(bucket.first, bucket.last)
         self.arena.gradients.zero_stale(bucket.first, bucket.last)
         self.next += 1
         self.sent = not self._capturing()
         if self.p2p is not None:
-            self._send_by_copies(self.p2p, number, bucket)
+            self.p2p.send(bucket)
         elif self.nccl:
-            self._send_by_nccl(number, bucket)
+            self._send_by_nccl(bucket)
         else:
-            self._send_by_gloo(number, bucket)
+            self._send_by_gloo(bucket)
 
-    def _send_by_copies(self, p2p: PeerToPeer, number: int, bucket: Bucket):
-        if self.trace is not None:
-            self.trace.bucket_started(number)
-        p2p.send(bucket)
-        if self.trace is not None:
-            with torch.cuda.stream(p2p.out_stream):
-                self.trace.bucket_finished(number)
-
-    def _send_by_nccl(self, number: int, bucket: Bucket):
+    def _send_by_nccl(self, bucket: Bucket):
         part = self.arena.grads[bucket.start : bucket.stop]
         stream = self.stream
         # __init__ makes one for NCCL.
@@ -161,26 +116,18 @@ class Reducer(ReducerBase):
         with torch.cuda.stream(stream):
             self.nonfinite.probe(bucket)
             message = part if self.low is None else self.low[: len(part)].copy_(part)
-            if self.trace is not None:
-                self.trace.bucket_started(number)
             self._sum(bucket, message, async_op=False)
-            if self.trace is not None:
-                self.trace.bucket_finished(number)
             if message is not part:
                 part.copy_(message)
 
-    def _send_by_gloo(self, number: int, bucket: Bucket):
+    def _send_by_gloo(self, bucket: Bucket):
         part = self.arena.grads[bucket.start : bucket.stop]
         self.nonfinite.probe(bucket)
         message = part if self.config.dtype == torch.float32 else part.to(self.config.dtype)
-        trace = self.trace
-        if trace is not None:
-            trace.bucket_started(number)
         works, copies = self._sum(bucket, message, async_op=True)
-        self.pending.append(PendingBucket(part, message, works, copies))
-        if trace is not None:
-            future = works[-1].get_future()
-            future.add_done_callback(lambda _: trace.bucket_finished(number))
+        if message is not part:
+            copies.append((part, message))
+        self.pending.append((works, copies))
 
     def _sum(self, bucket: Bucket, message: Tensor, async_op: bool) -> tuple:
         """Sum a bucket over all ranks, in place; with a sharded optimizer only this rank's share of
@@ -215,12 +162,8 @@ class Reducer(ReducerBase):
             self.light.begin()
         while self.next < len(self.buckets):
             self.send_next_bucket()
-        if self.trace is not None:
-            self.trace.wait_started()
         totals = self._exchange_totals(self._message(loss, tokens, rows, micro_batches))
         self._join()
-        if self.trace is not None:
-            self.trace.wait_finished()
         return totals
 
     def _exchange_totals(self, message: Tensor) -> StepTotals:
@@ -248,8 +191,11 @@ class Reducer(ReducerBase):
 
     def _join(self):
         """From here on the current stream sees the sums; the arena keeps their squares."""
-        for bucket in self.pending:
-            bucket.wait()
+        for works, copies in self.pending:
+            for work in works:
+                collectives.wait(work)
+            for destination, result in copies:
+                destination.copy_(result)
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
         if self.p2p is not None:

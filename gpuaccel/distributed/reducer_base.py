@@ -7,7 +7,6 @@ totals, the tensors that take part, errors, and what may be asked.
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,14 +20,13 @@ from ..ops import MAX_TENSORS, accumulate_kernel, clip_kernel, tensors_of_launch
 from ..optim import Arena, DeviceOptimizer, GradientListener
 from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast, broadcast_weights, compare
-from .buckets import buckets_of
+from .buckets import join_blocks
 from .config import Distributed
 from .nonfinite import NonFiniteSearch
 from .zero1 import ShardedLayout
 
 if TYPE_CHECKING:
     from .p2p import PeerToPeer
-    from .trace import StepTrace
 
 
 @dataclass
@@ -42,22 +40,6 @@ class StepTotals:
     counted: Tensor  # micro-batches whose tokens were counted
 
     FIELDS = 5
-
-    @staticmethod
-    def message(values: Sequence[Tensor | float | None], device: torch.device) -> Tensor:
-        """(5,) float64, to be added up over all ranks.
-
-        Args:
-            values: of one rank, in the order of the fields. None: the rank had none.
-        """
-        return torch.stack(
-            [
-                value.double().view(())
-                if isinstance(value, Tensor)
-                else torch.full((), float(value or 0), dtype=torch.float64, device=device)
-                for value in values
-            ]
-        )
 
 
 class ReducerBase:
@@ -74,9 +56,6 @@ class ReducerBase:
         ArgumentError: on every rank, naming the first tensor or setting that differs.
         RankError: where another rank is lost meanwhile.
     """
-
-    # Is told when buckets start and finish.
-    trace: "StepTrace | None" = None
 
     def __init__(
         self,
@@ -99,7 +78,7 @@ class ReducerBase:
                 "model on a GPU, or gloo"
             )
         self.kernels = takes(arena.device)
-        self.buckets = buckets_of(arena, config.bucket_mb * 1e6)
+        self.buckets = join_blocks(arena.blocks, config.bucket_mb * 1e6)
         self.steps = 0  # optimizer steps taken
         self.broken = False  # a step was left after part of it had been sent
         # All modules would take the host as long as many launches.
@@ -108,19 +87,20 @@ class ReducerBase:
             self.modules_with_buffers = [m for m in arena.module.modules() if m._buffers]
         self.buffers_sent = False  # of the step that is under way
         self.exchange_began = time.monotonic()  # of this step's first collective
-        self.heartbeat(0)
-        try:
+        with heartbeat.at_the_start(config):
             compare(config, arena, optimizers, settings)
             broadcast_weights(config, arena)
-        except dist.DistError as error:
-            raise self._lost_rank(error, "at the start") from error
         every_step = config.find_unused
         if every_step is None:
             every_step = not self.cuda
         self.used = UsedTensors(config, arena, every_step or self.world == 1)
         self.sharded = config.sharded and self.world > 1
         if self.sharded:
-            self._shard_optimizer()
+            # From here on the optimizer keeps this rank's share of its state.
+            opt, ranks = optimizers[0], (self.rank, self.world, self.group)
+            # TrainStep refuses others.
+            assert isinstance(opt, DeviceOptimizer)
+            opt.shard(ShardedLayout(arena, self.buckets, *ranks, self.p2p))
         if self.cuda:
             self._prepare_for_capture()
         self.nonfinite = NonFiniteSearch(config, arena, self.p2p)
@@ -137,21 +117,6 @@ class ReducerBase:
         for opt in optimizers:
             if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
                 opt.explain_skip = self._explain_skip
-
-    def _shard_optimizer(self):
-        """From here on the optimizer keeps this rank's share of its state."""
-        opt, arena = self.optimizers[0], self.arena
-        tensors = {id(p) for group in opt.param_groups for p in group["params"]}
-        if (
-            not (isinstance(opt, DeviceOptimizer) and opt.arena is arena)
-            or tensors != arena.master_ids
-        ):
-            raise ArgumentError(
-                "sharded=True needs a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the "
-                f"optimizer is {type(opt).__name__} over {len(tensors)} of the arena's "
-                f"{len(arena.masters)} tensors, or over parameters"
-            )
-        opt.shard(ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p))
 
     def _prepare_for_capture(self):
         """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
@@ -253,10 +218,11 @@ class ReducerBase:
         raise NotImplementedError
 
     def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
-        """StepTotals.message() of what this rank has."""
+        """(5,) float64: what this rank adds to StepTotals. None counts as 0."""
         counted = 0 if tokens is None else micro_batches
+        zero = torch.zeros((), dtype=torch.float64, device=self.arena.device)
         values = (loss, tokens, rows, micro_batches, counted)
-        return StepTotals.message(values, self.arena.device)
+        return torch.stack([zero if value is None else zero + value for value in values])
 
     def after_step(self):
         """The update is over; weights are compared every `check_every` steps: RankError."""
@@ -282,7 +248,8 @@ class ReducerBase:
         self._forget_step()
         self.nonfinite.forget()
         if isinstance(error, dist.DistError):
-            raise self._lost_rank(error, f"in step {self.steps + 1}") from error
+            when = f"in step {self.steps + 1}"
+            raise heartbeat.lost_rank(error, when, self.config, self.exchange_began) from error
 
     def _sent_something(self) -> bool:
         """Whether the other ranks wait for the rest of this step."""
@@ -290,10 +257,6 @@ class ReducerBase:
 
     def _forget_step(self):
         raise NotImplementedError
-
-    def _lost_rank(self, error: dist.DistError, when: str) -> RankError:
-        """In place of a collective's error."""
-        return heartbeat.lost_rank(error, when, self.config, self.exchange_began)
 
     def close(self, alone: bool):
         """The step is closed. The process group stays.
@@ -334,11 +297,10 @@ class ReducerBase:
         launched = heartbeat.launched_rank
         return launched is not None and launched.asked_to_stop()
 
-    def gather(self, t: Tensor) -> list[Tensor]:
-        """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""
-        if self.world == 1:
-            return [t]
-        mine = t.to(self.arena.device if self.nccl else "cpu")
-        everyone = mine.new_empty(self.world * mine.numel())
-        collectives.all_gather(everyone, mine.view(-1), group=self.group)
-        return [part.view_as(t) for part in everyone.cpu().chunk(self.world)]
+    def gather(self, value) -> list:
+        """A value of each rank, in their order. Waits.
+
+        Args:
+            value: picklable.
+        """
+        return collectives.gather_objects(value, self.group, self.world)

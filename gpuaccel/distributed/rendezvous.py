@@ -6,6 +6,7 @@ init_from_environment(600.0)     # torch.distributed's default group, as torchru
 import atexit
 import datetime
 import os
+import re
 import socket
 import sys
 import threading
@@ -69,15 +70,12 @@ def _check_environment():
             "them, or none for one process"
         )
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        value = os.environ.get(name, "0")
-        most = 65535 if name == "MASTER_PORT" else 10**9
-        if not value.isdecimal() or len(value) > 10 or int(value) > most:
+        if not re.fullmatch("[0-9]{1,9}", os.environ.get(name, "0")):
             raise ArgumentError(
-                f"{name} is {value!r}; expected a whole number from 0 to {most}, as torchrun sets "
-                "it"
+                f"{name} is {os.environ[name]!r}; expected a whole number, as torchrun sets it"
             )
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if not 0 <= int(rank) < int(world_size):
+    if int(rank) >= int(world_size):
         raise ArgumentError(
             f"RANK is {rank} and WORLD_SIZE {world_size}; expected 0 <= RANK < WORLD_SIZE"
         )

@@ -149,9 +149,7 @@ class ShardedLayout(ParameterLayout):
 
     def gather_texts(self, text: str) -> list[str]:
         """A text of each rank, in the order of the ranks. Collective."""
-        texts = [""] * self.ranks
-        gather_objects(texts, text, group=self.group)
-        return texts
+        return gather_objects(text, self.group, self.ranks)
 
     # ---- memory ----
 

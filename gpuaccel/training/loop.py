@@ -300,7 +300,7 @@ def _equally_long(batches: Iterable, reducer) -> bool:
     except TypeError:
         length = -1
     reducer.heartbeat(0)
-    lengths = [int(t) for t in reducer.gather(torch.tensor([length]))]
+    lengths = reducer.gather(length)
     return lengths[0] >= 0 and len(set(lengths)) == 1
 
 

@@ -32,8 +32,8 @@ from ..distributed import (
     Distributed,
     OrderedReducer,
     PeerToPeer,
+    Reducer,
     ReducerBase,
-    make_reducer,
 )
 from ..errors import ArgumentError, check_choice, check_module
 from ..graphs import GraphedStep
@@ -288,11 +288,11 @@ class TrainStep:
 
     def _make_reducer(self, distributed: Distributed, settings: dict, adds: bool, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""
-        if distributed.sharded and self._clipping_opt is None:
+        if distributed.sharded and (self._clipping_opt is None or self._unheld):
             kinds = ", ".join(type(opt).__name__ for opt in self.optimizers)
             raise ArgumentError(
                 f"sharded=True with {kinds}: a rank has its share of the gradient only; expected "
-                "one optimizer, a ga.AdamW over the arena, which clips by itself"
+                "one optimizer, a ga.AdamW over the arena and all of its tensors"
             )
         if settings["replay"] == "graph" and distributed.backend != "nccl":
             raise ArgumentError(
@@ -305,9 +305,12 @@ class TrainStep:
             self._add_products()
         # Told while a compiled backward runs.
         products = self.products if compiled else None
-        reducer = make_reducer(
-            distributed, self.arena, self.optimizers, settings, products, peer_to_peer
-        )
+        common = (distributed, self.arena, self.optimizers, settings)
+        reducer: ReducerBase
+        if distributed.ordered:
+            reducer = OrderedReducer(*common)
+        else:
+            reducer = Reducer(*common, products, peer_to_peer)
         self.reducer = reducer
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 
@@ -351,8 +354,6 @@ class TrainStep:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
         timer: Any = self.meter.timer if self.meter else None
-        if self.reducer is not None and self.reducer.trace is not None:
-            timer = self.reducer.trace
         mark = timer.mark if timer else _no_mark
         if timer:
             timer.start()

@@ -14,7 +14,6 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import savers
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -23,12 +22,10 @@ from rank_workers import Rank
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import collectives, heartbeat, p2p, trace
+from gpuaccel.distributed import collectives, heartbeat, p2p
 from gpuaccel.distributed.agreement import weight_hashes
-from gpuaccel.distributed.buckets import buckets_of
+from gpuaccel.distributed.buckets import join_blocks
 from gpuaccel.distributed.zero1 import pieces_of
-
-# As in conftest.py, in each rank's process.
 
 VOCAB, WIDTH = 40, 16
 
@@ -134,13 +131,13 @@ class SharedInside(Checkpointed):
         self.blocks[0][0].weight = self.blocks[2][0].weight
 
 
-def micro_batch(number, sometimes=True):
+def micro_batch(number):
     """Micro-batch `number` of the whole run. Its rows, and how many of its targets count, differ
     from its neighbours'."""
     generator = torch.Generator().manual_seed(number)
     rows, T = 1 + number % 3, 6
     tokens = torch.randint(0, VOCAB - 1, (rows, T), generator=generator)
-    if sometimes and number % 4 == 1:
+    if number % 4 == 1:
         tokens[0, 0] = VOCAB - 1
     targets = torch.randint(0, VOCAB, (rows, T), generator=generator)
     targets[0, : number % 5] = -100
@@ -236,16 +233,6 @@ def copies_between_files(slab):
         yield
 
 
-def machine_of(rank: Rank, machines):
-    """The environment of torchrun on several machines. machines: the number of each rank's; None:
-    there is one."""
-    if machines is None:
-        return contextlib.nullcontext()
-    number = machines[rank.rank]
-    variables = {"GROUP_RANK": number, "LOCAL_WORLD_SIZE": str(machines.count(number))}
-    return mock.patch.dict(os.environ, variables)
-
-
 # ---- checks: sums --------------------------------------------------------------------------------
 
 
@@ -260,15 +247,14 @@ def as_one_process(
     net=Net,
     config=None,
     slab=0,
-    machines=None,
     **options,
 ):
     """Ranks with these shares of the micro-batches, and one process with all of them.
 
     plain: that process has no ga.Distributed; else it is in ordered mode.
-    slab: of copies_between_files(). machines: of machine_of()."""
+    slab: of copies_between_files()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab), machine_of(rank, machines):
+    with ga.use_backend(backend), copies_between_files(slab):
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
@@ -302,7 +288,7 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
     with ga.use_backend(backend), copies_between_files(slab), logged() as lines:
         arena = ga.Arena(Net().to(device))
         copies = p2p.PeerToPeer.of(config, arena)
-        buckets = buckets_of(arena, 1e6 * config.bucket_mb)
+        buckets = join_blocks(arena.blocks, 1e6 * config.bucket_mb)
         copies.plan(buckets)
         everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
         arena.grads.copy_(everyone[rank.rank])
@@ -329,7 +315,7 @@ def added_by_a_graph(rank: Rank):
     """Sums of 64 MB, made by a replayed graph: are they those of sums_in_order(), bit for bit?"""
     arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
     copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
-    buckets = buckets_of(arena, 32e6)
+    buckets = join_blocks(arena.blocks, 32e6)
     copies.plan(buckets)
 
     def add():
@@ -387,10 +373,12 @@ def copies_refused(rank: Rank, machines=None, config=None, full=()):
     """What is added by where copies cannot be, though there is memory to copy; then the error of
     peer_to_peer=True.
 
-    machines: of machine_of(). full: ranks that have no memory to share."""
+    machines: the number of each rank's, as torchrun has it; None: there is one. full: ranks that
+    have no memory to share."""
+    machine = {} if machines is None else {"GROUP_RANK": machines[rank.rank]}
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     no_memory = mock.patch("os.posix_fallocate", side_effect=error if rank.rank in full else None)
-    with copies_between_files(1 << 22), machine_of(rank, machines), no_memory:
+    with copies_between_files(1 << 22), mock.patch.dict(os.environ, machine), no_memory:
         with make_step(
             Net(), distributed=ga.Distributed(group=rank.group, **(config or {}))
         ) as step:
@@ -435,49 +423,6 @@ def left_alone(rank: Rank, backend):
         return stale, torch.equal(arena.weights.bfloat16(), arena.bf16_weights)
 
 
-class Head(nn.Module):
-    """A head of more than 100 MB, which is a message of its own: the reference's coordinator
-    refused it."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = (
-            nn.utils.skip_init(nn.Linear, *shape, bias=False)
-            for shape in ((1, 1024), (1024, 26000))
-        )
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            self.body.weight.copy_(torch.randn(1024, 1, generator=generator))
-            self.head.weight.copy_(torch.linspace(-1, 1, 26000)[:, None].expand(-1, 1024))
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-def large_head(rank: Rank):
-    """(largest difference of the head's gradient from one process' in units of its largest element,
-    bytes)."""
-
-    def loss(model, x):
-        return model(x).square().mean(), 1
-
-    x, grads = torch.tensor([[1.0], [2.0]]), []
-    distributed = ga.Distributed(group=rank.group)
-    for config, part in ((distributed, x[rank.rank : rank.rank + 1]), (None, x)):
-        model = Head()
-        before = model.head.weight.detach().clone()
-        with ga.TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            loss,
-            micro_batches=1 if config else 2,
-            distributed=config,
-        ) as step:
-            step(part)
-            grads.append(model.head.weight.detach() - before)
-    return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
-
-
 def transformer(rank: Rank, device, replay, steps=4, **options):
     """A small transformer on whole batches, this rank's rows of each, and one process on all rows.
 
@@ -501,8 +446,8 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
             scheduler=ga.training.warmup_cosine(opt, 2, 9),
             distributed=distributed,
         ) as step:
-            if distributed:
-                record_products_left(step, left)
+            if distributed and not config.ordered:
+                note_buckets(step, left, lambda: products_left(step))
             for number in range(steps):
                 generator = torch.Generator().manual_seed(number)
                 rows = torch.randint(0, 64, (2, rank.ranks, 3, 17), generator=generator).to(device)
@@ -523,25 +468,23 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
     return results
 
 
-class Recorder(trace.StepTrace):
-    """A trace that calls some functions, instead of keeping times."""
+def note_buckets(step, notes, note):
+    """Append note(), called when a bucket is sent."""
+    send = step.reducer.send_next_bucket
 
-    def __init__(self, **functions):
-        super().__init__(torch.device("cpu"))
-        for name in ("start", "mark", "stop", "bucket_started", "bucket_finished"):
-            setattr(self, name, functions.get(name, lambda *args: None))
+    def send_and_note():
+        notes.append(note())
+        send()
+
+    step.reducer.send_next_bucket = send_and_note
 
 
-def record_products_left(step, left):
-    """For each bucket sent in backward: how many fused products that still has to add."""
-
-    def bucket_started(number):
-        if torch._C._current_graph_task_id() >= 0:
-            products = step.products
-            left.append(sum(products.added_before) - sum(products.added))
-
-    if step.reducer is not None:
-        step.reducer.trace = Recorder(bucket_started=bucket_started)
+def products_left(step):
+    """How many fused products backward still has to add; 0 behind it."""
+    products = step.products
+    if products is None or torch._C._current_graph_task_id() < 0:
+        return 0
+    return sum(products.added_before) - sum(products.added)
 
 
 # ---- checks: a sharded optimizer, checkpoints ----------------------------------------------------
@@ -561,61 +504,10 @@ def memory_of_moments(rank: Rank, backend):
         return sum(storages.values()), 8 * step.arena.numel, common
 
 
-def _four_micro_batches(step, rank, ranks, first, last):
-    """Steps of four micro-batches over all ranks."""
-    for number in range(first, last):
-        step([micro_batch(number * 4 + m * ranks + rank) for m in range(4 // ranks)])
-
-
-def _ordered_and_sharded(rank: Rank, sharded=True):
-    return ga.Distributed(group=rank.group, sharded=sharded, ordered=True)
-
-
-def shards_to_file(rank: Rank, backend, folder):
-    """Two ranks take two steps and save; rank 0 alone takes four, for shards_from_file."""
-    with ga.use_backend(backend):
-        model = Net()
-        with make_step(model, distributed=_ordered_and_sharded(rank)) as step:
-            _four_micro_batches(step, rank.rank, 2, 0, 2)
-            state = dict(model=model, optimizer=step.optimizers, arena=step.arena)
-            with step.gathered():
-                ga.save_checkpoint(
-                    f"{folder}/two.safetensors", **state, scheduler=step.schedulers, step=2
-                )
-            before = moments(step)
-            # Over a state that is there.
-            with step.gathered():
-                ga.load_checkpoint(f"{folder}/two.safetensors", **state, scheduler=step.schedulers)
-            assert all(map(torch.equal, before, moments(step)))
-        if rank.rank == 0:
-            plain = Net()
-            with make_step(plain, micro_batches=4) as step:
-                _four_micro_batches(step, 0, 1, 0, 4)
-                torch.save([p.detach() for p in plain.parameters()], f"{folder}/want.pt")
-
-
-def shards_from_file(rank: Rank, backend, folder):
-    """Two more steps with any number of ranks: whether the weights are those of one process."""
-    with ga.use_backend(backend):
-        model = Net(seed=7)
-        with make_step(
-            model, micro_batches=4 // rank.ranks, distributed=_ordered_and_sharded(rank)
-        ) as step:
-            with step.gathered():
-                ga.load_checkpoint(
-                    f"{folder}/two.safetensors",
-                    model=model,
-                    optimizer=step.optimizers,
-                    arena=step.arena,
-                    scheduler=step.schedulers,
-                )
-            _four_micro_batches(step, rank.rank, rank.ranks, 2, 4)
-            return all(map(torch.equal, model.parameters(), torch.load(f"{folder}/want.pt")))
-
-
 def state_dict_of_shards(rank: Rank):
     """opt.state_dict() before gathered(), whether it has every element inside, and behind."""
-    with make_step(Net(), distributed=_ordered_and_sharded(rank)) as step:
+    config = ga.Distributed(group=rank.group, sharded=True, ordered=True)
+    with make_step(Net(), distributed=config) as step:
         step([micro_batch(rank.rank)])
         opt = step.optimizers[0]
         before = error_of(opt.state_dict)
@@ -629,38 +521,6 @@ def state_dict_of_shards(rank: Rank):
                 for i, moments in state["state"].items()
             )
         return before, whole, error_of(opt.state_dict)
-
-
-def savers_of_shards(rank: Rank, low, folder):
-    """What others' savers write of a sharded step inside gathered(): whether it has the bits, and
-    about the size, of the same run without shards."""
-    found = []
-    for sharded in (True, False):
-        model = Net().to(low)
-        with make_step(model, distributed=_ordered_and_sharded(rank, sharded)) as step:
-            _four_micro_batches(step, rank.rank, 2, 0, 2)
-            with step.gathered():
-                here = pathlib.Path(folder, f"{rank.rank}-{sharded}")
-                here.mkdir()
-                torch.save(step.optimizers[0].state_dict(), here / "optimizer.pt")
-                states = torch.load(here / "optimizer.pt", weights_only=True)["state"]
-                bits = [savers.bits(state) for _, state in sorted(states.items())]
-                for save in (
-                    savers.by_torch_state_dict,
-                    savers.by_torch_whole_model,
-                    savers.by_pickle,
-                    savers.by_deepcopy,
-                    savers.by_safetensors_model,
-                    savers.by_distributed_checkpoint,
-                ):
-                    (here / save.__name__).mkdir()
-                    back = save(model, Net(seed=1).to(low), here / save.__name__)
-                    bits.append(savers.bits(back.state_dict()))
-                    assert bits[-1] == savers.bits(model.state_dict()), save.__name__
-                found.append((bits, savers.bytes_below(here)))
-            _four_micro_batches(step, rank.rank, 2, 2, 3)
-    (sharded, size), (whole, expected_size) = found
-    return sharded == whole and abs(size - expected_size) < 2048
 
 
 def trained(rank: Rank, folder, stops, ranks_then, sharded, steps=5, dropout=False):
@@ -726,13 +586,13 @@ def start_equal(rank: Rank):
 
 def made(rank: Rank, config=None, other=None, sgd=False, **options):
     """Make a step with options; in `other` those in which rank 1 differs: config (arguments of
-    ga.Distributed), net, lr, and arguments of TrainStep."""
+    ga.Distributed), net, opt (arguments of the optimizer), and arguments of TrainStep."""
     other = dict(other or {}) if rank.rank == 1 else {}
     config = {**(config or {}), **other.pop("config", {})}
     model = other.pop("net", Net)()
     arena = ga.Arena(model)
-    lr = other.pop("lr", 1e-3)
-    opt = torch.optim.SGD(arena.parameters(), lr) if sgd else ga.AdamW(arena, lr)
+    of_optimizer = other.pop("opt", {})
+    opt = torch.optim.SGD(arena.parameters()) if sgd else ga.AdamW(arena, **of_optimizer)
     distributed = ga.Distributed(group=rank.group, **config)
     with ga.TrainStep(model, opt, distributed=distributed, **{**options, **other}):
         pass
@@ -826,28 +686,33 @@ def drift(rank: Rank, who, backend="torch"):
 
 
 def late_tensor(rank: Rank, find_unused):
-    """A tensor gets its first gradient in the second step, on the last rank only: did it move?"""
-    model = Net()
+    """A tensor gets its first gradient in the second step, on the last rank only: did it move, and
+    what is said, of a third step too."""
+    model, errors = Net(), []
+    last = rank.rank == rank.ranks - 1
     config = ga.Distributed(group=rank.group, find_unused=find_unused)
     with make_step(model, distributed=config) as step:
         step([micro_batch(0)])
         tokens, targets = micro_batch(0)
-        if rank.rank == rank.ranks - 1:
+        if last:
             tokens[0, 0] = VOCAB - 1
         before = model.sometimes.detach().clone()
-        step([(tokens, targets)])
-        return not torch.equal(before, model.sometimes)
+        # Without find_unused the other one does not wait for it.
+        for _ in range(1 if find_unused or not last else 2):
+            try:
+                step([(tokens, targets)])
+            except (ga.errors.ArgumentError, ga.errors.RankError) as error:
+                errors.append((type(error).__name__, str(error)))
+        return not torch.equal(before, model.sometimes), errors
 
 
 def order_of_buckets(rank: Rank, products):
-    """(numbers of the buckets and "backward is over", in order; whether they are the arena)."""
+    """(of each bucket sent: its number, and whether backward runs; whether they are the arena)."""
     order = []
     config = ga.Distributed(group=rank.group, bucket_mb=0.004)
     with make_step(Net(), deterministic=products, distributed=config, micro_batches=1) as step:
-        step.reducer.trace = Recorder(
-            mark=lambda name: order.append("backward is over") if name == "backward" else None,
-            bucket_started=order.append,
-        )
+        in_backward = lambda: torch._C._current_graph_task_id() >= 0  # noqa: E731
+        note_buckets(step, order, lambda: (step.reducer.next, in_backward()))
         step(micro_batch(1))
         starts = [b.start for b in step.reducer.buckets]
         stops = [b.stop for b in step.reducer.buckets]
@@ -868,31 +733,7 @@ def step_that_raises(rank: Rank):
     return messages
 
 
-def traced(rank: Rank, backend, slab=0):
-    """trace.watch: (spans, number of buckets, whether the weights are those of a plain step)."""
-    hashes = []
-    with ga.use_backend(backend), copies_between_files(slab):
-        for take in (lambda step, batch: step(batch), trace.watch):
-            config = ga.Distributed(group=rank.group, bucket_mb=0.004)
-            with make_step(Net(), distributed=config) as step:
-                batches = [
-                    [micro_batch(4 * number + rank.rank), micro_batch(4 * number + 2 + rank.rank)]
-                    for number in range(3)
-                ]
-                step(batches[0])
-                spans = take(step, batches[1])
-                hashes.append(weight_hashes(step.arena).tolist())
-                assert step.reducer.trace is None
-                step(batches[2])
-    return [tuple(s) for s in spans], len(step.reducer.buckets), hashes[0] == hashes[1]
-
-
 # ---- what ga.launch runs -------------------------------------------------------------------------
-
-
-def rank_and_tensors(values):
-    parameter = nn.Parameter(values.float())
-    return {"rank": dist.get_rank(), "values": values + 1, "parameter": parameter}
 
 
 def not_sendable():
@@ -950,73 +791,24 @@ def steps_with(trouble, who, steps=6):
         return config.rank, config.world, weight_hashes(step.arena).tolist()
 
 
-def yields(steps, trouble=nothing):
-    """A generator, as ga.launch draws it: the readings of ga.train, then something may happen to
-    rank 1. Returns the number of the rank."""
-    config = ga.Distributed()
-    with make_step(Net(), distributed=config) as step:
-        batches = ([micro_batch(n * config.world + config.rank)] for n in range(steps))
-        yield from ga.train(step, batches, steps)
-    if config.rank == 1:
-        trouble()
-    return config.rank
-
-
-def train_and_die(folder, seconds=None, who=1, steps=20):
-    """ga.train with a checkpoint after every second step. Rank `who` is killed `seconds` after it
-    has begun (None: not)."""
-    config = ga.Distributed(ordered=True)
-    with make_step(Net(), micro_batches=4 // config.world, distributed=config) as step:
-        if seconds is not None and config.rank == who:
-            threading.Timer(seconds, killed).start()
-        for _ in ga.train(
-            step,
-            token_batches(config.rank, config.world),
-            steps,
-            checkpoint_dir=folder,
-            checkpoint_every=2,
-            log=f"{folder}/lines.jsonl",
-            resume=True,
-        ):
-            time.sleep(0.02)
-
-
-def hangs_before_its_first_step_is_over(where):
-    """Rank 1 hangs before it makes its TrainStep, or in the second micro-batch of the first step,
+def trouble_until_its_first_step_is_over(before, within):
+    """Rank 1 calls before() before it makes its TrainStep, and within() in the second micro-batch,
     when ordered sums are under way."""
     config = ga.Distributed(ordered=True)
-    if config.rank == 1 and where == "before":
-        hangs()
-    count = 0
+    losses = 0
 
     def loss_fn(model, micro):
-        nonlocal count
-        count += 1
-        if config.rank == 1 and count == 2:
-            hangs()
-        return ga.token_loss(model, micro)
-
-    with make_step(Net(), loss_fn=loss_fn, distributed=config) as step:
-        step([micro_batch(config.rank), micro_batch(2 + config.rank)])
-
-
-def slow_until_its_first_step_is_over(seconds):
-    """Rank 1 is slow before it makes its TrainStep, and in its first backward."""
-    config = ga.Distributed()
-    count = 0
-
-    def loss_fn(model, micro):
-        nonlocal count
-        count += 1
-        if config.rank == 1 and count == 1:
-            time.sleep(seconds)
+        nonlocal losses
+        losses += 1
+        if config.rank == 1 and losses == 2:
+            within()
         return ga.token_loss(model, micro)
 
     if config.rank == 1:
-        time.sleep(seconds)
+        before()
     with make_step(Net(), loss_fn=loss_fn, distributed=config) as step:
-        for number in range(3):
-            step([micro_batch(2 * number + config.rank)])
+        for _ in range(3):
+            step([micro_batch(config.rank), micro_batch(2 + config.rank)])
     return config.rank
 
 
@@ -1084,10 +876,10 @@ def fails_between_steps(folder):
 # ---- a small model, and what a rank may do that others do not ------------------------------------
 
 
-def small_step(rank, loss_fn, make_optimizer=None, layers=1, config=None, **options):
-    """(model, step) of linear layers. make_optimizer: of an Arena; None: TrainStep's own."""
+def small_step(rank, loss_fn, make_optimizer=None, config=None, **options):
+    """(model, step) of a linear layer. make_optimizer: of an Arena; None: TrainStep's own."""
     torch.manual_seed(0)
-    model = torch.nn.ModuleList([torch.nn.Linear(4, 2) for _ in range(layers)])
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 2)])
     opt = make_optimizer(ga.Arena(model)) if make_optimizer else None
     group = rank.group if rank is not None else None
     distributed = ga.Distributed(group=group, **(config or {}))
@@ -1108,14 +900,16 @@ def weighted(model, batch):
     return (model[0](x).square().mean(1) * tokens).sum(), tokens.sum()
 
 
-def fractions_of_tokens(rank: Rank):
-    """Only rank 0 has batches: what every rank says of its last step, and its weights."""
-    model, step = small_step(rank, weighted, max_norm=1.0)
+def only_rank_0_has_batches(rank: Rank, loss_fn):
+    """What a rank says of its last step, and its weights."""
+    tokens = torch.tensor([0.5, 1.7, 0.1, 0.2])
+    model, step = small_step(rank, loss_fn, max_norm=1.0)
     with step:
         for i in range(3):
-            batch = (rows_of(i), torch.tensor([0.5, 1.7, 0.1, 0.2]))
+            batch = (rows_of(i), tokens) if loss_fn is weighted else rows_of(i)
             out = step(None if rank.rank else batch)
-    return float(out.loss), float(out.tokens), float(out.norm), model[0].weight.tolist()
+    tokens = None if out.tokens is None else float(out.tokens)
+    return out.loss.dtype, tokens, float(out.loss), float(out.norm), model[0].weight.tolist()
 
 
 def nobody_has_a_batch(rank: Rank):
@@ -1134,42 +928,6 @@ def nobody_has_a_batch(rank: Rank):
         same = torch.equal(before, model[0].weight)
         step(rows_of(1))
     return same, bool(model[0].weight.isfinite().all())
-
-
-def output_of_means(rank: Rank):
-    """A rank without a batch says of the step what the other says."""
-    _, step = small_step(rank, mean_of_squares)
-    with step:
-        out = step(None if rank.rank else rows_of(0))
-    return out.loss.dtype, out.tokens, float(out.loss)
-
-
-def goes_on_after_a_late_tensor(rank: Rank):
-    """Rank 1 uses a layer in the second step only, which is an error there: kinds of all errors."""
-    second = False
-
-    def loss(model, x):
-        return (model[0](x) + model[1](x) if second else model[0](x)).square().mean()
-
-    kinds = []
-    _, step = small_step(rank, loss, layers=2, config=dict(find_unused=False))
-    with step:
-        for i in range(3):
-            second = i == 1 and rank.rank == 1
-            try:
-                # The other one does not wait for it.
-                if i < 2 or rank.rank == 1:
-                    step(rows_of(i))
-            except (ga.errors.ArgumentError, ga.errors.RankError) as error:
-                kinds.append((type(error).__name__, str(error)))
-    return kinds
-
-
-def optimizers_that_differ(rank: Rank, options, of_step):
-    """Rank 1 has these options of ga.AdamW, and these of TrainStep."""
-    options, of_step = (o if rank.rank == 1 else {} for o in (options, of_step))
-    _, step = small_step(rank, mean_of_squares, lambda arena: ga.AdamW(arena, **options), **of_step)
-    step.close()
 
 
 def nonfinite_raises(rank: Rank, sharded):
@@ -1360,47 +1118,30 @@ def adds_to_what_it_gets(t, model):
     with torch.no_grad():
         model.weight += 1
     dist.barrier()
-    return t.tolist(), model.weight.item()
+    return t, model.weight
 
 
-def closes_at_the_end_of_an_error():
-    """A sharded step, closed in `finally`; rank 1 has raised in the third one."""
+def raises_in_the_third_step(who):
+    """A sharded step on ranks, of which `who` raise in the third step, closed in `finally`. Where
+    all have caught the error: a sum of its moments."""
     steps = 0
 
     def loss(model, x):
         nonlocal steps
         steps += 1
-        if steps == 3 and dist.get_rank() == 1:
+        if steps == 3 and dist.get_rank() in who:
             raise ValueError("bad sample")
         return mean_of_squares(model, x)
 
     _, step = small_step(None, loss, config=dict(sharded=True))
     try:
-        for i in range(5):
-            step(rows_of(i))
+        with contextlib.suppress(ValueError) if len(who) > 1 else contextlib.nullcontext():
+            for i in range(5):
+                step(rows_of(i))
     finally:
         step.close()
-
-
-def keeps_its_moments_after_an_error_on_all_ranks():
-    """Sums of a sharded optimizer's moments, after an error that every rank has caught."""
-    steps = 0
-
-    def loss(model, x):
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise ValueError("bad sample")
-        return mean_of_squares(model, x)
-
-    model, step = small_step(None, loss, config=dict(sharded=True))
-    with step:
-        for i in range(3):
-            try:
-                step(rows_of(i))
-            except ValueError:
-                break
-    return sum(state["exp_avg"].abs().sum().item() for state in step.optimizers[0].state.values())
+    states = step.optimizers[0].state.values()
+    return sum(state["exp_avg"].abs().sum().item() for state in states)
 
 
 def evaluates_beside_a_group_that_trains(seconds):

@@ -2,7 +2,7 @@
 
 >>> workers = Workers(4)
 >>> workers(rank_checks.start_equal, ranks=3)             # [True, True, True]
->>> workers.errors(rank_checks.drift, ranks=3, who=1)  # [("RankError", "after step ..."), ...]
+>>> workers.errors(rank_checks.drift, ranks=3, who=1)     # [("RankError", "after step ..."), ...]
 """
 
 import contextlib
@@ -64,13 +64,11 @@ class Workers:
             assert answer.error is None, f"rank {rank}: {answer.error[2]}"
         return [answer.value for answer in answers]
 
-    def errors(self, check, ranks: int, expected: int | None = None, **options) -> list:
-        """(type, message) of the errors; expected: how many ranks raise one, None: all."""
+    def errors(self, check, ranks: int, **options) -> list:
+        """(type, message) of the errors, which every rank raises."""
         answers = self._answers(check, ranks, options)
         errors = [answer.error[:2] for answer in answers if answer.error is not None]
-        assert len(errors) == (ranks if expected is None else expected), (
-            f"{ranks - len(errors)} of {ranks} ranks went on"
-        )
+        assert len(errors) == ranks, f"{ranks - len(errors)} of {ranks} ranks went on"
         return errors
 
     def _answers(self, check, ranks, options) -> list[Answer]:

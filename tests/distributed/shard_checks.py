@@ -95,22 +95,16 @@ class Allocations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def watched(step):
-    """A note of the block: "gathered", how often a shard was sent to other ranks, "allocated",
-    Allocations.most, "largest", bytes of the largest tensor, "state", of this rank's share, and
-    "counts", of its step counts."""
+    """A note of the block, in which no shard is sent to other ranks: "allocated", Allocations.most,
+    "largest", bytes of the largest tensor, "state", of this rank's share, and "counts", of its step
+    counts."""
     note = {}
-    gathers = 0
-
-    def gathered(*args):
-        nonlocal gathers
-        gathers += 1
-
+    error = AssertionError("a shard was gathered")
     with (
-        mock.patch.object(ShardedLayout, "all_gather", gathered),
+        mock.patch.object(ShardedLayout, "all_gather", side_effect=error),
         Allocations() as allocations,
     ):
         yield note
-    note["gathered"] = gathers
     note["allocated"] = allocations.most
     note["largest"] = max(4 * s.numel for s in step.arena.segments)
     note["counts"] = 4 * len(step.arena.segments)

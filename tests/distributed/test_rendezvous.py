@@ -28,7 +28,10 @@ from gpuaccel.distributed.rendezvous import interface_to, loopback, store_of_thi
 @pytest.mark.parametrize(
     "environment, message",
     [
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set, and MASTER_ADDR and MASTER_PORT not"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": ""},
+            "RANK is set, and MASTER_ADDR and MASTER_PORT not",
+        ),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "RANK is 2 and WORLD_SIZE 2; expected 0 <= RANK < WORLD_SIZE",
@@ -45,32 +48,23 @@ def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "name, value, expected",
+    "name, value",
     [
-        ("RANK", "x", "0 to 1000000000"),
-        ("RANK", "", "0 to 1000000000"),
-        ("RANK", "-1", "0 to 1000000000"),
-        ("RANK", "9" * 5000, "0 to 1000000000"),
-        ("WORLD_SIZE", "1.0", "0 to 1000000000"),
-        ("LOCAL_RANK", "first", "0 to 1000000000"),
-        ("MASTER_PORT", "abc", "0 to 65535"),
-        ("MASTER_PORT", "65536", "0 to 65535"),
+        ("RANK", ""),
+        ("RANK", "-1"),
+        ("RANK", "9" * 5000),
+        ("WORLD_SIZE", "1.0"),
+        ("LOCAL_RANK", "first"),
+        ("MASTER_PORT", "abc"),
     ],
 )
-def test_a_variable_that_is_no_number_is_named(name, value, expected, monkeypatch):
+def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
     for key, text in {**rank_environment(0, 1, 29500), name: value}.items():
         monkeypatch.setenv(key, text)
     with pytest.raises(ga.errors.ArgumentError) as error:
         ga.Distributed()
-    said = f"{name} is {value!r}; expected a whole number from {expected}, as torchrun sets it"
+    said = f"{name} is {value!r}; expected a whole number, as torchrun sets it"
     assert str(error.value) == said
-
-
-def test_an_empty_address_is_not_set(monkeypatch):
-    for key, text in {**rank_environment(0, 1, 29500), "MASTER_ADDR": ""}.items():
-        monkeypatch.setenv(key, text)
-    with pytest.raises(ga.errors.ArgumentError, match="RANK is set, and MASTER_ADDR not"):
-        ga.Distributed()
 
 
 @pytest.mark.parametrize("rank", [1, 0])

@@ -42,16 +42,6 @@ def test_shards_change_no_bit_and_need_less_memory(workers, backend):
         assert kept <= whole / 3 + common and kept < whole / 2
 
 
-@pytest.mark.parametrize("backend", ["torch", SIMT])
-def test_a_sharded_checkpoint_is_resumed_by_any_number_of_ranks(workers, backend, tmp_path):
-    """Ordered: 2 ranks for two steps, then 4, 1 and 2 for two more, are bit-identical to one
-    process that took all four."""
-    workers(checks.shards_to_file, 2, backend=backend, folder=str(tmp_path))
-    for ranks in (4, 1, 2):
-        same = workers(checks.shards_from_file, ranks, backend=backend, folder=str(tmp_path))
-        assert same == [True] * ranks
-
-
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["torch", SIMT])
 def test_a_sharded_run_goes_on_without_shards(workers, backend, low):
@@ -72,11 +62,6 @@ def test_the_state_dict_of_a_sharded_optimizer_is_whole_or_an_error(workers):
         assert whole and after == error
 
 
-@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
-def test_savers_of_others_write_a_sharded_run_whole(workers, low, tmp_path):
-    assert workers(checks.savers_of_shards, 2, low=low, folder=str(tmp_path)) == [True, True]
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_goes_on_with_another_number_of_ranks(workers, sharded, tmp_path):
     """ga.train, ordered: the losses of 4 ranks, of 2 after 1, and of 2 after 2 are those of a run
@@ -89,10 +74,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(workers, sharded, tmp_path):
         assert workers(checks.trained, 2, ranks_then=ranks_then, **options)[0] == whole
 
 
-def test_dropout_goes_on_as_it_was_on_every_rank(workers, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_dropout_goes_on_as_it_was_on_every_rank(workers, sharded, tmp_path):
     losses = []
     for stops in (0, 2):
-        options = dict(folder=str(tmp_path / f"{stops}"), stops=stops, sharded=False, dropout=True)
+        options = dict(
+            folder=str(tmp_path / f"{stops}"), stops=stops, sharded=sharded, dropout=True
+        )
         losses.append(workers(checks.trained, 2, ranks_then=2, **options)[0])
     assert len(losses[0]) == 5 and losses[0] == losses[1]
 

@@ -10,8 +10,6 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.distributed.light_gradients import MAX_LIGHT, LightGradients
-from gpuaccel.optim.arena import Arena
 
 SIMT = pytest.param(
     "simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
@@ -175,21 +173,14 @@ def test_a_weight_shared_by_checkpointed_blocks_would_be_sent_too_early(workers)
         assert "left an earlier step with an error after it had sent part" in second
 
 
-@pytest.mark.slow
-def test_a_head_of_more_than_100_mb(workers):
-    for off, size in workers(checks.large_head, 2):
-        assert size > 100e6 and off < 1e-6
-
-
 @pytest.mark.parametrize("products", [False, True])
 def test_buckets_are_sent_while_backward_runs(workers, products):
     """Contiguous, whole blocks, from the last layer to the first; also a head larger than a
     bucket."""
     for order, is_arena in workers(checks.order_of_buckets, 2, products=products):
-        early = order.index("backward is over")
-        numbers = order[:early] + order[early + 1 :]
-        assert is_arena and numbers == list(range(len(numbers))) and len(numbers) > 3
-        assert early >= len(numbers) - 1, order
+        numbers, in_backward = zip(*order)
+        assert is_arena and numbers == tuple(range(len(numbers))) and len(numbers) > 3
+        assert all(in_backward[:-1]), order
 
 
 # ---- ordered -------------------------------------------------------------------------------------
@@ -215,21 +206,6 @@ def test_ordered_sums_are_those_of_one_process(workers, ranks, shares, options):
     """N ranks with M micro-batches each, and one with N * M, are bit-identical."""
     config = dict(ordered=True)
     is_one_process(workers(checks.as_one_process, ranks, shares=shares, config=config, **options))
-
-
-@pytest.mark.slow
-def test_a_hundred_uneven_steps_in_order(workers):
-    options = dict(shares=[1, 1], steps=100, config=dict(ordered=True))
-    is_one_process(workers(checks.as_one_process, 2, **options))
-
-
-def test_one_rank_in_ordered_mode_is_a_plain_step():
-    results = []
-    for config in (None, ga.Distributed(ordered=True)):
-        results.append(checks.run(checks.Net(), 3, 1, 0, [3], distributed=config))
-    (weights, outs), (ordered_weights, ordered_outs) = results
-    assert ordered_outs == outs
-    assert all(torch.equal(ordered_weights[name], weights[name]) for name in weights)
 
 
 def test_one_rank_needs_no_reducer():
@@ -336,19 +312,6 @@ def test_copies_that_are_not_possible_are_refused_on_all_ranks(workers, options,
         assert error.startswith(f"peer_to_peer is True, and {reason}; expected the GPUs of one")
 
 
-# ---- several machines ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", [dict(), dict(sharded=True), dict(ordered=True)], ids=words)
-@pytest.mark.parametrize("machines", ["0011", "0122"])
-@pytest.mark.parametrize("shares", [[2, 2, 2, 2], [1, 2, 0, 3]], ids=str)
-def test_several_machines_are_one_process(workers, shares, machines, config):
-    """Where the ranks of one machine could copy, one collective over all ranks sums."""
-    options = dict(shares=shares, machines=machines, slab=1 << 22, config=config)
-    results = workers(checks.as_one_process, 4, **options)
-    (is_one_process if "ordered" in config else near_one_process)(results)
-
-
 # ---- a transformer, on CPUs and GPUs -------------------------------------------------------------
 
 TRANSFORMERS = [
@@ -363,7 +326,6 @@ TRANSFORMERS = [
     dict(peer_to_peer=False),
     dict(sharded=True, compile=True, peer_to_peer=False),
 ]
-COMPILED_SHARDED = TRANSFORMERS[7]
 
 
 def check_transformers(results, options):
@@ -382,11 +344,7 @@ def check_transformers(results, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [o for o in TRANSFORMERS if not o.keys() & {"compile", "peer_to_peer"}] + [COMPILED_SHARDED],
-    ids=words,
-)
+@pytest.mark.parametrize("options", [TRANSFORMERS[k] for k in (0, 1, 3, 7)], ids=words)
 def test_a_transformer_on_two_ranks(workers, options):
     if options.get("compile") and not any(map(shutil.which, ("g++", "clang++"))):
         pytest.skip("inductor needs a C++ compiler for the CPU, and there is none")
@@ -410,10 +368,3 @@ def test_gpus_eager_and_captured(gpu_workers, gpus, options):
     check_transformers(results, options)
     copies = not options.keys() & {"dtype", "ordered"} and options.get("peer_to_peer", True)
     assert all(one["copies"] == copies for one in results)
-
-
-def test_a_tensor_is_light_up_to_a_size():
-    sizes = (1, MAX_LIGHT, MAX_LIGHT + 1, 0)
-    arena = Arena(torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(n)) for n in sizes))
-    light = LightGradients(arena, set(), None)
-    assert {arena.segments[i].numel for i in light.tensors} == {1, MAX_LIGHT}

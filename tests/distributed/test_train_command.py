@@ -78,19 +78,6 @@ def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, whom):
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_killed_command_write_nothing_more(tmp_path):
-    folder = tmp_path / "run"
-    process = gpuaccel(folder, "--nproc", "2", "--steps", "100000", "--checkpoint-every", "2")
-    wait_until(lambda: newest_step(folder) >= 2, process)
-    ranks = launched_ranks(process.pid)
-    process.send_signal(signal.SIGKILL)
-    process.wait(HANG)
-    left = outlive(ranks)
-    process.communicate()
-    assert not left
-
-
-@pytest.mark.slow
 def test_ctrl_c_while_the_server_of_the_ranks_imports_torch_is_one_line(tmp_path, interruptible):
     """A terminal sends it to every process."""
     process = gpuaccel(tmp_path / "run", "--nproc", "2", session=True)

@@ -100,12 +100,9 @@ def outlive(pids, seconds=60) -> list[int]:
 
 
 def children_of(pid) -> list[int]:
-    children = []
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                children.append(int(stat.parent.name))
-    return children
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
 
 
 def launched_ranks(pid) -> list[int]:
