@@ -202,8 +202,8 @@ def compile_cubin(
     """(cubin, ptxas report, symbols) of a whole program for one architecture, or from the cache.
 
     Args:
-        source: CUDA C with everything it needs, so that the cache key covers it. Where options bring
-            headers, as -I does for an #include, nothing is kept.
+        source: CUDA C with everything it needs, so that the cache key covers it. Where options
+            bring headers, as -I does for an #include, nothing is kept.
         filename: what error messages call it
         arch: e.g. "sm_90"
         defines, options: macros and further options for NVRTC
