@@ -11,16 +11,13 @@ from .compiler import Kernel, compile
 from .distributed import Distributed, launch
 from .errors import GpuaccelError
 from .graphs import GraphedStep
-from .measure import Meter, ledger
+from .measure import ledger
 from .nn import Embedding, PolyAttention, RichardsGLU, deterministic_embeddings
 from .optim import AdamW, Arena, clip_grad_norm_
 from .simt import checked
 from .training import (
-    Batches,
     TrainStep,
-    Transformer,
     load_checkpoint,
-    make_dataset,
     preset,
     save_checkpoint,
     token_loss,
@@ -34,18 +31,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AdamW",
     "Arena",
-    "Batches",
     "Distributed",
     "Embedding",
     "GpuaccelError",
     "GraphedStep",
     "Kernel",
     "LiveThroughput",
-    "Meter",
     "PolyAttention",
     "RichardsGLU",
     "TrainStep",
-    "Transformer",
     "backend",
     "check",
     "checked",
@@ -60,7 +54,6 @@ __all__ = [
     "ledger",
     "load_checkpoint",
     "load_ipython_extension",
-    "make_dataset",
     "preset",
     "replaced",
     "save_checkpoint",

@@ -157,10 +157,10 @@ TRAIN = """
 import sys, gpuaccel as ga, torch
 from gpuaccel.graphs import Tape
 torch.manual_seed(0)
-data = ga.make_dataset()
+data = ga.training.make_dataset()
 model = ga.preset("tiny", T=16).build()
 step = ga.TrainStep(model, max_norm=1.0)
-losses = [r.loss for r in ga.train(step, ga.Batches(data.train, 4, 16), steps=10)]
+losses = [r.loss for r in ga.train(step, ga.training.Batches(data.train, 4, 16), steps=10)]
 assert len(losses) == 10 and losses[-1] < losses[0], losses
 
 weight, batch = torch.ones(8, 4, requires_grad=True), torch.randn(3, 8)

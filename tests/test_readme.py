@@ -41,7 +41,7 @@ def names():
     torch.manual_seed(0)
     tokens = torch.randint(0, MODEL.vocab, (2, 4, 9))
     return {
-        "model": ga.Transformer(MODEL),
+        "model": ga.training.Transformer(MODEL),
         "criterion": lambda logits, targets: F.cross_entropy(
             logits.flatten(0, 1), targets.flatten()
         ),

@@ -71,7 +71,7 @@ MISSPELT = {
     'ga.launch(print, backend="glo")': "gloo",
     'ga.preset("tinny")': "tiny",
     'ga.training.Config(8, 8, 8, 1, 1, 1, 8, family="lama")': "llama",
-    'ga.make_dataset(tokenizer="bytes")': "byte",
+    'ga.training.make_dataset(tokenizer="bytes")': "byte",
 }
 
 

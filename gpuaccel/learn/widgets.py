@@ -49,7 +49,7 @@ class LiveThroughput:
     Example:
         >>> model = ga.preset("tiny", layers=1, hidden=32, T=16).build().to(ga.default_device())
         >>> tokens = torch.arange(1000) % 256
-        >>> batches = ga.Batches(tokens, batch=4, T=16, device=ga.default_device())
+        >>> batches = ga.training.Batches(tokens, batch=4, T=16, device=ga.default_device())
         >>> live = ga.LiveThroughput("In one piece or in two?")
         >>> for name, pieces in (("one", 1), ("two", 2)):
         ...     with ga.TrainStep(model, micro_batches=pieces) as step:

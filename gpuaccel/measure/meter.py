@@ -287,7 +287,7 @@ class Meter:
         ArgumentError: for a window below 1.
 
     Example:
-        >>> meter = ga.Meter(device=ga.default_device())
+        >>> meter = ga.measure.Meter(device=ga.default_device())
         >>> for loss in torch.tensor([4.0, 3.0, 2.0], device=ga.default_device()):
         ...     reading = meter.update(tokens=1024, loss=loss)  # after each step; nothing waits
         >>> reading = meter.finish()

@@ -287,7 +287,7 @@ def make_dataset(
     Example:
         >>> import pathlib
         >>> size = pathlib.Path("corpus.txt").write_text("to be, or not to be. " * 100)
-        >>> data = ga.make_dataset("corpus.txt")
+        >>> data = ga.training.make_dataset("corpus.txt")
         >>> len(data.train), len(data.val), data.vocab_size
         (1890, 210, 256)
     """
@@ -402,7 +402,7 @@ class Batches:
             into equal parts.
 
     Example:
-        >>> batches = ga.Batches(torch.arange(101), batch=2, T=10, device=ga.default_device())
+        >>> batches = ga.training.Batches(torch.arange(101), batch=2, T=10, device=ga.default_device())
         >>> inputs, targets = next(batches)
         >>> inputs.shape, bool((targets == inputs + 1).all())
         (torch.Size([2, 10]), True)

@@ -113,7 +113,7 @@ class _Checkpoints:
             if self.state["batches"] is None:
                 log_of_package.warning(
                     "resumed after step %d: a %s has no state_dict(), so the batches begin with "
-                    "its first one again; ga.Batches and torchdata's StatefulDataLoader go on "
+                    "its first one again; ga.training.Batches and torchdata's StatefulDataLoader go on "
                     "where they were",
                     self.step.count,
                     self.kind,
@@ -169,7 +169,7 @@ def train(
     Args:
         step: the TrainStep; its meter is used, or one is made.
         batches: an iterable of batches. It is resumed where it was if it has a state_dict(), as
-            ga.Batches and torchdata's StatefulDataLoader; others begin again, with a warning.
+            ga.training.Batches and torchdata's StatefulDataLoader; others begin again, with a warning.
         steps: optimizer steps in all, those of an earlier run that is resumed included.
         val: batches that are evaluated every `val_every` steps and at the end, with the step's
             loss_fn. Default: none.
@@ -196,7 +196,7 @@ def train(
     Example:
         >>> model = ga.preset("tiny", layers=1, hidden=32).build().to(ga.default_device())
         >>> tokens = torch.arange(2000) % 256
-        >>> batches = ga.Batches(tokens, batch=4, T=32, device=ga.default_device())
+        >>> batches = ga.training.Batches(tokens, batch=4, T=32, device=ga.default_device())
         >>> with ga.TrainStep(model, max_norm=1.0) as step:
         ...     readings = list(ga.train(step, batches, steps=5))
         >>> readings[-1].step, readings[-1].tokens, readings[-1].loss < 6.0

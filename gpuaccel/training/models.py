@@ -1,6 +1,6 @@
 """Transformers small enough to read: Llama, GPT-2, and one of polynomial attention.
 
-    model = ga.Transformer(ga.preset("tiny"))  # byte tokens, trains on two CPU cores
+    model = ga.training.Transformer(ga.preset("tiny"))  # byte tokens, trains on two CPU cores
     model = ga.preset("gpt2-124m").build()  # a model of the preset's family
     logits = model(tokens)  # (B, T) int64 -> (B, T, V)
     ga.training.generate(model, tokens, 100, seed=0)  # (B, T + 100)
@@ -238,7 +238,7 @@ class Transformer(nn.Module):
         poly_attention.cu.
 
     Example:
-        >>> model = ga.Transformer(ga.preset("tiny", layers=1))
+        >>> model = ga.training.Transformer(ga.preset("tiny", layers=1))
         >>> model(torch.zeros(2, 8, dtype=torch.int64)).shape
         torch.Size([2, 8, 256])
     """

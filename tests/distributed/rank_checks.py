@@ -554,7 +554,7 @@ def trained(rank: Rank, folder, stops, ranks_then, sharded, steps=5, dropout=Fal
 
 def token_batches(rank, ranks):
     """12 windows and 4 micro-batches in each step, over all ranks."""
-    return ga.Batches(
+    return ga.training.Batches(
         torch.arange(400) % VOCAB,
         12 // ranks,
         6,
@@ -866,7 +866,7 @@ def hangs_in_the_third_step(device, seconds, **options):
 def fails_between_steps(folder):
     """Rank 1 raises between two steps, with a sharded optimizer and checkpoints."""
     config = ga.Distributed(sharded=True)
-    batches = ga.Batches(torch.arange(400) % VOCAB, 2, 6, rank=config.rank, ranks=2)
+    batches = ga.training.Batches(torch.arange(400) % VOCAB, 2, 6, rank=config.rank, ranks=2)
     with make_step(Net(), distributed=config) as step:
         for reading in ga.train(step, batches, 50, checkpoint_dir=folder, checkpoint_every=2):
             if reading.step == 3 and config.rank == 1:

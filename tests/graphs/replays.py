@@ -74,7 +74,7 @@ def side_by_side():
 
 def llama(**changes):
     sizes = dict(vocab=V, layers=2, hidden=HIDDEN, intermediate=64, heads=2, kv_heads=1, T=16)
-    return ga.Transformer(ga.preset("tiny", **(sizes | changes)))
+    return ga.training.Transformer(ga.preset("tiny", **(sizes | changes)))
 
 
 def each(model, micro):

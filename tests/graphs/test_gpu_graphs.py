@@ -224,7 +224,7 @@ def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(device
     """Attention is long enough for torch's fast backward, which is not deterministic by itself."""
 
     def net():
-        return ga.Transformer(
+        return ga.training.Transformer(
             ga.preset(
                 "tiny",
                 vocab=V,

@@ -426,7 +426,7 @@ def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=to
     step = make(device, replay, dtype=dtype, loss=token_loss, schedule=8)
     tokens = torch.randint(0, V, (2000,), generator=torch.Generator().manual_seed(5))
 
-    class OnDevice(ga.Batches):
+    class OnDevice(ga.training.Batches):
         def __next__(self):
             return tuple(t.to(device) for t in super().__next__())
 

@@ -160,7 +160,7 @@ def test_a_shorter_kernel_is_bit_identical_and_trains_the_same(on_simt):
     def losses():
         torch.manual_seed(0)
         config = ga.preset("tiny", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=2)
-        model = ga.Transformer(config)
+        model = ga.training.Transformer(config)
         opt = ga.AdamW(ga.Arena(model), lr=1e-2, max_norm=1.0)
         tokens = torch.randint(0, 256, (4, 16))
         with ga.TrainStep(model, opt, micro_batches=2, deterministic=True) as step:
@@ -225,7 +225,7 @@ def test_a_kernel_made_while_one_is_replaced_runs_the_new_one(on_simt):
 def test_a_replayed_step_is_captured_again_and_ours_comes_back(on_simt):
     torch.manual_seed(0)
     config = ga.preset("tiny", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=2)
-    model = ga.Transformer(config)
+    model = ga.training.Transformer(config)
     step = ga.TrainStep(model, ga.AdamW(ga.Arena(model), lr=1e-2), replay="graph")
     tokens = torch.randint(0, 256, (4, 16))
     with step:
@@ -500,7 +500,7 @@ def test_gpu_our_own_kernel_is_bit_identical_to_ours(name):
 def test_gpu_training_with_a_kernel_of_ones_own_is_bit_identical():
     def losses(replay):
         torch.manual_seed(0)
-        model = ga.Transformer(ga.preset("tiny")).cuda()
+        model = ga.training.Transformer(ga.preset("tiny")).cuda()
         ga.deterministic_embeddings(model)
         opt = ga.AdamW(ga.Arena(model), lr=1e-2, max_norm=1.0)
         tokens = torch.randint(0, 256, (4, 64), device="cuda")

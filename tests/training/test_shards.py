@@ -1,4 +1,4 @@
-"""Batches of several ranks: ga.training.shard, and ga.Batches(rank=, ranks=)."""
+"""Batches of several ranks: ga.training.shard, and ga.training.Batches(rank=, ranks=)."""
 
 import pytest
 import torch
@@ -37,14 +37,14 @@ def test_fewer_batches_than_ranks_is_an_error():
     with pytest.raises(
         ga.errors.DataError, match="an epoch has 10 sequences of T=4, 2 batches of 4, for 3 ranks"
     ):
-        ga.Batches(torch.arange(41), 4, 4, ranks=3)
+        ga.training.Batches(torch.arange(41), 4, 4, ranks=3)
     for options, message in (
         (dict(rank=2, ranks=2), "rank is 2 of 2; expected 0 to 1"),
         (dict(rank=0, ranks=0), "rank is 0 of 0"),
         (dict(ranks=2, micro_batches=3), "a batch of 4 sequences in 3 micro-batches"),
     ):
         with pytest.raises(ga.errors.ArgumentError, match=message):
-            ga.Batches(torch.arange(410), 4, 4, **options)
+            ga.training.Batches(torch.arange(410), 4, 4, **options)
 
 
 @pytest.mark.parametrize("ranks, micro_batches", [(1, 6), (2, 3), (3, 2), (6, 1)])
@@ -52,9 +52,11 @@ def test_what_all_ranks_take_in_a_step_depends_on_their_product_only(ranks, micr
     """SHARD-005: micro-batch m of rank r is number m * ranks + r, over three epochs and a change of
     ranks in the middle. All ranks have the same position."""
     tokens = torch.arange(20 * 4 + 1)
-    whole = ga.Batches(tokens, 6, 4, seed=5)
+    whole = ga.training.Batches(tokens, 6, 4, seed=5)
     shards = [
-        ga.Batches(tokens, micro_batches, 4, 5, rank=r, ranks=ranks, micro_batches=micro_batches)
+        ga.training.Batches(
+            tokens, micro_batches, 4, 5, rank=r, ranks=ranks, micro_batches=micro_batches
+        )
         for r in range(ranks)
     ]
     for step in range(10):
@@ -63,6 +65,6 @@ def test_what_all_ranks_take_in_a_step_depends_on_their_product_only(ranks, micr
         assert torch.equal(micros.flatten(0, 1), expected), step
         assert all(batches.state_dict() == whole.state_dict() for batches in shards)
         if step == 4:
-            other = ga.Batches(tokens, 6, 4, seed=0)
+            other = ga.training.Batches(tokens, 6, 4, seed=0)
             other.load_state_dict(shards[-1].state_dict())
             whole = other
