@@ -17,7 +17,7 @@ import pytest
 from helpers import FLAGS, find_chromium
 from test_browser import HANG, IDLE
 
-from gpuaccel.learn import figures
+from gpuaccel.learn.figures import drawing
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAB = ROOT / "notebooks" / ".jupyterlab"
@@ -61,7 +61,7 @@ def notebook(*outputs):
 
 def outputs_with_widgets():
     """(outputs of a cell, those that are kept of them)."""
-    picture = figures.threads(21, 8)._repr_mimebundle_()
+    picture = drawing.bundle(drawing.Ink().svg(30, "a picture"), "a picture")
     svg, words = picture["image/svg+xml"], picture["text/plain"]
     view = {"version_major": 2, "version_minor": 0, "model_id": "gone"}
     stream = {"output_type": "stream", "name": "stdout", "text": "words\n"}
