@@ -150,7 +150,7 @@ def launch(
                 processes.append(process)
             watch = RankWatch(connections, processes, shared, limits, pathlib.Path(folder))
             if live is not None:
-                live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)], wait=True)
+                live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)])
                 return watch.results_in_order()
             try:
                 return watch.wait()

@@ -35,8 +35,7 @@ from .figures.access_panels import (
     Sheet,
     colour_of,
 )
-from .figures.drawing import GREY, RED, WIDTH, bundle, plural, shorten, text_width
-from .figures.sliders import display_below_sliders
+from .figures.drawing import GREY, RED, WIDTH, bundle, live_bundle, plural, shorten, text_width
 
 # lines between threads and one tensor, that a picture can show
 MOST_LINES = 160
@@ -489,10 +488,13 @@ class AccessView:
         """Sliders, where there are ipywidgets, and the picture.
 
         The picture is an output of its own, so that it stays in the saved notebook."""
+        from IPython.display import display
+
         sliders = self._sliders() if notebook_shell() is not None else None
-        self._handle = display_below_sliders(
-            self, sliders, "Run this cell to choose block and access with sliders."
-        )
+        if sliders is not None:
+            hint = "Run this cell to choose block and access with sliders."
+            display(live_bundle(sliders, hint), raw=True)
+        self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
 
     def _sliders(self):
         """A box of sliders for what there is more than one of.

@@ -589,7 +589,11 @@ def draw_links(sheet, events, outside, band, cells, top, reading):
         if lines:
             dash = "4 3" if atomic else None
             sheet.path(
-                "".join(lines), stroke=colour, stroke_width=width, opacity=opacity, dash=dash
+                "".join(lines),
+                stroke=colour,
+                stroke_width=width,
+                opacity=opacity,
+                stroke_dasharray=dash,
             )
         if heads and len(drawn) <= 140:
             sheet.path("".join(heads), colour, opacity=opacity)
