@@ -178,18 +178,12 @@ class Ink:
             stroke_linecap="round",
         )
 
-    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400, title=None):
-        """Words at (x, y).
-
-        Args:
-            anchor: "start", "middle" or "end": which end of them stands at x.
-            title: what the mouse shows over them.
-        """
-        note = f"<title>{escape(title)}</title>" if title else ""
+    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400):
+        """Words at (x, y). anchor: "start", "middle" or "end": which end of them stands at x."""
         self.out.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
             f'font-weight="{weight}" {self.paint(fill=colour or self.strong)}>'
-            f"{escape(str(words))}{note}</text>"
+            f"{escape(str(words))}</text>"
         )
 
     def line(self, x1, y1, x2, y2, opacity=1.0):
