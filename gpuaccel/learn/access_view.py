@@ -381,7 +381,8 @@ class AccessView:
                 for title, end, cell in columns:
                     red = _is_costly(use) and title not in ("accesses", "per thread")
                     colour, weight = (RED, 600) if red else (None, 400)
-                    sheet.text(end + shift, y - 1, cell(use), 12, colour, "end", weight)
+                    if cell(use):
+                        sheet.text(end + shift, y - 1, cell(use), 12, colour, "end", weight)
             y += 8
         return self._draw_meanings(sheet, y + 6, [title for title, _, _ in columns])
 

@@ -119,10 +119,11 @@ def parse_line(line: str, has_cell: bool = True) -> argparse.Namespace:
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     if has_cell:
-        parser.add_argument("kernel", nargs="?")
+        group = parser.add_mutually_exclusive_group()
+        group.add_argument("kernel", nargs="?")
+        group.add_argument("--check")
+        group.add_argument("--replace")
         parser.add_argument("-D", dest="macros", action="append", default=[])
-        parser.add_argument("--check")
-        parser.add_argument("--replace")
     else:
         parser.add_argument("--restore", nargs="*", required=True)
     try:
