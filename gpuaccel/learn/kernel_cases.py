@@ -147,8 +147,9 @@ def _step(optimizer):
 
             words = f"parameters in {dtype}{', one without a gradient' if with_unused else ''}"
             with TrainStep(model, opt, loss, micro_batches=3) as step:
-                norms = [step(batch).norm.clone() for batch in data]
-                results[f"norm of each step, {words}"] = torch.stack(norms)
+                # a step's norm lies where the next one's does
+                norms = [_flat([step(batch).norm]) for batch in data]
+                results[f"norm of each step, {words}"] = _flat(norms)
                 words += ", after 2 steps and one with a NaN"
                 results[f"steps skipped, {words}"] = opt.skipped.clone()
                 results[f"weights, {words}"] = _flat(arena.params)
@@ -179,38 +180,48 @@ def _optimizer(optimizer, *options):
     return run
 
 
-def _set_gradients(params, normal):
-    """Give each parameter a new gradient."""
-    for p in params:
-        p.grad = normal(p.numel(), dtype=p.dtype)
+def _set_gradients(params, normal) -> list[Tensor]:
+    """Give each parameter a new gradient, and return them."""
+    grads = [normal(p.numel(), dtype=p.dtype) for p in params]
+    for p, grad in zip(params, grads):
+        p.grad = grad
+    return grads
 
 
 def _clip(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
     results = Results()
-    # More sums than reduce_v2 has threads, so that some threads add several.
-    sizes = _sizes(n) + [3] * 1100
     for dtype in dtypes:
-        params = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in sizes]
+        params = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in _sizes(n)]
         for limit in (0.5, 1e6):
-            words = f"gradients of {len(params):,} tensors in {dtype}, limit {limit:g}"
-            _set_gradients(params, normal)
+            words = f"gradients in {dtype}, limit {limit:g}"
+            grads = _set_gradients(params, normal)
             results[f"norm of {words}"] = clip_grad_norm_(params, limit)
-            results[words] = _flat(p.grad for p in params)
-        # Only the last warp of a block of 1,024 reads the tensor with NaN.
-        words = f"tensor of 1,000 in {dtype}, the last one with NaN"
-        params = params[:999] + params[-1:]
-        _set_gradients(params, normal)
-        params[-1].grad[1] = float("nan")
+            results[words] = _flat(grads)
+        grads = _set_gradients(params, normal)
+        grads[2][1] = float("nan")
         state = clip_grads_(params, 0.5, on_nonfinite="skip", scope="tensor")
-        results[f"norm of each {words}"] = state.norm
-        results[f"scale of each {words}"] = state.scale
-        results[f"first {words}"] = state.first_nonfinite.view(1)
-        results[f"gradients of each {words}"] = _flat(p.grad for p in params)
+        words = f"each tensor in {dtype}, one with NaN"
+        results |= {f"norm of {words}": state.norm, f"scale of {words}": state.scale}
+        results |= {f"gradients of {words}": _flat(grads)}
+        results |= {f"first of {words}": state.first_nonfinite}
         # Norm and limit are as small as the eps that is added to the norm.
         params[1].grad = torch.full_like(params[1], 1e-6)
         results[f"scale near eps in {dtype}"] = clip_grads_(params[1:2], 1e-6).scale.view(1)
     return results
+
+
+def _clip_many(n, device, generator, dtypes) -> Results:
+    """More sums than reduce_v2 has threads; a NaN that the last warp of 1,024 threads reads."""
+    normal = _Normal(device, generator)
+    params = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(1100)]
+    grads = _set_gradients(params, normal)
+    norm = clip_grad_norm_(params, 0.5)
+    last = grads[-1].clone()
+    grads[999][0] = float("nan")
+    first = clip_grads_(params[:1000], 0.5, on_nonfinite="skip").first_nonfinite.view(1)
+    words = "gradients of 1,100 tensors"
+    return Results({f"norm of {words}": norm, f"last of {words}": last, "first with NaN": first})
 
 
 def _peers(n, device, generator, dtypes) -> Results:
@@ -359,6 +370,7 @@ _LION = Case(_step(Lion), roundings=16)
 _LISTS = Case(_optimizer(AdamW, {}, {"amsgrad": True}, {"maximize": True}), roundings=16)
 _LION_LISTS = Case(_optimizer(Lion, {}, {"maximize": True}), roundings=16)
 _CLIP = Case(_clip, roundings=16)
+_CLIP_MANY = Case(_clip_many, roundings=16)
 _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
@@ -373,7 +385,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "accumulate_v1": (_ADD,),
     "accumulate_v2": (_ADD,),
     "squares_v2": (_CLIP, _STEP),
-    "reduce_v2": (_CLIP, _STEP),
+    "reduce_v2": (_CLIP, _CLIP_MANY, _STEP),
     "scale_v2": (_CLIP,),
     "settings_write": (_STEP, _LISTS),
     "adamw_begin": (_STEP, _LISTS),

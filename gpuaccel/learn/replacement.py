@@ -134,6 +134,7 @@ def install(name: str, source: str, say: Callable[[str], None] = lambda words: N
         ReplacementError: with nothing changed, for a kernel that is not right.
     """
     _check_name(name)
+    say(f"checking your {name}:")
     before = dict(replacements()).get(name)
     try:
         verdict = _judge(name, source, say)
