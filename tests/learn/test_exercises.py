@@ -115,14 +115,8 @@ def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
 
 
 def test_a_captured_answer_is_compared_after_each_replay():
-    task = EXERCISES["decay"]
-    assert "wrong in replay 2 of 12" in str(
-        ga.check("decay", python(task.wrong_answers["frozen"], "decay"), seed=1)
-    )
-    assert "wrong in replay 12 of 12" in str(
-        ga.check("decay", python(task.wrong_answers["below zero"], "decay"), seed=1)
-    )
-    assert "right in 12 replays" in str(ga.check("decay", python(task.solution, "decay"), seed=1))
+    solution = python(EXERCISES["decay"].solution, "decay")
+    assert "right in 12 replays" in str(ga.check("decay", solution, seed=1))
     for answer, words in (
         (lambda *given: None, "got None"),
         (lambda weight, *rest: weight[:0], "got a tensor of shape (0,)"),
@@ -135,7 +129,7 @@ def test_a_captured_answer_is_compared_after_each_replay():
 @pytest.mark.parametrize(
     "name, what, words",
     [
-        ("decay", "frozen", "where count is 1, the learning rate 0.09;"),
+        ("decay", "frozen", "wrong in replay 2 of 12, where count is 1, the learning rate 0.09;"),
         (
             "decay",
             "below zero",
@@ -165,20 +159,13 @@ def test_a_check_of_a_capture_leaves_the_backend_alone():
 
 
 @on_cpu_and_gpu
-def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu):
-    task = EXERCISES["clipped_step"]
-    answer = task.wrong_answers["NaN reaches the weights"]
-    words = str(ga.check(task.name, ga.compile(answer, task.name)))
-    assert words.count("have changed, and none should") == 2
-    assert "4,096, scale 0" in words and "1,000, scale NaN" in words
-
-
-@on_cpu_and_gpu
-def test_nan_that_was_written_is_named(where, small_sizes_on_cpu):
+def test_a_write_where_nothing_was_to_be_done_is_seen_and_its_nan_named(where, small_sizes_on_cpu):
     task = EXERCISES["clipped_step"]
     for what in ("NaN reaches the weights", "NaN counts as 0"):
         words = str(ga.check(task.name, ga.compile(task.wrong_answers[what], task.name)))
-        assert "none should; " in words and "of them are NaN now" in words
+        assert words.count("have changed, and none should; ") == 2
+        assert "4,096, scale 0" in words and "1,000, scale NaN" in words
+        assert "of them are NaN now" in words
 
 
 @pytest.mark.skipif(checking.find_compiler()[0] is None, reason="no C++ compiler")
@@ -296,9 +283,12 @@ def test_a_result_is_a_table_in_html_and_lines_in_text():
 
 @on_cpu_and_gpu
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_a_kernel_solution_passes(e, where):
+def test_a_kernel_solution_passes_and_costs_what_the_solution_costs(e, where):
     result = ga.check(e.name, ga.compile(e.solution, e.name))
-    assert result.passed, result
+    assert result.passed and result.remarks == [], result
+    if where != "cuda without a compiler":
+        assert result.cost and all(mine == theirs for _, mine, theirs in result.cost)
+        assert "(the solution: the same)" in str(result)
 
 
 @pytest.mark.slow
@@ -725,17 +715,6 @@ def test_a_ring_that_passes_on_a_sum_says_what_was_expected():
     result = ga.check(e.name, python(e.wrong_answers["passes on the sum"], e.name), seed=1)
     assert result.passed is False
     assert "expected `mine`, or what was received last" in str(result)
-
-
-@on_cpu_and_gpu
-@pytest.mark.usefixtures("small_sizes_on_cpu")
-@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_a_solution_costs_what_the_solution_costs(e, where):
-    result = ga.check(e.name, ga.compile(e.solution, e.name))
-    assert result.remarks == []
-    if where != "cuda without a compiler":
-        assert result.cost and all(mine == theirs for _, mine, theirs in result.cost)
-        assert "(the solution: the same)" in str(result)
 
 
 def test_a_sum_that_is_overwritten_is_said_to_be_lost():
