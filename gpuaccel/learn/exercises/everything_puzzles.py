@@ -132,7 +132,9 @@ weight.copy_(torch.where(norm.isfinite(), new, weight))""",
             "the last micro-batch": ("grads.float().mean(0)", "grads[-1].float()"),
             "clips each micro-batch": (
                 "grads.float().mean(0)",
-                "grads.float()\nsizes = mean.norm(dim=1, keepdim=True)\nmean = (mean * (max_norm / sizes).clamp(max=1)).mean(0)",
+                "grads.float()\n"
+                "sizes = mean.norm(dim=1, keepdim=True)\n"
+                "mean = (mean * (max_norm / sizes).clamp(max=1)).mean(0)",
             ),
             "never clips": ("(max_norm / norm).clamp(max=1)", "1.0"),
             "always scales": (".clamp(max=1)", ""),

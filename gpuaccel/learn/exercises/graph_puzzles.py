@@ -82,7 +82,7 @@ EXERCISES = [
         solution="return torch.where(loss <= limit, weight - 0.1 * grad, weight)",
         wrong_answers={
             "asks the host": ("loss <=", "torch.tensor(loss.item()) <="),
-            "asks in other words": "return weight - 0.1 * grad if loss <= limit else weight.clone()",
+            "asks in other words": "return weight - 0.1 * grad if loss <= limit else weight",
             "picks by a mask": """
 out = weight.clone()
 chosen = (loss <= limit).expand_as(out)
