@@ -778,6 +778,8 @@ def test_a_result_shows_the_kernel_on_a_small_size(body, words):
     assert words in str(result.show())
     html = result._repr_html_()
     assert "<details" in html and "<svg" in html
+    # A style is one of the whole page.
+    assert "--ink-strong:var(--jp-" in html and "prefers-color-scheme:dark" in html
 
 
 def test_a_result_without_a_kernel_shows_nothing():

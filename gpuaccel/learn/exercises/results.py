@@ -12,6 +12,7 @@ from html import escape
 from ... import simt
 from ...backends import find_compiler
 from ...errors import ArgumentError, GpuaccelError, suggestion
+from ..figures.drawing import in_page
 from . import (
     accumulate_puzzles,
     clip_puzzles,
@@ -163,7 +164,7 @@ class Result:
             return ""
         try:
             with simt.checked(True, seconds=PICTURE_SECONDS):
-                picture = self.show().picture()
+                picture = in_page(self.show().picture())
         except GpuaccelError:
             # it touches nothing, or the CPU cannot run it
             return ""
