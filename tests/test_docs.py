@@ -270,7 +270,7 @@ def test_the_menu_and_the_colour_scheme_can_be_changed(chromium, served):
     page.click("label.nav-overlay-icon")
     page.click("text=00 Your first kernel")
     page.wait_for_selector("article h1:has-text('first kernel')")
-    ink = "() => getComputedStyle(document.querySelector('.gpuaccel-ink text')).fill"
+    ink = "() => getComputedStyle(document.querySelector('.cell_output .gpuaccel-ink text')).fill"
     before = page.evaluate(ink)
     # From what the browser prefers to the other one.
     page.click(".mobile-header .theme-toggle")
