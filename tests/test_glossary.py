@@ -1,11 +1,9 @@
-"""The glossary and the index of the notebooks: words, links, and the ladder as it is drawn."""
+"""The glossary and the index of the notebooks: words, links, and its table and picture."""
 
 import pathlib
 import re
 
 import pytest
-
-from gpuaccel.learn.figures import ladder_figure
 
 nbformat = pytest.importorskip("nbformat")
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "notebooks"
@@ -53,36 +51,21 @@ def test_links_between_the_index_and_the_glossary_go_both_ways():
     assert "(glossary.md)" in INDEX and "(README.md)" in GLOSSARY
 
 
-def test_the_ladder_names_every_notebook_and_is_drawn_from_what_is_there():
-    assert {path.stem for path in NOTEBOOKS} <= {rung.stem for rung in ladder_figure.RUNGS}
-    rungs = ladder_figure.present(FOLDER)
-    command = "run python -m gpuaccel.learn.figures.ladder_figure notebooks"
-    drawn = ladder_figure.ladder(rungs).drawn
-    assert (FOLDER / "ladder.svg").read_text() == drawn + "\n", command
-    assert ladder_figure.with_table(INDEX, rungs) == INDEX, command
-    for rung in rungs:
-        assert f"({rung.stem}.ipynb)" in INDEX and f">{rung.number}<" in drawn
-        assert {*rung.before} <= {other.number for other in ladder_figure.RUNGS}
+ROW = re.compile(r"^\| (\w+) \| \[(.+)\]\((\w+)\.ipynb\) \| .+ \| ([\d, ]*) \| (\d+) \|$", re.M)
 
 
-def test_the_shelf_branches_off_at_01_and_nothing_is_built_on_it():
-    shelf = [rung for rung in ladder_figure.RUNGS if rung.on_shelf]
-    assert [rung.before for rung in shelf] == [("01",)] * len(shelf)
-    main = [rung.stem[:2] for rung in ladder_figure.RUNGS if not rung.on_shelf]
-    assert main == [f"{k:02d}" for k in range(len(main))]
-    assert all("shelf" not in rung.before for rung in ladder_figure.RUNGS)
-    assert ladder_figure.ladder().drawn.count("<polyline") == len(shelf)
-
-
-def test_words_of_the_ladder_fit_beside_each_other():
-    """Words do not run into the minutes at the right edge."""
-    for rungs in (ladder_figure.RUNGS, ladder_figure.RUNGS[:2]):
-        texts = re.findall(
-            r'<text x="([\d.]+)" y="([\d.]+)" font-size="([\d.]+)" '
-            r'text-anchor="start"[^>]*>([^<]*)',
-            ladder_figure.ladder(rungs).drawn,
-        )
-        assert len(texts) >= 2 * len(rungs)
-        for x, _, size, words in texts:
-            width = 0.92 * ladder_figure.text_width(words, float(size))
-            assert float(x) + width < ladder_figure.WIDTH - 24, words
+def test_the_table_and_the_ladder_of_the_index_have_every_notebook():
+    rows = ROW.findall(INDEX)
+    assert sorted(stem for _, _, stem, _, _ in rows) == [path.stem for path in NOTEBOOKS]
+    picture = (FOLDER / "ladder.svg").read_text()
+    numbers = []
+    for number, title, stem, before, minutes in rows:
+        assert number == stem.split("_")[0]
+        heading = text_of(FOLDER / f"{stem}.ipynb").partition("\n")[0]
+        assert heading.lower().endswith(title.lower()), heading
+        for words in (number, title, minutes):
+            assert f">{words}</text>" in picture, (stem, words)
+        # what is read before stands above; nothing is built on the shelf
+        assert set(filter(None, before.split(", "))) <= set(numbers) - {"shelf"}
+        assert before == "01" or number != "shelf"
+        numbers.append(number)

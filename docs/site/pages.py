@@ -47,11 +47,13 @@ def drawings(text: str, folder: pathlib.Path) -> str:
     return re.sub(r"^!\[[^]]*\]\(([^)]+\.svg)\)$", inline, text, flags=re.MULTILINE)
 
 
-def notebook(text: str) -> str:
-    """A notebook whose outputs are a part of the page."""
+def notebook(text: str, folder: pathlib.Path) -> str:
+    """A notebook whose pictures and outputs are a part of the page."""
     book = json.loads(text)
     book["metadata"]["language_info"]["pygments_lexer"] = "gpuaccel-cell"
     for cell in book["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = drawings("".join(cell["source"]), folder)
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             html = "".join(data.pop("image/svg+xml", data.get("text/html", "")))
@@ -64,7 +66,7 @@ def notebook(text: str) -> str:
 def convert(app, docname, source):
     path = pathlib.Path(app.env.doc2path(docname))
     if path.suffix == ".ipynb":
-        source[0] = notebook(source[0])
+        source[0] = notebook(source[0], path.parent)
     elif path.suffix == ".md":
         source[0] = drawings(pictures(source[0]), path.parent)
     if docname == "README":

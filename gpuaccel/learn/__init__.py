@@ -3,10 +3,8 @@
 Nothing else imports this room: `import gpuaccel` loads a part of it when one of its names is first
 used. ipywidgets and IPython are imported where a view is displayed, and only there."""
 
-from . import figures
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise
-from .figures import rank_figures, token_figures
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
@@ -20,12 +18,9 @@ __all__ = [
     "Verdict",
     "check",
     "exercise",
-    "figures",
     "load_ipython_extension",
-    "rank_figures",
     "replaced",
     "restore",
     "show",
-    "token_figures",
     "words",
 ]

@@ -2,7 +2,6 @@
 
     ga.show(saxpy[3, 8], y, 2.0, x, 21)                     # block 0; sliders in a notebook
     ga.show(saxpy[3, 8], y, 2.0, x, 21, block=2, step=0)    # each thread's first access
-    ga.show(block_sum[1, 256], out, x, 256, turn=0)         # of a race: warp after warp
     print(ga.show(trace))                                   # a trace made before, in text
 
 Data flows downwards: what a thread reads is above it, what it writes below it. Shared memory is
@@ -24,7 +23,7 @@ import torch
 from ..compiler import Launch
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
-from ..simt import BANKS, READ, SECTOR, WARP, Trace, groups, share
+from ..simt import BANKS, SECTOR, WARP, Trace, groups, share
 from ..simt import trace as run_traced
 from .figures.access_panels import (
     LEFT,
@@ -35,31 +34,16 @@ from .figures.access_panels import (
     Sheet,
     colour_of,
 )
-from .figures.drawing import GREY, RED, WIDTH, bundle, plural, shorten, text_width
-from .figures.sliders import display_below_sliders
+from .figures.drawing import GREY, RED, WIDTH, bundle, live_bundle, plural, shorten, text_width
 
 # lines between threads and one tensor, that a picture can show
 MOST_LINES = 160
 VERBS = ("reads", "writes", "updates")
-# What each column of the table means: where the mouse points at it, and in short below the table.
+# What columns of the table mean.
 MEANINGS = {
-    "accesses": ("how many reads or writes all threads made", ""),
-    "per thread": ("how many of them one thread made, from the least to the most", ""),
-    "sectors per request": (
-        "A warp's 32 threads access memory together, in one request. A sector is 32 bytes, the "
-        "least that memory moves. 32 neighbouring float32 are 4 sectors; fewer sectors are faster.",
-        "sectors per request: how many pieces of 32 bytes memory moves for one access of a warp",
-    ),
-    "of their bytes used": (
-        "Which share of the bytes in these sectors some thread asked for. 100% is best; the rest "
-        "is moved for nothing.",
-        "of their bytes used: the share that some thread asked for",
-    ),
-    "bank conflict": (
-        "Shared memory has 32 banks, and each serves one word at a time. 2-way: two threads of a "
-        "warp need different words of one bank, and the access takes two turns.",
-        "bank conflict: how many turns one access of a warp takes at the same bank",
-    ),
+    "sectors per request": "how many pieces of 32 bytes memory moves for one access of a warp",
+    "of their bytes used": "the share that some thread asked for",
+    "bank conflict": "how many turns one access of a warp takes at the same bank",
 }
 
 
@@ -70,7 +54,6 @@ def show(
     block: int | tuple[int, ...] = 0,
     step: int | None = None,
     warp: int = 0,
-    turn: int | None = None,
 ) -> AccessView:
     """Draw which thread of a block touches which element, and what that costs.
 
@@ -83,8 +66,6 @@ def show(
         block: a number or (x, y, z). Default: the first.
         step: which access of each thread, from 0; None, the default: all.
         warp: the first one drawn, where a block has more than fit. Default: 0.
-        turn: one warp's accesses from one barrier to the next, in the order in which the CPU ran
-            them, from 0; red is what another warp writes in a later turn. Default: all turns.
 
     Returns:
         An AccessView, which is a picture with sliders in a notebook and text in print().
@@ -100,7 +81,7 @@ def show(
         accumulate_v1...
     """
     if isinstance(launch, Trace) and not args:
-        return AccessView(launch, block, step, warp, turn)
+        return AccessView(launch, block, step, warp)
     if not isinstance(launch, Launch):
         name = getattr(launch, "name", "kernel")
         raise ArgumentError(
@@ -108,7 +89,7 @@ def show(
             f"write ga.show({name}[grid, block], ...)"
         )
     on_cpu = [a.cpu() if isinstance(a, torch.Tensor) and a.is_cuda else a for a in args]
-    return AccessView(run_traced(launch, *on_cpu, tensors=tensors), block, step, warp, turn)
+    return AccessView(run_traced(launch, *on_cpu, tensors=tensors), block, step, warp)
 
 
 class AccessView:
@@ -119,14 +100,13 @@ class AccessView:
         block: a number or (x, y, z).
         step: which access of each thread, from 0; None: all.
         warp: the first one drawn, where a block has more than fit.
-        turn: of one warp, from a barrier to the next, from 0; None: all.
 
     Raises:
-        ArgumentError: for a launch that touches nothing, and for a block, step, warp or turn
+        ArgumentError: for a launch that touches nothing, and for a block, step or warp
             outside of it.
     """
 
-    def __init__(self, trace, block=0, step=None, warp=0, turn=None):
+    def __init__(self, trace, block=0, step=None, warp=0):
         self.trace = trace
         self.uses = trace.summary()
         self._events = trace.known()
@@ -152,12 +132,6 @@ class AccessView:
         self.block = self._block(block)
         self.step = step
         self.warp = warp
-        self.turn = turn
-        if turn is not None and not _is_index(turn, self._last_turn() + 1):
-            raise ArgumentError(
-                f"turn is {turn!r}; block {self.block} has turns 0 to {self._last_turn()} here, "
-                "None shows all"
-            )
 
     def _block(self, value):
         """The number of a block that was given as a number or as (x, y, z)."""
@@ -179,48 +153,10 @@ class AccessView:
     def _of_block(self):
         return self._events[self._events["block"] == self.block]
 
-    def _turns(self) -> np.ndarray:
-        """The number of each of the block's events' turn.
-
-        The CPU runs thread after thread up to a barrier: there it begins with the first again.
-        """
-        threads = self._of_block()["thread"]
-        before, after = threads[:-1], threads[1:]
-        begins = np.zeros(len(threads), np.int64)
-        begins[1:] = (before // WARP != after // WARP) | (after < before)
-        return np.cumsum(begins)
-
-    def _last_turn(self) -> int:
-        return int(self._turns().max(initial=0))
-
-    def _early(self, events) -> np.ndarray:
-        """Which of these events of the turn read what only a later turn writes."""
-        if self.turn is None:
-            return np.zeros(len(events), bool)
-        turns, of_block = self._turns(), self._of_block()
-        writes = of_block["kind"] != READ
-
-        def places(chosen):
-            return set(zip(chosen["tensor"].tolist(), chosen["offset"].tolist()))
-
-        later = places(of_block[writes & (turns > self.turn)])
-        later -= places(of_block[writes & (turns <= self.turn)])
-        read = zip(events["tensor"].tolist(), events["offset"].tolist())
-        return np.array([place in later for place in read], bool) & (events["kind"] == READ)
-
     def _choose(self):
         """(events to draw, events that set the frame, events of all warps, how many warps are
         drawn, how many accesses of each thread fit)."""
         of_block = self._of_block()
-        if self.turn is not None and len(of_block):
-            turns = self._turns()
-            # A slider may have chosen a block with fewer turns.
-            self.turn = min(self.turn, self._last_turn())
-            drawn = of_block[turns == self.turn]
-            self.warp = int(drawn["thread"][0]) // WARP
-            fit = self._fit(drawn)
-            drawn = drawn[drawn["step"] < max(fit, drawn["step"].min() + 1)]
-            return drawn, drawn, of_block[turns <= self.turn], 1, fit
         warps = of_block["thread"] // WARP
         for count in (4, 2, 1):
             count = min(count, self.warps - self.warp)
@@ -294,11 +230,7 @@ class AccessView:
             last = self.warp + count - 1
             warps = f"warps {self.warp} to {last}" if count > 1 else f"warp {self.warp}"
             part += f", {warps} of 0 to {self.warps - 1}"
-        if self.turn is not None:
-            part += f", turn {self.turn} of 0 to {self._last_turn()}"
-            if len(drawn) < (self._turns() == self.turn).sum():
-                part += f", the first {plural(len(drawn), 'access')}"
-        elif self.step is not None:
+        if self.step is not None:
             part += f", access {self.step} of 0 to {self.steps - 1}"
         elif fit >= self.steps:
             part += ", all accesses"
@@ -342,9 +274,6 @@ class AccessView:
             outside = some[self.trace.outside(some)]
             if len(outside):
                 facts.append(f"OUTSIDE: {_elements(traced, outside)} of {traced.elements:,}")
-            early = some[self._early(some)]
-            if len(early):
-                facts.append(f"TOO EARLY: {_elements(traced, early)}, written in a later turn")
             if facts:
                 text.append(f"  {traced.name}: {'; '.join(facts)}")
         for line in dict.fromkeys(use.line for use in self.uses):
@@ -376,7 +305,7 @@ class AccessView:
                 sheet.text(0 if k == 0 else 16, y, words, 12, RED, weight=600)
         y += 24
         threads = range(self.warp * WARP, min((self.warp + count) * WARP, trace.threads))
-        red = trace.outside(drawn) | self._early(drawn)
+        red = trace.outside(drawn)
         panels = [
             Panel(trace, i, drawn, red, frame, whole, threads)
             for i in np.unique(frame["tensor"]).tolist()
@@ -406,8 +335,6 @@ class AccessView:
             entries.append((None, 0, "thread without an access"))
         if self.trace.outside(drawn).any():
             entries.append((RED, 0.85, "outside the tensor"))
-        if self._early(drawn).any():
-            entries.append((RED, 0.85, "read before another warp writes it"))
         x = float(LEFT)
         for colour, opacity, words in entries:
             box = (x, y - 9, 11, 11)
@@ -440,7 +367,7 @@ class AccessView:
         shift = WIDTH - 4 - columns[-1][1]
         sheet.text(0, y, "The whole launch", 12.5, weight=600)
         for title, end, _ in columns:
-            sheet.text(end + shift, y, title, 11, sheet.soft, "end", title=MEANINGS[title][0])
+            sheet.text(end + shift, y, title, 11, sheet.soft, "end")
         y += 7
         for line in dict.fromkeys(use.line for use in self.uses):
             sheet.line(0, y, WIDTH, y, opacity=0.8)
@@ -455,9 +382,7 @@ class AccessView:
                     red = _is_costly(use) and title not in ("accesses", "per thread")
                     colour, weight = (RED, 600) if red else (None, 400)
                     if cell(use):
-                        where = (end + shift, y - 1, cell(use))
-                        meaning = MEANINGS[title][0]
-                        sheet.text(*where, 12, colour, "end", weight, meaning)
+                        sheet.text(end + shift, y - 1, cell(use), 12, colour, "end", weight)
             y += 8
         return self._draw_meanings(sheet, y + 6, [title for title, _, _ in columns])
 
@@ -468,10 +393,9 @@ class AccessView:
             Where they end.
         """
         for title in titles:
-            short = MEANINGS[title][1]
-            if short:
+            if title in MEANINGS:
                 y += 16
-                sheet.text(0, y, short, 11, sheet.soft)
+                sheet.text(0, y, f"{title}: {MEANINGS[title]}", 11, sheet.soft)
         if any(map(_is_costly, self.uses)):
             y += 16
             words = "red: half of the bytes or more are moved for nothing"
@@ -489,10 +413,13 @@ class AccessView:
         """Sliders, where there are ipywidgets, and the picture.
 
         The picture is an output of its own, so that it stays in the saved notebook."""
+        from IPython.display import display
+
         sliders = self._sliders() if notebook_shell() is not None else None
-        self._handle = display_below_sliders(
-            self, sliders, "Run this cell to choose block and access with sliders."
-        )
+        if sliders is not None:
+            hint = "Run this cell to choose block and access with sliders."
+            display(live_bundle(sliders, hint), raw=True)
+        self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
 
     def _sliders(self):
         """A box of sliders for what there is more than one of.
@@ -504,20 +431,15 @@ class AccessView:
             return None
         look = dict(layout=W.Layout(width="250px"), style={"description_width": "46px"})
         sliders = {}
-
-        def all_or_one(words, count, chosen):
-            # -1 stands for all
-            choices = [("all", -1), *((str(k), k) for k in range(min(count, 1000)))]
-            value = -1 if chosen is None else min(chosen, choices[-1][1])
-            return W.SelectionSlider(options=choices, value=value, description=words, **look)
-
         if self.trace.blocks > 1:
             last = self.trace.blocks - 1
             sliders["block"] = W.IntSlider(self.block, 0, last, description="block", **look)
         if self.steps > 1:
-            sliders["step"] = all_or_one("access", self.steps, self.step)
-        if any(report.kind == "race" for report in self.trace.reports):
-            sliders["turn"] = all_or_one("turn", self._last_turn() + 1, self.turn)
+            # -1 stands for all
+            choices = [("all", -1), *((str(k), k) for k in range(min(self.steps, 1000)))]
+            value = -1 if self.step is None else min(self.step, choices[-1][1])
+            options = dict(options=choices, value=value, description="access")
+            sliders["step"] = W.SelectionSlider(**options, **look)
         warps_drawn = self._choose()[3]
         if warps_drawn < self.warps:
             last = self.warps - 1

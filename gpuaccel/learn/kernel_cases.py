@@ -25,7 +25,6 @@ from ..ops import (
 )
 from ..optim import AdamW, Arena, Lion, clip_grad_norm_, clip_grads_
 from ..training import TrainStep
-from .figures.drawing import plural
 
 
 class Results(dict[str, Tensor]):
@@ -118,17 +117,14 @@ class _Parameters(nn.Module):
         return sum((p.float() * row).sum() for p, row in zip(used, rows))
 
 
-def _variants(dtypes) -> list[tuple[torch.dtype, bool]]:
-    """(dtype of the parameters, whether one of them gets no gradient)."""
-    return [*((dtype, False) for dtype in dtypes), (torch.float32, True)]
+def _flat(tensors) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def _tensor(i, tensor) -> str:
-    return f"tensor {i} ({plural(tensor.numel(), 'element')})"
-
-
-def _words(dtype, with_unused) -> str:
-    return f"parameters in {dtype}{', one without a gradient' if with_unused else ''}"
+def _state(opt, params, words) -> dict[str, Tensor]:
+    """The optimizer's state of these parameters."""
+    states = [opt.state[p] for p in params if opt.state.get(p)]
+    return {f"{key}, {words}": _flat(state[key] for state in states) for key in states[0]}
 
 
 def _step(optimizer):
@@ -139,7 +135,7 @@ def _step(optimizer):
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
         results = Results()
-        for dtype, with_unused in _variants(dtypes):
+        for dtype, with_unused in [*((dtype, False) for dtype in dtypes), (torch.float32, True)]:
             model = _Parameters(normal, _sizes(n), with_unused).to(device, dtype)
             arena = Arena(model)
             opt = optimizer(arena, lr=0.03, weight_decay=0.1, max_norm=1.0)
@@ -149,28 +145,19 @@ def _step(optimizer):
             def loss(model, micro):
                 return model.loss(micro), torch.tensor(1.0, device=device)
 
+            words = f"parameters in {dtype}{', one without a gradient' if with_unused else ''}"
             with TrainStep(model, opt, loss, micro_batches=3) as step:
-                words = _words(dtype, with_unused)
-                for i, batch in enumerate(data):
-                    out = step(batch)
-                    assert out.norm is not None
-                    results[f"norm of step {i + 1}, {words}"] = out.norm.clone()
-                words = f"({words}), after 2 steps and one with a NaN"
-                results[f"steps skipped {words}"] = opt.skipped.clone()
-                for i, param in enumerate(arena.params):
-                    name = f"{_tensor(i, param)} {words}"
-                    results[name] = param.detach().clone()
-                    results[f"fp32 {name}"] = arena.masters[i].detach().clone()
-                    results |= _state(opt, arena.masters[i], name)
+                # a step's norm lies where the next one's does
+                norms = [_flat([step(batch).norm]) for batch in data]
+                results[f"norm of each step, {words}"] = _flat(norms)
+                words += ", after 2 steps and one with a NaN"
+                results[f"steps skipped, {words}"] = opt.skipped.clone()
+                results[f"weights, {words}"] = _flat(arena.params)
+                results[f"fp32 weights, {words}"] = _flat(arena.masters)
+                results |= _state(opt, arena.masters, words)
         return results
 
     return run
-
-
-def _state(opt, parameter, words) -> dict[str, Tensor]:
-    """The optimizer's state of a parameter."""
-    state = opt.state[parameter]
-    return {f"{key} of {words}": value.clone() for key, value in state.items()}
 
 
 def _optimizer(optimizer, *options):
@@ -179,17 +166,15 @@ def _optimizer(optimizer, *options):
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
         results = Results()
-        for option in options or ({},):
+        for option in options:
             for dtype in dtypes:
                 params = [nn.Parameter(normal(size, dtype=dtype)) for size in _sizes(n)]
                 opt = optimizer(params, lr=0.03, weight_decay=0.1, **option)
                 for _ in range(2):
                     _set_gradients(params, normal)
                     opt.step()
-                for i, p in enumerate(params):
-                    words = "".join(f", {key}" for key in option)
-                    words = f"parameter {i} in {dtype}{words}, after 2 steps"
-                    results |= {words: p.detach(), **_state(opt, p, words)}
+                words = f"parameters in {', '.join([str(dtype), *option])}, after 2 steps"
+                results |= {f"weights, {words}": _flat(params), **_state(opt, params, words)}
         return results
 
     return run
@@ -209,47 +194,34 @@ def _clip(n, device, generator, dtypes) -> Results:
     for dtype in dtypes:
         params = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in _sizes(n)]
         for limit in (0.5, 1e6):
+            words = f"gradients in {dtype}, limit {limit:g}"
             grads = _set_gradients(params, normal)
-            norm = clip_grad_norm_(params, limit)
-            results[f"norm of gradients in {dtype}, limit {limit:g}"] = norm
-            for i, grad in enumerate(grads):
-                results[f"gradient {i} in {dtype}, limit {limit:g}"] = grad
+            results[f"norm of {words}"] = clip_grad_norm_(params, limit)
+            results[words] = _flat(grads)
         grads = _set_gradients(params, normal)
         grads[2][1] = float("nan")
         state = clip_grads_(params, 0.5, on_nonfinite="skip", scope="tensor")
-        results[f"norm of each tensor in {dtype}, one with NaN"] = state.norm
-        scales = torch.cat([state.scale, _scale_near_eps(device, dtype)])
-        results[f"scale of each tensor in {dtype}, one with NaN, one near eps"] = scales
-        for i, grad in enumerate(grads):
-            results[f"gradient {i} in {dtype}, one with NaN"] = grad
-        first = torch.cat([state.first_nonfinite, _first_of_many(device, dtype)])
-        results[f"first tensor with NaN, of one and of 1,000, {dtype}"] = first
+        words = f"each tensor in {dtype}, one with NaN"
+        results |= {f"norm of {words}": state.norm, f"scale of {words}": state.scale}
+        results |= {f"gradients of {words}": _flat(grads)}
+        results |= {f"first of {words}": state.first_nonfinite}
+        # Norm and limit are as small as the eps that is added to the norm.
+        params[1].grad = torch.full_like(params[1], 1e-6)
+        results[f"scale near eps in {dtype}"] = clip_grads_(params[1:2], 1e-6).scale.view(1)
     return results
 
 
-def _scale_near_eps(device, dtype) -> Tensor:
-    """(1,): the scale where norm and limit are as small as the eps that is added to the norm."""
-    param = nn.Parameter(torch.zeros(3, device=device, dtype=dtype))
-    param.grad = torch.full_like(param, 1e-6)
-    return clip_grads_([param], 1e-6).scale.view(1)
-
-
-def _first_of_many(device, dtype) -> Tensor:
-    """(1,): the first tensor with NaN, where only the last warp of a block of 1,024 reads it."""
-    params = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for _ in range(1000)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    params[-1].grad = torch.full_like(params[-1], float("nan"))
-    return clip_grads_(params, 0.5, on_nonfinite="skip").first_nonfinite.view(1)
-
-
 def _clip_many(n, device, generator, dtypes) -> Results:
-    """More sums than reduce_v2 has threads, so that some threads add several."""
+    """More sums than reduce_v2 has threads; a NaN that the last warp of 1,024 threads reads."""
     normal = _Normal(device, generator)
     params = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(1100)]
     grads = _set_gradients(params, normal)
     norm = clip_grad_norm_(params, 0.5)
-    return Results({"norm of 1,100 gradients": norm, "the last of 1,100 gradients": grads[-1]})
+    last = grads[-1].clone()
+    grads[999][0] = float("nan")
+    first = clip_grads_(params[:1000], 0.5, on_nonfinite="skip").first_nonfinite.view(1)
+    words = "gradients of 1,100 tensors"
+    return Results({f"norm of {words}": norm, f"last of {words}": last, "first with NaN": first})
 
 
 def _peers(n, device, generator, dtypes) -> Results:
@@ -258,14 +230,13 @@ def _peers(n, device, generator, dtypes) -> Results:
     own = normal(chunks * CHUNK)
     others = normal(2, chunks * CHUNK)
     # Rank 1 of 3: the order of the sum is 0, 1, 2.
+    nonfinite = torch.zeros(3, chunks, dtype=torch.int32, device=device)
     if backend().name == "torch":
         total = others[0] + own + others[1]
         squares = total.double().square().view(chunks, CHUNK).sum(1)
-        nonfinite = torch.zeros(3, chunks, dtype=torch.int32, device=device)
     else:
         total = own
         squares = torch.empty(chunks, dtype=torch.float64, device=device)
-        nonfinite = torch.zeros(3, chunks, dtype=torch.int32, device=device)
         kernel = Kernel("peers", "peers_sum", CHUNK=CHUNK, THREADS=SQUARES_THREADS)
         row = others.stride(0) // 4
         kernel[chunks, SQUARES_THREADS](own, squares, nonfinite, others, 1, 3, chunks, row)

@@ -23,11 +23,11 @@ did. Until it is right, the name is the solution's kernel, so that later cells r
 launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.
 """
 
+import argparse
 import dataclasses
 import re
 import shlex
 import time
-import weakref
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from ..backends import backend
 from ..compiler import Kernel, Module, compile, kernel_names
 from ..errors import ArgumentError, CompileError, GpuaccelError, suggestion
 from ..source import base_name, without_comments
-from .replacement import Verdict, install, kernel_in_steps, restore
+from .replacement import Verdict, install, restore
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -43,18 +43,9 @@ if TYPE_CHECKING:
     from .exercises import Result
 
 USAGE = (
-    "usage: %%cuda [kernel] [-D MACRO=VALUE ...], %%cuda --check exercise, or "
-    "%%cuda --replace kernel"
+    "usage: %%cuda [kernel] [-D MACRO=VALUE ...], %%cuda --check exercise, "
+    "%%cuda --replace kernel, or %cuda --restore [kernel ...]"
 )
-RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
-
-# Kernel of an earlier run of a cell -> what has become of that cell, in words.
-_outdated: weakref.WeakKeyDictionary[Kernel, str] = weakref.WeakKeyDictionary()
-
-
-def why_outdated(kernel: Kernel) -> str | None:
-    """Why a kernel is not the one that its cell was to make last, in words."""
-    return _outdated.get(kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +56,11 @@ class Compiled:
         kernels: name -> Kernel.
         milliseconds: name -> time until it was ready.
         left_out: in words.
-        still_there: kernels of the cell's run before that it no longer defines, in words.
     """
 
     kernels: dict[str, Kernel]
     milliseconds: dict[str, float]
     left_out: str = ""
-    still_there: str = ""
 
     def _rows(self):
         """(signature, what it costs) of each kernel."""
@@ -93,8 +82,6 @@ class Compiled:
             yield f"{kernel.name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
         if self.left_out:
             yield "left out:", self.left_out
-        if self.still_there:
-            yield "another name:", self.still_there
 
     def __str__(self):
         return "\n".join(f"{signature}    {cost}" for signature, cost in self._rows())
@@ -119,31 +106,30 @@ class Compiled:
         return f"<div>{rows}</div>"
 
 
-def parse_line(line: str) -> tuple[str | None, dict[str, str]]:
-    """(kernel or None, macros) of what is behind %%cuda.
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise CompileError(f"{message}; {USAGE}")
+
+
+def parse_line(line: str, has_cell: bool = True) -> argparse.Namespace:
+    """What is behind %%cuda, or behind %cuda without a cell.
 
     Raises:
         CompileError: which shows the usage.
     """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    if has_cell:
+        group = parser.add_mutually_exclusive_group()
+        group.add_argument("kernel", nargs="?")
+        group.add_argument("--check")
+        group.add_argument("--replace")
+        parser.add_argument("-D", dest="macros", action="append", default=[])
+    else:
+        parser.add_argument("--restore", nargs="*", required=True)
     try:
-        words = shlex.split(line)
+        return parser.parse_args(shlex.split(line))
     except ValueError as error:
-        raise CompileError(f"%%cuda {line}: {error}; {USAGE}") from None
-    name = None
-    macros = {}
-    while words:
-        word = words.pop(0)
-        if word.startswith("-D"):
-            macro = word[2:] or (words.pop(0) if words else "")
-            match = re.fullmatch(r"([A-Za-z_]\w*)(?:=(.*))?", macro)
-            if not match:
-                raise CompileError(f"%%cuda -D {macro!r}: expected MACRO or MACRO=VALUE; {USAGE}")
-            macros[match[1]] = "1" if match[2] is None else match[2]
-        elif name is None and re.fullmatch(r"[A-Za-z_]\w*(<.*>)?", word):
-            name = word
-        else:
-            raise CompileError(f"%%cuda does not know {word!r}; {USAGE}")
-    return name, macros
+        raise CompileError(f"{line}: {error}; {USAGE}") from None
 
 
 def compile_cell(line: str, cell: str) -> Compiled:
@@ -152,7 +138,12 @@ def compile_cell(line: str, cell: str) -> Compiled:
     Args:
         line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does.
     """
-    only, macros = parse_line(line)
+    options = parse_line(line)
+    only = options.kernel
+    macros = {
+        name: value if is_set else "1"
+        for name, is_set, value in (macro.partition("=") for macro in options.macros)
+    }
     module = Module("\n" + cell, "cell", (), macros)
     if not module.names and not module.templates:
         raise CompileError(
@@ -213,39 +204,14 @@ def replace_kernel(name: str, cell: str) -> Verdict:
             f"%%cuda --replace {name}: expected a kernel of that name in this cell; "
             f"kernels found: {there}"
         )
-    kernel_in_steps(name)
-    print(f"checking your {name}:")
     return install(name, "\n" + cell, say=print)
 
 
-def restore_kernels(line: str) -> str:
-    """What `%cuda --restore` does: our kernels are back.
-
-    Returns:
-        What it did, in words.
-    """
-    words = line.split()
-    if not words or words[0] != "--restore":
-        raise CompileError(f"%cuda {line}: {RESTORE_USAGE}")
-    names = restore(*words[1:])
-    return f"ours again: {', '.join(names)}" if names else "no kernel was replaced"
-
-
-def _before(cell: str, namespace: dict) -> dict[str, Kernel]:
-    """Kernels in the namespace whose name a cell that does not compile defines, or was to."""
+def _still_there(cell: str, namespace: dict) -> list[str]:
+    """A line for each kernel in the namespace that a cell which does not compile defines."""
     words = set(re.findall(r"(\w+)\s*\(", without_comments(cell)))
-    return {n: v for n, v in namespace.items() if n in words and isinstance(v, Kernel)}
-
-
-def _outdate(kernels: dict[str, Kernel], why: str) -> list[str]:
-    """Remember that these kernels are outdated, and why.
-
-    Returns:
-        A line for each of them.
-    """
-    for name, kernel in kernels.items():
-        _outdated[kernel] = f"{why.format(name)}, and `{name}` is still the kernel of before"
-    return [f"{name} is still the kernel that it was before this cell" for name in kernels]
+    names = [n for n, value in namespace.items() if n in words and isinstance(value, Kernel)]
+    return [f"{name} is still the kernel that it was before this cell" for name in names]
 
 
 def load_ipython_extension(shell: "InteractiveShell") -> None:
@@ -265,48 +231,34 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
         True
     """
 
-    # id of a cell -> the kernels of its last run
-    made: dict[str | None, dict[str, Kernel]] = {}
-
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
 
         %%cuda --check exercise: try it as the answer to an exercise.
         %%cuda --replace kernel: use it in the place of the package's.
         %cuda --restore: use the package's again."""
+        in_place = True
         try:
+            options = parse_line(line, cell is not None)
             if cell is None:
-                print(restore_kernels(line))
+                names = restore(*options.restore)
+                print(f"ours again: {', '.join(names)}" if names else "no kernel was replaced")
                 return None
-            words = line.split()
-            if words[:1] in (["--check"], ["--replace"]):
-                if len(words) != 2:
-                    raise CompileError(f"%%cuda {line}: {USAGE}")
-                if words[0] == "--replace":
-                    return replace_kernel(words[1], cell)
-                return check_cell(words[1], cell, shell.user_ns)
+            if options.replace:
+                return replace_kernel(options.replace, cell)
+            if options.check:
+                return check_cell(options.check, cell, shell.user_ns)
+            in_place = False
             compiled = compile_cell(line, cell)
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
             message += getattr(error, "__notes__", [])
-            if cell is not None and not line.strip().startswith("--"):
-                why = "the last cell that defines `{}` did not compile"
-                message += _outdate(_before(cell, shell.user_ns), why)
+            message += [] if in_place else _still_there(cell, shell.user_ns)
             error._render_traceback_ = lambda *_, **__: message
             raise
-        for kernel in compiled.kernels.values():
-            _outdated.pop(kernel, None)
-        # JupyterLab tells which cell it is.
-        cell_id = getattr(shell, "get_parent", dict)().get("metadata", {}).get("cellId")
-        before = made.get(cell_id, {}).items()
-        kept = {n: k for n, k in before if n not in compiled.kernels and shell.user_ns.get(n) is k}
-        names = ", ".join(f"`{name}`" for name in compiled.kernels)
-        lines = _outdate(kept, f"its cell now defines {names} in the place of `{{}}`")
-        if cell_id:
-            made[cell_id] = compiled.kernels
         shell.user_ns.update(compiled.kernels)
-        return dataclasses.replace(compiled, still_there="; ".join(lines))
+        return compiled
 
     # Its type is that of the decorator in IPython which it is not called through.
     register: Any = shell.register_magic_function

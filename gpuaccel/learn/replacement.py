@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Running, backend, default_device, find_compiler, use_backend
-from ..compiler import Kernel, is_loaded, replace, replacements
+from ..compiler import is_loaded, replace, replacements
 from ..errors import ArgumentError, CompileError, GpuaccelError, KernelError, ReplacementError
 from ..simt import checked
 from .kernel_cases import CASES, Case, Results
@@ -81,31 +81,24 @@ class Verdict:
         )
 
 
-def kernel_in_steps(name: str) -> str:
-    """The plain name of a kernel that a training step launches: "clip.squares_v2" is "squares_v2".
-
-    Raises:
-        ArgumentError: for others.
-    """
-    plain = name.rpartition(".")[2] if isinstance(name, str) else name
-    if plain not in CASES:
+def _check_name(name: str):
+    if name not in CASES:
         raise ArgumentError(
             f"no training step launches a kernel {name!r}; those that can be replaced: "
             f"{', '.join(CASES)}"
         )
-    return plain
 
 
 @contextlib.contextmanager
-def replaced(name: str, kernel: str | Kernel) -> Iterator[Verdict]:
+def replaced(name: str, source: str) -> Iterator[Verdict]:
     """Run your own kernel in the place of ours while the block runs.
 
     Graphs are captured again with it. In another process, such as another rank, ours go on.
 
     Args:
-        name: of a kernel that a training step launches, e.g. "squares_v2" or "clip.squares_v2".
-        kernel: CUDA C that defines a kernel of this name with the same parameters, or a Kernel made
-            from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
+        name: of a kernel that a training step launches, e.g. "squares_v2".
+        source: CUDA C that defines a kernel of this name with the same parameters. What its file in
+            kernels_cu defines (macros, structs, functions) is at hand.
 
     Yields:
         A Verdict, which says how its results compare with ours.
@@ -123,9 +116,8 @@ def replaced(name: str, kernel: str | Kernel) -> Iterator[Verdict]:
         ...     print(verdict)
         your segments_pieces is installed: bit-identical to ours in all ... results...
     """
-    name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
-    verdict = install(name, kernel.text if isinstance(kernel, Kernel) else kernel)
+    verdict = install(name, source)
     try:
         yield verdict
     finally:
@@ -141,7 +133,8 @@ def install(name: str, source: str, say: Callable[[str], None] = lambda words: N
     Raises:
         ReplacementError: with nothing changed, for a kernel that is not right.
     """
-    name = kernel_in_steps(name)
+    _check_name(name)
+    say(f"checking your {name}:")
     before = dict(replacements()).get(name)
     try:
         verdict = _judge(name, source, say)
@@ -161,8 +154,9 @@ def restore(*names: str) -> list[str]:
     Returns:
         The names of those that were replaced.
     """
-    wanted = [kernel_in_steps(name) for name in names]
-    found = [name for name, _ in replacements() if name in wanted or not names]
+    for name in names:
+        _check_name(name)
+    found = [name for name, _ in replacements() if name in names or not names]
     for name in found:
         replace(name, None)
     return found
@@ -262,9 +256,10 @@ def _compare(name, source, case: Case, n: int, device) -> tuple[bool, float, int
                 with _poisoned():
                     first = _run(case, n, device)[0]
                 yours, your_seconds = _run(case, n, device)
+                limit = max(MOST_TIMES_SLOWER * our_seconds, our_seconds + LEAST_DIFFERENCE)
                 # Whatever else the machine does may have held one run up.
                 for _ in range(RUNS_AGAIN):
-                    if _far_slower(your_seconds, our_seconds):
+                    if your_seconds > limit:
                         your_seconds = min(your_seconds, _run(case, n, device)[1])
     except RuntimeError as error:
         if device.type != "cuda":
@@ -276,7 +271,7 @@ def _compare(name, source, case: Case, n: int, device) -> tuple[bool, float, int
         ) from None
     for results in (first, yours):
         _check_results(name, results, expected, ours, case)
-    if _far_slower(your_seconds, our_seconds):
+    if your_seconds > limit:
         raise ReplacementError(
             f"{name} is refused: it is right, but with it the operation takes "
             f"{your_seconds / our_seconds:.0f} times as long as with ours; expected at most "
@@ -285,11 +280,6 @@ def _compare(name, source, case: Case, n: int, device) -> tuple[bool, float, int
     identical = all(_bits_equal(yours[label], ours[label]) for label in ours)
     largest = max(_relative(yours[label], ours[label]) for label in ours)
     return identical, largest, len(ours)
-
-
-def _far_slower(your_seconds: float, our_seconds: float) -> bool:
-    more = your_seconds - our_seconds
-    return your_seconds > MOST_TIMES_SLOWER * our_seconds and more > LEAST_DIFFERENCE
 
 
 def _run(case: Case, n: int, device: torch.device) -> tuple[Results, float]:

@@ -1,23 +1,23 @@
-"""The live view: tokens per second, loss, norms and stages of a step, drawn while a cell trains.
+"""The live view: tokens per second, loss and stages of a step, drawn while a cell trains.
 
     live = LiveThroughput("Where should gradients be added up?")
     live.run(train(step, batches, steps=200), name="host", steps=200)    # draws, with a Stop button
     live.run(train(other, batches, steps=200), name="arena", steps=200)  # one more line
     live.runs["arena"].tokens_per_s
 
-The loop runs in a thread and stops between two steps: by the button, by interrupting the kernel, or
-by its `steps` or `seconds`. When it ends, a static picture and a line of text replace the view and
-stay in the saved notebook. The view is made of ipywidgets, without JavaScript of our own.
+The loop stops between two steps: by the button, by interrupting the kernel, or by its `steps` or
+`seconds`. When it ends, a static picture and a line of text replace the view and stay in the saved
+notebook. The view is made of ipywidgets, without JavaScript of our own.
 
 A kernel handles comm messages, such as a click, between cells only. From 7.4 on ipykernel asks the
 button's comm, in its channel thread and also while a cell runs, where a message belongs; the view
-listens there. With an older ipykernel (Colab) `run` returns at once instead, the kernel stays free
-to hear the click, and the next cell waits, before its first line, until the run has ended.
+listens there. With an older ipykernel (Colab) there is no button.
 """
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
+import signal
 import sys
 import threading
 import time
@@ -26,7 +26,16 @@ from html import escape
 from ..compiler import replaced_words
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
-from .figures.drawing import RUN_COLOURS, WIDTH, bundle, memory_words, norm_words, number
+from .figures.drawing import (
+    RUN_COLOURS,
+    WIDTH,
+    bundle,
+    in_page,
+    live_bundle,
+    memory_words,
+    norm_words,
+    number,
+)
 from .figures.training_runs import Run, picture
 
 # seconds between two updates of the live view
@@ -40,8 +49,6 @@ class LiveThroughput:
 
     Args:
         title: a line above the picture.
-        peak: tokens per second of a limit, a dashed line; None, the default: no line.
-        norms: True adds a panel of the gradient's norm before and after clipping. Default: False.
 
     Attributes:
         runs: name -> Run, in the order of their start.
@@ -53,39 +60,28 @@ class LiveThroughput:
         >>> live = ga.LiveThroughput("In one piece or in two?")
         >>> for name, pieces in (("one", 1), ("two", 2)):
         ...     with ga.TrainStep(model, micro_batches=pieces) as step:
-        ...         live.run(ga.train(step, batches, steps=3), name, wait=True)
+        ...         live.run(ga.train(step, batches, steps=3), name)
         >>> [(name, run.last.step, run.state) for name, run in live.runs.items()]
         [('one', 3, 'done'), ('two', 3, 'done')]
     """
 
-    def __init__(self, title: str = "Training", peak: float | None = None, norms: bool = False):
+    def __init__(self, title: str = "Training"):
         self.title = title
-        self.peak = peak
-        self.norms = norms
         self.runs: dict[str, Run] = {}
-        self._thread = None
         self._stop = threading.Event()
-        self._ended = threading.Event()
-        self._view = None
 
-    def run(self, readings, name=None, seconds=None, steps=None, wait=None):
-        """Iterate over `readings` and draw them.
-
-        The loop's error is raised here, or in `join()`. An interrupt stops the loop after the
-        running
-        step.
+    def run(self, readings, name=None, seconds=None, steps=None):
+        """Iterate over `readings` and draw them; an interrupt stops the loop after its step.
 
         Args:
             readings: Readings of a meter, e.g. from `ga.train`.
-            name: of the run; a run of the same name is replaced. Default: default_name(). Or a list
-                of names, for runs at the same time: `readings` are then pairs (number of the run,
-                Reading or None), as ga.launch makes them.
+            name: of the run; a run of the same name is replaced. Default: "run 1", "run 2", ..., or
+                "your settings_write" while that kernel of ours is replaced. Or a list of names, for
+                runs at the same time: `readings` are then pairs (number of the run, Reading or
+                None), as ga.launch makes them.
             seconds: when to stop if the readings do not end before; sets the progress bar. Default:
                 none.
             steps: after how many steps to stop; sets the progress bar. Default: none.
-            wait: True waits for the end, so that the next cell can use the result. False returns at
-                once, and `join()` waits. None waits, except in a kernel that hears no clicks while
-                a cell runs: there the next cell waits (see the module's docstring).
 
         Raises:
             ArgumentError: for readings that cannot be iterated over, an empty list of names, and
@@ -99,39 +95,27 @@ class LiveThroughput:
         for argument, limit in (("seconds", seconds), ("steps", steps)):
             if limit is not None and limit <= 0:
                 raise ArgumentError(f"{argument} is {limit}, expected a positive number")
-        self.join()
         several = isinstance(name, (list, tuple))
-        names = list(name) if several else [name or self.default_name()]
+        names = name if several else [name or replaced_words() or f"run {len(self.runs) + 1}"]
         if not names:
             raise ArgumentError(
                 "name is an empty list, expected the name of a run, or one for each run of several"
             )
-        readings = iter(readings) if several else _numbered(readings)
         runs = [self._add_run(name) for name in names]
         self._stop.clear()
-        self._ended = threading.Event()
-        self._view = _make_view(self, runs[0], seconds, steps)
-        if wait is None:
-            wait = self._view.hears_clicks
-        self._view.alone = not wait
-        context = contextvars.copy_context()
-        work = _in_same_torch_state(lambda: self._loop(readings, runs, seconds, steps))
-        self._thread = threading.Thread(
-            target=context.run, args=(work,), name=f"gpuaccel-{names[0]}", daemon=True
-        )
-        self._thread.start()
-        if wait:
-            self.join()
-        else:
-            _next_cell_waits(self._ended, self.stop, self._view)
-
-    def default_name(self) -> str:
-        """The name of a run that got none: "run 1", "run 2", ...
-
-        While a kernel of ours is replaced (`%%cuda --replace settings_write`) it is
-        "your settings_write".
-        """
-        return replaced_words() or f"run {len(self.runs) + 1}"
+        view = _make_view(self, runs[0], seconds, steps)
+        first = threading.Event()
+        threading.Thread(target=_say_that_it_starts, args=(view, first), daemon=True).start()
+        state = "failed"
+        try:
+            with _interrupt_stops(self._stop):
+                self._iterate(iter(readings), runs, view, first, seconds, steps, several)
+                state = "stopped" if self.stopping else "done"
+        finally:
+            first.set()
+            for run in runs:
+                run.state = state
+            view.finish()
 
     def _add_run(self, name) -> Run:
         """A run without readings, in a colour of its own, or that of the run it replaces."""
@@ -140,52 +124,30 @@ class LiveThroughput:
         self.runs[name] = Run(name, self.runs[name].colour if name in self.runs else free[0])
         return self.runs[name]
 
-    def _loop(self, readings, runs, seconds, steps):
-        try:
-            self._iterate(readings, runs, seconds, steps)
-        finally:
-            self._ended.set()
-
-    def _iterate(self, readings, runs, seconds, steps):
+    def _iterate(self, readings, runs, view, first, seconds, steps, several):
         """Draw until the readings end or a limit or the Stop button ends them."""
-        start = time.monotonic()
-        last_update = start - PERIOD
-        stopped = False
-        error = None
+        start = last_update = time.monotonic()
         count = 0
         try:
-            for number_of_run, reading in readings:
+            for item in readings:
+                index, reading = item if several else (0, item)
                 if reading is not None:
                     count += 1
-                    runs[number_of_run].add(reading)
+                    runs[index].add(reading)
                 now = time.monotonic()
-                if now - last_update >= self._view.period:
+                began = count > 0 and not first.is_set()
+                if began:
+                    first.set()
+                if began or now - last_update >= view.period:
                     last_update = now
-                    self._view.update()
-                if self.stopping:
-                    stopped = True
-                    break
-                if steps and count >= steps * len(runs):
-                    break
-                if seconds and now - start >= seconds:
-                    break
-        except BaseException as caught:
-            # the cell that waits raises it
-            error = caught
-        try:
+                    view.update()
+                enough = steps and count >= steps * len(runs)
+                if self.stopping or enough or (seconds and now - start >= seconds):
+                    return
+        finally:
             if hasattr(readings, "close"):
                 # lets a generator clean up: its last checkpoint, its files
                 readings.close()
-        except BaseException as caught:
-            error = error or caught
-        for run in runs:
-            run.error = error
-            run.state = "failed" if error else "stopped" if stopped else "done"
-        if self._view.alone:
-            self._view.finish()
-            if error:
-                names = ", ".join(run.name for run in runs)
-                print(f"{names} ended by {type(error).__name__}: {error}", file=sys.stderr)
 
     def stop(self):
         """Ask the running loop to stop after the running step. The Stop button calls this."""
@@ -195,46 +157,6 @@ class LiveThroughput:
     def stopping(self) -> bool:
         """True once the running loop has been asked to stop."""
         return self._stop.is_set()
-
-    def join(self):
-        """Wait until the running loop, if any, has ended; raise the error that ended it."""
-        # an event: Thread.join is not safe to interrupt before Python 3.13
-        ended, view = self._ended, self._view
-        if self._thread is None:
-            return
-        interrupt = None
-        try:
-            while not ended.wait(0.05):
-                # Readings tell the view how long the first step takes only where there are some.
-                if view.run.last is None and time.monotonic() - view.updated >= 1.0:
-                    view.update()
-        except KeyboardInterrupt as error:
-            interrupt = error
-            self.stop()
-            # a second interrupt leaves without waiting for the step
-            while not ended.wait(0.05):
-                pass
-        self._thread = None
-        if not view.alone:
-            view.finish()
-        if interrupt is not None:
-            raise interrupt
-        if view.run.error is not None:
-            raise view.run.error
-
-    @property
-    def running(self) -> bool:
-        """True while a loop runs."""
-        return self._thread is not None and not self._ended.is_set()
-
-    def show_static(self):
-        """Display the static picture and its line of text (text only outside a notebook)."""
-        if notebook_shell() is None:
-            print(self)
-            return
-        from IPython.display import display
-
-        display(self)
 
     def __str__(self):
         lines = [str(run) for run in self.runs.values()]
@@ -247,51 +169,69 @@ class LiveThroughput:
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        runs = list(self.runs.values())
-        drawn = picture(runs, self.peak, themed=False, title=self.title, norms=self.norms)
-        return bundle(drawn, str(self))
+        return bundle(picture(list(self.runs.values()), self.title), str(self))
 
 
-def _numbered(readings):
-    """The readings of one run as pairs (0, Reading)."""
-    iterator = iter(readings)
+@contextlib.contextmanager
+def _interrupt_stops(stop):
+    """The first SIGINT sets `stop`, and raises KeyboardInterrupt at the end; a second one at once.
+
+    Args:
+        stop: an event.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = []
+
+    def ask(*_):
+        interrupted.append(True)
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
     try:
-        for reading in iterator:
-            yield 0, reading
+        yield
     finally:
-        if hasattr(iterator, "close"):
-            iterator.close()
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _say_that_it_starts(view, first):
+    """Update the view each second, until there is a first reading."""
+    while not first.wait(1.0):
+        view.update()
 
 
 class _TextView:
     """Where there are no widgets: at most one line of text a second."""
 
     period = 1.0
-    hears_clicks = True
-    # whether the thread itself finishes the view, because no cell waits for it
-    alone = False
 
     def __init__(self, live, run, seconds, steps, notebook):
         self.live = live
         self.run = run
         self.steps = steps
         self.notebook = notebook
-        self.began = self.said = self.updated = time.monotonic()
+        self.began = self.said = time.monotonic()
 
     def _print(self, words):
         print(words, file=sys.stdout if self.notebook else sys.stderr, flush=True)
 
     def update(self):
-        self.updated = time.monotonic()
+        now = time.monotonic()
         if self.run.last is not None:
             self._print(_status(self.run, None, self.steps, name=True))
-        elif self.updated - self.said >= 3.0 or self.said == self.began:
-            self.said = self.updated
-            self._print(f"{self.run.name}: {_starting(self.updated - self.began)}")
+        elif now - self.said >= 3.0 or self.said == self.began:
+            self.said = now
+            self._print(f"{self.run.name}: {_starting(now - self.began)}")
 
     def finish(self):
         if self.notebook:
-            self.live.show_static()
+            from IPython.display import display
+
+            display(self.live)
         else:
             self._print(self.run)
 
@@ -300,7 +240,6 @@ class _WidgetView:
     """The widgets of one run: title, status, progress, Stop, picture."""
 
     period = PERIOD
-    alone = False
 
     def __init__(self, live, run, seconds, steps):
         import ipywidgets as W
@@ -311,12 +250,8 @@ class _WidgetView:
         self.seconds = seconds
         self.steps = steps
         self.head = W.HTML(layout=W.Layout(flex="1 1 auto", margin="0"))
-        self.progress = W.FloatProgress(
-            value=0.0,
-            min=0.0,
-            max=1.0,
-            layout=W.Layout(width="150px", height="10px", margin="0 14px 0 8px"),
-        )
+        look = W.Layout(width="150px", height="10px", margin="0 14px 0 8px")
+        self.progress = W.FloatProgress(value=0.0, min=0.0, max=1.0, layout=look)
         self.progress.style.bar_color = run.colour
         self.progress.layout.visibility = "visible" if seconds or steps else "hidden"
         self.button = W.Button(
@@ -325,30 +260,26 @@ class _WidgetView:
             tooltip="Stop after the step that is running",
             layout=W.Layout(width="92px", margin="0"),
         )
+        if not _listen_while_busy(self.button, live.stop):
+            self.button.layout.display = "none"
         self.svg = W.HTML(layout=W.Layout(margin="4px 0 0 0"))
         row = W.HBox(
             [self.head, self.progress, self.button],
             layout=W.Layout(align_items="center", width="100%"),
         )
-        self.box = W.VBox(
-            [row, self.svg],
-            layout=W.Layout(max_width=f"{WIDTH + 12}px", padding="6px 4px", overflow="visible"),
-        )
+        look = W.Layout(max_width=f"{WIDTH + 12}px", padding="6px 4px", overflow="visible")
+        self.box = W.VBox([row, self.svg], layout=look)
         self.began = time.monotonic()
-        self.button.on_click(self._clicked)
-        self.hears_clicks = _listen_while_busy(self.button, self._clicked)
         self.update()
-        view = {"version_major": 2, "version_minor": 0, "model_id": self.box.model_id}
-        bundle = {
-            "application/vnd.jupyter.widget-view+json": view,
-            "text/plain": f"{live.title} (live)",
-        }
-        self.handle = display(bundle, raw=True, display_id=True)
+        data = live_bundle(self.box, f"{live.title} (live)")
+        self.handle = display(data, raw=True, display_id=True)
 
-    def _clicked(self, *_):
-        self.live.stop()
-
-    def _say(self, status):
+    def update(self):
+        status = _status(self.run, self.seconds, self.steps)
+        if self.run.last is None:
+            status = _starting(time.monotonic() - self.began)
+        if self.live.stopping:
+            status = "stopping after this step"
         self.head.value = (
             '<div style="line-height:1.35">'
             f'<span style="font-size:15px;font-weight:600">{escape(self.live.title)}</span><br>'
@@ -356,21 +287,11 @@ class _WidgetView:
             'color:var(--jp-ui-font-color2,inherit)">'
             f"{escape(status)}</span></div>"
         )
-
-    def update(self):
-        self.updated = time.monotonic()
-        runs = list(self.live.runs.values())
-        status = _status(self.run, self.seconds, self.steps)
-        if self.run.last is None:
-            status = _starting(self.updated - self.began)
-        if self.live.stopping:
-            status = "stopping after this step"
-        self._say(status)
         if self.run.last is not None:
             by_steps = self.run.last.step / self.steps if self.steps else 0.0
             by_time = self.run.last.seconds / self.seconds if self.seconds else 0.0
             self.progress.value = min(1.0, max(by_steps, by_time))
-        self.svg.value = picture(runs, self.live.peak, norms=self.live.norms)
+        self.svg.value = in_page(picture(list(self.live.runs.values())))
 
     def finish(self):
         """The static picture takes the widgets' place, in this cell and in the saved notebook."""
@@ -434,48 +355,3 @@ def _listen_while_busy(button, clicked) -> bool:
 
     comm._reply_subshell_for = heard
     return True
-
-
-def _next_cell_waits(ended, stop, view):
-    """Let the next cell begin when the loop has ended (an interrupt stops the loop first)."""
-    shell = notebook_shell()
-    if shell is None:
-        return
-
-    def wait(*_):
-        shell.events.unregister("pre_run_cell", wait)
-        try:
-            while not ended.wait(0.05):
-                pass
-        except KeyboardInterrupt:
-            stop()
-            ended.wait()
-            raise
-        finally:
-            if isinstance(view, _WidgetView):
-                # again, from a cell: tools that run notebooks ignore threads
-                view.finish()
-
-    shell.events.register("pre_run_cell", wait)
-
-
-def _in_same_torch_state(work):
-    """work, run with the caller's CUDA device, stream and gradient mode.
-
-    Torch keeps them for each thread."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return work
-    grad = torch.is_grad_enabled()
-    stream = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        stream = torch.cuda.current_stream()
-
-    def run():
-        with torch.set_grad_enabled(grad):
-            if stream is None:
-                return work()
-            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-                return work()
-
-    return run

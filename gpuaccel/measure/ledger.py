@@ -5,7 +5,7 @@
     row.launches, row.syncs, row.copies["DtoH"]          # filled when the block has ended
 
     book = Ledger()
-    book.add(row, tokens_per_s=12345.0, max_diff=0.0, bit_equal=True)
+    book.add(row)
     book                                                  # a table, in a notebook or in print
 
 Everything is read from the records of `torch.profiler` (measure/profiler.py), never guessed.
@@ -79,7 +79,7 @@ class Row:
         return None if self.copies is None else self.copies.get(direction, (0, 0))[1]
 
     def __str__(self):
-        return str(_Table([(self, {})]))
+        return str(_Table([self]))
 
 
 @contextlib.contextmanager
@@ -190,29 +190,24 @@ class Ledger:
         title: a sentence above the table, or "".
 
     Attributes:
-        rows: (row, what was measured beside it) of each variant.
+        rows: of each variant.
     """
 
     def __init__(self, title: str = ""):
         self.title = title
-        # (row, {"tokens_per_s", "max_diff", "bit_equal"})
-        self.rows: list[tuple[Row, dict]] = []
+        self.rows: list[Row] = []
 
-    def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
-        """Add a row and what was measured beside it; a row of the same name is replaced.
+    def add(self, row):
+        """Add a row; one of the same name is replaced.
 
         Args:
             row: what `ledger` yielded, after its block.
-            tokens_per_s: a rate.
-            max_diff: the largest absolute difference from the reference.
-            bit_equal: whether two runs were bit-identical.
         """
-        extra = {"tokens_per_s": tokens_per_s, "max_diff": max_diff, "bit_equal": bit_equal}
-        names = [old.name for old, _ in self.rows]
+        names = [old.name for old in self.rows]
         if row.name in names:
-            self.rows[names.index(row.name)] = (row, extra)
+            self.rows[names.index(row.name)] = row
         else:
-            self.rows.append((row, extra))
+            self.rows.append(row)
 
     def __str__(self):
         return "\n".join(filter(None, [self.title, str(_Table(self.rows))]))
@@ -226,14 +221,10 @@ class Ledger:
         return title + _Table(self.rows).html()
 
 
-def _cells(row, extra) -> dict:
+def _cells(row) -> dict:
     """The cells in the order of the columns; None if unknown."""
     on_cpu = row.launches is None
-    rate = extra.get("tokens_per_s")
-    difference = extra.get("max_diff")
-    bit_equal = extra.get("bit_equal")
     return {
-        "tokens/s": None if rate is None else _short_number(rate),
         "kernel launches": _count(row.launches),
         "graph launches": _count(row.graph_launches),
         "host waits": _count(row.syncs),
@@ -242,8 +233,6 @@ def _cells(row, extra) -> dict:
         "within GPU": _copied(row, "DtoD"),
         "torch operators": _count(row.operators) if on_cpu else None,
         "scalars read": _count(row.would_sync) if on_cpu else None,
-        "largest difference": None if difference is None else f"{float(difference):.3g}",
-        "bit-identical": None if bit_equal is None else "yes" if bit_equal else "no",
     }
 
 
@@ -251,14 +240,14 @@ class _Table:
     """Rows as text or HTML. Columns without any cell are left out."""
 
     def __init__(self, rows):
-        cells = [_cells(row, extra) for row, extra in rows]
+        cells = [_cells(row) for row in rows]
         titles = list(cells[0]) if cells else []
         self.columns = [title for title in titles if any(row[title] is not None for row in cells)]
         self.lines = [
             [row.name] + [row_cells[title] or "–" for title in self.columns]
-            for (row, _), row_cells in zip(rows, cells)
+            for row, row_cells in zip(rows, cells)
         ]
-        self.notes = list(dict.fromkeys(note for row, _ in rows for note in row.notes))
+        self.notes = list(dict.fromkeys(note for row in rows for note in row.notes))
 
     def __str__(self):
         if not self.lines:
@@ -303,13 +292,6 @@ class _Table:
 
 def _count(value):
     return None if value is None else f"{value:,}"
-
-
-def _short_number(value):
-    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if value >= scale * 0.9995:
-            return f"{value / scale:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 def _copied(row, direction):

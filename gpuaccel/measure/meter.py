@@ -22,7 +22,7 @@ import os
 import re
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -93,7 +93,6 @@ class Reading:
         val_loss: only in the reading of the step that measured it.
         norm: gradient norm before clipping, the newest that has reached the host.
         clipped_norm: the same after clipping.
-        norms: the last ones, oldest first: (steps ago, before, after or None).
         mfu: model FLOPs utilisation, achieved / peak, 0 to 1; None where it is not known.
         memory_bytes: GPU: peak allocated by torch; CPU: resident memory of the process.
         stages: name -> milliseconds of each stage of the newest finished step.
@@ -109,14 +108,9 @@ class Reading:
     val_loss: float | None = None
     norm: float | None = None
     clipped_norm: float | None = None
-    norms: tuple = field(default=(), repr=False)
     mfu: float | None = None
     memory_bytes: int = 0
     stages: dict[str, float] = field(default_factory=dict)
-
-    def as_dict(self) -> dict:
-        """The fields for a line of JSON, without `norms`, which repeats earlier steps."""
-        return {name: value for name, value in asdict(self).items() if name != "norms"}
 
 
 class _Events:
@@ -212,7 +206,6 @@ class LateValue:
         late.put(loss, tag=step)      # queues a copy into pinned memory, and an event behind it
         late.get()                    # the newest value whose copy is done, or None
         late.tag                      # the tag of that value
-        late.history                  # (tag, value) of the last 64: none is skipped
 
     On a CPU there is no delay. The scalar may have any dtype; values are Python floats (from a GPU:
     rounded to fp32).
@@ -220,7 +213,6 @@ class LateValue:
 
     def __init__(self):
         self.tag = None
-        self.history = deque(maxlen=64)
         self._value = None
         # (tag, pinned tensor, event) of copies under way
         self._pending = deque()
@@ -265,7 +257,6 @@ class LateValue:
     def _store(self, value, tag):
         self._value = value
         self.tag = tag
-        self.history.append((tag, value))
 
 
 class Meter:
@@ -403,14 +394,8 @@ class Meter:
         if self.flops_per_token and self.peak_flops and rate:
             mfu = rate * self.flops_per_token / self.peak_flops
         step_ms = (t1 - t0) / (len(self._finished) - 1) * 1e3 if t1 > t0 else 0.0
-        # get() first: it moves on .tag and .history, which are read below
+        # get() first: it moves on .tag, which is read below
         loss = self._loss.get()
-        norm = self._norm.get()
-        clipped = self._clipped.get()
-        after = dict(self._clipped.history)
-        norms = tuple(
-            (self._step - tag, before, after.get(tag)) for tag, before in self._norm.history
-        )
         return Reading(
             step=self._step,
             tokens=self._tokens,
@@ -420,9 +405,8 @@ class Meter:
             loss=loss,
             loss_step=self._loss.tag,
             val_loss=None if val_loss is None else float(val_loss),
-            norm=norm,
-            clipped_norm=clipped,
-            norms=norms,
+            norm=self._norm.get(),
+            clipped_norm=self._clipped.get(),
             mfu=mfu,
             memory_bytes=self._memory_now(),
             stages=self.timer.poll() or {},

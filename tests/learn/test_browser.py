@@ -1,24 +1,14 @@
 """A real click in a real JupyterLab: Stop ends a loop while its cell runs, and a picture stays."""
 
 import json
-import os
 import pathlib
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 
 import pytest
 from helpers import FLAGS, find_chromium
+from lab_server import HANG, IDLE, free_port, jupyterlab
 
 pytestmark = pytest.mark.browser
-HANG = 600_000  # milliseconds after which what does not come counts as hanging
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-IDLE = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
-    const s = w && w.sessionContext && w.sessionContext.session;
-    return !!s && !!s.kernel && s.kernel.status === 'idle' }"""
 CELLS = [
     f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
 from gpuaccel.measure import Reading
@@ -39,10 +29,6 @@ print("all " + "done")""",
 @pytest.fixture
 def lab(tmp_path):
     pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    token, state = os.urandom(12).hex(), tmp_path / ".state"
     empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
     cells = [{**empty, "id": f"c{i}", "source": cell} for i, cell in enumerate(CELLS)]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -53,48 +39,12 @@ def lab(tmp_path):
         "nbformat_minor": 5,
     }
     (tmp_path / "stop.ipynb").write_text(json.dumps(notebook))
-    env = dict(
-        os.environ,
-        JUPYTER_CONFIG_DIR=str(state / "config"),
-        JUPYTERLAB_SETTINGS_DIR=str(state / "settings"),
-        JUPYTERLAB_WORKSPACES_DIR=str(state / "workspaces"),
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--ip=127.0.0.1",
-        f"--port={port}",
-        "--expose-app-in-browser",
-        f"--IdentityProvider.token={token}",
-        f"--ServerApp.root_dir={tmp_path}",
-        "--allow-root",
+    quiet = (
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-    ]
-    with open(tmp_path / "lab.log", "w") as log:
-        server = subprocess.Popen(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        for _ in range(3000):
-            try:
-                urllib.request.urlopen(
-                    f"http://127.0.0.1:{port}/api/status?token={token}", timeout=2
-                )
-                break
-            except OSError:
-                time.sleep(0.2)
-        else:
-            pytest.fail("JupyterLab did not start:\n" + (tmp_path / "lab.log").read_text()[-2000:])
-        yield f"http://127.0.0.1:{port}/lab/tree/stop.ipynb?reset&token={token}"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
+    )
+    with jupyterlab(tmp_path, free_port(), *quiet) as (base, token):
+        yield f"{base}/lab/tree/stop.ipynb?reset&token={token}"
 
 
 def test_stop_ends_a_running_loop(lab, tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.learn import EXERCISES
-from gpuaccel.learn.exercises import ARCHS, SIZES, Exercise, Result, checking
+from gpuaccel.learn.exercises import SIZES, Exercise, Result, checking
 
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
@@ -27,9 +27,6 @@ on_cpu_and_gpu = pytest.mark.parametrize(
     ],
     indirect=True,
 )
-CHEATS = [
-    pytest.param(e, what, id=f"{e.name}-{what}") for e in EXERCISES.values() for what in e.cheats
-]
 WRONG_PYTHON = [
     pytest.param(e, what, id=f"{e.name}-{what}") for e in PYTHON for what in e.wrong_answers
 ]
@@ -61,27 +58,17 @@ def python(source, name):
 
 def test_there_are_exercises_with_mistakes_to_find():
     assert len(EXERCISES) >= 20
-    assert all(len(e.wrong_answers) >= 5 for e in EXERCISES.values())
+    assert all(len(e.wrong_answers) >= 6 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_every_kernel_stub_solution_and_mistake_compiles(e):
-    for source in (e.stub, e.solution, *e.wrong_answers.values()):
-        assert checking._parameters_differ(e, ga.compile(source, e.name)) is None
-
-
-@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_without_gpu_and_compiler_a_kernel_is_only_compiled(e, monkeypatch):
+def test_without_gpu_and_compiler_a_kernel_is_only_compiled(monkeypatch):
     monkeypatch.setattr(checking, "find_compiler", lambda: NO_COMPILER)
     with ga.use_backend("torch", policy="off"):
-        result = ga.check(e.name, ga.compile(e.solution, e.name))
-    assert result.passed is None and not result
-    assert "compiled, not run" in str(result)
+        result = ga.check("scale", ga.compile(EXERCISES["scale"].solution, "scale"))
+    assert result.passed is None and not result and result.launch is None
+    assert "compiled, not run" in str(result) and "registers" in str(result)
     assert "(GPUACCEL_GPU=off); neither g++ nor clang++ found" in str(result)
-    known = [arch for arch in ARCHS if arch in ga.compiler.nvrtc.library().archs]
-    assert result.lines[0][1] == f"{len(known)} architectures"
 
 
 @pytest.mark.parametrize("e", PYTHON, ids=lambda e: e.name)
@@ -91,55 +78,22 @@ def test_a_python_solution_passes_for_any_seed(e):
         assert result.passed, result
 
 
-def test_a_number_read_on_the_host_is_counted_where_it_matters():
-    task = EXERCISES["global_scale"]
-    for what in ("asks the host", "decides on the host"):
-        result = ga.check(task.name, python(task.wrong_answers[what], task.name))
-        assert "it reads 1 number: on a GPU the host waits for each" in str(result)
-    assert "reads" not in str(ga.check(task.name, python(task.solution, task.name)))
-
-
 @pytest.mark.parametrize(
-    "copy, words",
+    "norm, words",
     [
-        ("norms.tolist()", "(.tolist())"),
-        ("norms.numpy().tolist()", "(.numpy())"),
-        ("norms.cpu()", "(.cpu())"),
-        ('norms.to("cpu")', '(.to("cpu"))'),
-        ("numpy.asarray(norms)", "(numpy)"),
+        ("norms.to(norms.device).norm()", ""),
+        ("norms[torch.arange(len(norms))].norm()", ""),
+        ("torch.tensor(norms.norm().item())", "the host would wait for a value"),
+        ("norms.norm() + 0.0 * norms.tolist()[0]", "the host would wait for a value"),
+        ("norms.norm() * (1 + torch.equal(norms, 0 * norms))", "the host would wait for a value"),
+        ("norms[norms == norms].norm()", "the shape of its result depends on values"),
     ],
 )
-def test_a_tensor_copied_to_the_host_is_counted_where_it_matters(copy, words):
-    task = EXERCISES["global_scale"]
-    header, _, body = task.solution.partition(":\n")
-    source = f"import numpy\n{header}:\n    {copy}\n{body}"
-    result = ga.check(task.name, python(source, task.name))
-    assert f"it copies a tensor to the host {words}: on a GPU the host waits for it" in str(result)
-
-
-def test_an_answer_that_stays_on_its_device_copies_nothing():
-    assert ga.check("global_scale", _scale_of_norms("norms.to(norms.device).norm()"))
-    assert ga.check("global_scale", _scale_of_norms("norms[torch.arange(len(norms))].norm()"))
-    for norm, what in (
-        ("norms.norm() * (1 + torch.equal(norms, 0 * norms))", "calls torch.equal()"),
-        ("norms.norm() * (1 + torch.allclose(norms, 0 * norms))", "calls torch.allclose()"),
-        ("norms[norms == norms].norm()", "indexes with a mask"),
-        ("norms.norm() * (1 + len(norms.isnan().nonzero()))", "calls torch.nonzero()"),
-    ):
-        answer = ga.check("global_scale", _scale_of_norms(norm))
-        assert not answer and f"it {what}: on a GPU the host waits" in str(answer)
-
-
-def test_a_host_read_is_told_where_the_result_is_wrong_too():
-    words = str(ga.check("global_scale", _scale_of_norms("norms.norm().item()", "min({}, 1.0)")))
-    assert "expected a tensor of shape ()" in words
-    assert "; it reads 1 number: on a GPU the host waits for each" in words
-
-
-def _scale_of_norms(norm, limited="torch.clamp({}, max=1.0)"):
-    ratio = limited.format("max_norm / (norm + 1e-6)")
+def test_what_the_host_would_wait_for_is_refused_where_it_matters(norm, words):
+    ratio = "torch.clamp(max_norm / (norm + 1e-6), max=1.0)"
     source = f"def global_scale(norms, max_norm):\n    norm = {norm}\n    return {ratio}\n"
-    return python(source, "global_scale")
+    result = ga.check("global_scale", python(source, "global_scale"))
+    assert bool(result) == (not words) and words in str(result)
 
 
 def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
@@ -161,14 +115,8 @@ def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
 
 
 def test_a_captured_answer_is_compared_after_each_replay():
-    task = EXERCISES["decay"]
-    assert "wrong in replay 2 of 12" in str(
-        ga.check("decay", python(task.wrong_answers["frozen"], "decay"), seed=1)
-    )
-    assert "wrong in replay 12 of 12" in str(
-        ga.check("decay", python(task.wrong_answers["below zero"], "decay"), seed=1)
-    )
-    assert "right in 12 replays" in str(ga.check("decay", python(task.solution, "decay"), seed=1))
+    solution = python(EXERCISES["decay"].solution, "decay")
+    assert "right in 12 replays" in str(ga.check("decay", solution, seed=1))
     for answer, words in (
         (lambda *given: None, "got None"),
         (lambda weight, *rest: weight[:0], "got a tensor of shape (0,)"),
@@ -181,7 +129,7 @@ def test_a_captured_answer_is_compared_after_each_replay():
 @pytest.mark.parametrize(
     "name, what, words",
     [
-        ("decay", "frozen", "where count is 1, the learning rate 0.09;"),
+        ("decay", "frozen", "wrong in replay 2 of 12, where count is 1, the learning rate 0.09;"),
         (
             "decay",
             "below zero",
@@ -211,20 +159,13 @@ def test_a_check_of_a_capture_leaves_the_backend_alone():
 
 
 @on_cpu_and_gpu
-def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu):
-    task = EXERCISES["clipped_step"]
-    answer = task.wrong_answers["NaN reaches the weights"]
-    words = str(ga.check(task.name, ga.compile(answer, task.name)))
-    assert words.count("have changed, and none should") == 2
-    assert "4,096, scale 0" in words and "1,000, scale NaN" in words
-
-
-@on_cpu_and_gpu
-def test_nan_that_was_written_is_named(where, small_sizes_on_cpu):
+def test_a_write_where_nothing_was_to_be_done_is_seen_and_its_nan_named(where, small_sizes_on_cpu):
     task = EXERCISES["clipped_step"]
     for what in ("NaN reaches the weights", "NaN counts as 0"):
         words = str(ga.check(task.name, ga.compile(task.wrong_answers[what], task.name)))
-        assert "none should; " in words and "of them are NaN now" in words
+        assert words.count("have changed, and none should; ") == 2
+        assert "4,096, scale 0" in words and "1,000, scale NaN" in words
+        assert "of them are NaN now" in words
 
 
 @pytest.mark.skipif(checking.find_compiler()[0] is None, reason="no C++ compiler")
@@ -268,7 +209,7 @@ def test_a_known_python_mistake_fails_for_any_seed(e, what):
         (lambda means, counts: None, "got None"),
         (
             lambda means, counts: (means[0], 1),
-            "got a tuple of 2 items: a tensor of shape (4096,), 1",
+            "got a tuple of 2 items",
         ),
         (lambda means, counts: means[0] * 0, "wrong; the first is [0]: got 0, expected"),
         (lambda means, counts: means[0] / 0 * 0, "wrong; the first is [0]: got nan, expected"),
@@ -323,8 +264,8 @@ def test_an_unknown_exercise_or_an_answer_of_another_kind_is_an_error_in_words()
         ga.check("token_mean", 3)
 
 
-@pytest.mark.parametrize("e", EXERCISES.values(), ids=lambda e: e.name)
-def test_a_wrong_answer_gets_hint_and_solution_folded(e):
+def test_a_wrong_answer_gets_hint_and_solution_folded():
+    e = EXERCISES["add_pair"]
     html = Result(e.name, False, "not yet.")._repr_html_()
     folded = re.findall(r"<details><summary.*?</details>", html, re.DOTALL)
     assert [">A hint<" in folded[0], ">A solution<" in folded[1]] == [True, True]
@@ -342,9 +283,12 @@ def test_a_result_is_a_table_in_html_and_lines_in_text():
 
 @on_cpu_and_gpu
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_a_kernel_solution_passes(e, where):
+def test_a_kernel_solution_passes_and_costs_what_the_solution_costs(e, where):
     result = ga.check(e.name, ga.compile(e.solution, e.name))
-    assert result.passed, result
+    assert result.passed and result.remarks == [], result
+    if where != "cuda without a compiler":
+        assert result.cost and all(mine == theirs for _, mine, theirs in result.cost)
+        assert "(the solution: the same)" in str(result)
 
 
 @pytest.mark.slow
@@ -564,55 +508,6 @@ def test_a_kernel_that_does_not_end_is_stopped_and_run_no_more(where, monkeypatc
     assert result.launch is None
 
 
-@pytest.mark.slow
-def test_a_kernel_that_is_only_too_slow_is_not_said_to_go_on_for_ever(where="simt"):
-    body = "for (int i = 0; i < n; i++) out[i] = factor * x[i];"
-    with pytest.MonkeyPatch.context() as patch, ga.use_backend(where):
-        # Enough for the small sizes on a busy machine too.
-        patch.setattr(checking, "SECONDS", 300.0)
-        patch.setattr(checking, "SECONDS_LARGE", 0.5)
-        result = ga.check("scale", answer("scale", SCALE, body))
-    assert result.summary == (
-        "right for every smaller size, but with 1,000,003 elements it was stopped after 0.5 s: "
-        "too slow, or a loop without an end."
-    )
-    assert [passed for passed, _, _ in result.lines] == [True] * 6 + [False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "body, limits, summary",
-    [
-        (
-            "for (int i = 0; i < n; i++) out[i] = x[i];",
-            (300.0, 0.5),
-            "not yet: 6 of 6 smaller sizes are wrong (seed 3), and with 1,000,003 elements it was "
-            "stopped after 0.5 s: too slow, or a loop without an end.",
-        ),
-        (
-            I + "if (i < n) out[i] = x[i]; while (n > 1000) out[i % n] = x[i % n];",
-            (0.5, 0.5),
-            "not yet: 5 of 5 smaller sizes are wrong (seed 3), and with 4,096 elements it was "
-            "stopped after 0.5 s: too slow, or a loop without an end.",
-        ),
-        (
-            I + "if (i < n) out[i] = factor * x[i]; while (n > 1000 && i < n) out[i] = out[i];",
-            (0.5, 0.5),
-            "right for every smaller size, but with 4,096 elements it was stopped after 0.5 s: "
-            "too slow, or a loop without an end.",
-        ),
-    ],
-)
-def test_a_kernel_that_was_stopped_is_said_what_smaller_sizes_gave(
-    body, limits, summary, monkeypatch
-):
-    monkeypatch.setattr(checking, "SECONDS", limits[0])
-    monkeypatch.setattr(checking, "SECONDS_LARGE", limits[1])
-    with ga.use_backend("simt"):
-        result = ga.check("scale", answer("scale", SCALE, body), seed=3)
-    assert result.summary == summary
-
-
 @pytest.mark.gpu
 def test_a_gpu_that_does_not_end_is_not_waited_for():
     """In a process of its own: its GPU works until it is killed."""
@@ -673,13 +568,6 @@ def test_a_gpu_that_does_not_end_is_not_waited_for():
             I + "if (i >= n) return;\n__syncthreads();\nout[i] = factor * x[i];",
             "line 5: thread 88 of block 2 has ended when others reach this barrier; CUDA asks "
             "that all threads of a block reach it",
-        ),
-        (
-            "clipped_step",
-            ", ".join(EXERCISES["clipped_step"].params),
-            "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\nfloat s = scale[0];\n"
-            "if (i < n) w[i] = s > 0.0f ? w[i] - lr * s * grad[i] : w[i];",
-            "it writes 1,000 elements where none should be (scale NaN), each with what it held",
         ),
         (
             "accumulate4",
@@ -829,17 +717,6 @@ def test_a_ring_that_passes_on_a_sum_says_what_was_expected():
     assert "expected `mine`, or what was received last" in str(result)
 
 
-@on_cpu_and_gpu
-@pytest.mark.usefixtures("small_sizes_on_cpu")
-@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_a_solution_costs_what_the_solution_costs(e, where):
-    result = ga.check(e.name, ga.compile(e.solution, e.name))
-    assert result.remarks == []
-    if where != "cuda without a compiler":
-        assert result.cost and all(mine == theirs for _, mine, theirs in result.cost)
-        assert "(the solution: the same)" in str(result)
-
-
 def test_a_sum_that_is_overwritten_is_said_to_be_lost():
     e = EXERCISES["accumulate"]
     with ga.use_backend("simt"):
@@ -868,16 +745,6 @@ def test_a_nan_in_the_wrong_place_is_named():
     assert words["empty micro-batch counts"].count(kept) == 1
     assert hidden not in words["empty micro-batch counts"]
     assert "the NaN of" not in words["not divided"] + words["summed in bf16"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("e, what", CHEATS)
-def test_a_cheat_is_right_and_said_to_be_one(e, what):
-    source = e.cheats[what]
-    given = ga.compile(source, e.name) if e.params else python(source, e.name)
-    with ga.use_backend("simt"):
-        result = ga.check(e.name, given)
-    assert result.passed and result.remarks, result
 
 
 def test_a_loop_over_elements_is_named_in_a_python_answer(monkeypatch):
@@ -911,24 +778,15 @@ def test_a_result_shows_the_kernel_on_a_small_size(body, words):
     assert words in str(result.show())
     html = result._repr_html_()
     assert "<details" in html and "<svg" in html
+    # A style is one of the whole page.
+    assert "--ink-strong:var(--jp-" in html and "prefers-color-scheme:dark" in html
 
 
-def test_a_result_without_a_compiler_or_without_a_kernel_shows_nothing(monkeypatch):
+def test_a_result_without_a_kernel_shows_nothing():
     result = ga.check("token_mean", python(EXERCISES["token_mean"].solution, "token_mean"))
     assert "<svg" not in result._repr_html_()
     with pytest.raises(ga.errors.ArgumentError, match="expected a kernel that ga.check has run"):
         result.show()
-    monkeypatch.setattr(checking, "find_compiler", lambda: NO_COMPILER)
-    e = EXERCISES["scale"]
-    with ga.use_backend("torch", policy="off"):
-        assert ga.check(e.name, ga.compile(e.solution, e.name)).launch is None
-
-
-def test_a_kernel_that_touches_nothing_has_no_picture():
-    e = EXERCISES["scale"]
-    with ga.use_backend("simt"):
-        result = ga.check(e.name, ga.compile(e.stub, e.name))
-    assert "<svg" not in result._repr_html_()
 
 
 def test_a_sum_in_another_order_and_a_lost_bucket_are_named():

@@ -1,34 +1,16 @@
-"""Pictures are well-formed and say in text what they show."""
+"""Pictures can be read on light and on dark pages."""
 
 import pathlib
 import re
 import sys
+import xml.etree.ElementTree as xml
 
 import pytest
-from pictures import contrast, rgb, text_of
+from pictures import contrast, rgb
 
-from gpuaccel.learn import figures
 from gpuaccel.learn.figures import drawing
 
-
-@pytest.mark.parametrize(
-    "n, block, per_thread, spare", [(21, 8, 1, 3), (16, 8, 1, 0), (21, 4, 4, 2), (1, 1, 1, 0)]
-)
-def test_threads_counts_the_spare_ones(n, block, per_thread, spare):
-    words = text_of(figures.threads(n, block, per_thread))
-    assert f"{n} elements" in words and (f"{spare} to spare" in words) == (spare > 0)
-
-
-def test_a_tree_of_eight_has_three_rounds_and_three_barriers():
-    figure = figures.tree_sum(8)
-    assert "3 rounds" in text_of(figure) and "sum of 8" in repr(figure)
-    assert figure.drawn.count(">barrier<") == 3
-    assert [f">half = {half}<" in figure.drawn for half in (8, 4, 2, 1)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+NOTEBOOKS = pathlib.Path(__file__).resolve().parents[2] / "notebooks"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +45,10 @@ def test_labels_in_the_theme_s_colours_have_enough_contrast(theme, page):
 
 
 def test_a_picture_is_part_of_the_page_or_an_image_and_shrinks_in_both():
-    shown = figures.threads(21, 8)._repr_mimebundle_()
+    ink = drawing.Ink()
+    ink.text(0, 14, "words", colour=None)
+    ink.line(0, 20, 10, 20)
+    shown = drawing.bundle(ink.svg(30, "a line"), "a line")
     page, image = shown["text/html"], shown["image/svg+xml"]
     assert "var(--jp-" in page and "var(--jp-" not in image
     for svg in (page, image):
@@ -71,3 +56,14 @@ def test_a_picture_is_part_of_the_page_or_an_image_and_shrinks_in_both():
         # every variable that is used is defined
         used = set(re.findall(r"var\((--ink-\w+)", svg))
         assert used and used <= set(re.findall(r"(--ink-\w+):", svg))
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.svg")), ids=lambda path: path.stem)
+def test_a_drawn_picture_of_a_notebook_is_shown_with_a_text_and_readable_on_both_pages(path):
+    svg = path.read_text()
+    ink = [shape.get("fill") for shape in xml.fromstring(svg).iter() if shape.get("font-size")]
+    assert ink and "<style" not in svg
+    for colour in set(ink) - {"#ffffff"}:
+        assert all(contrast(rgb(colour), page) >= 2.4 for page in ((255,) * 3, (17,) * 3)), colour
+    pages = [page.read_text() for page in (*NOTEBOOKS.glob("*.ipynb"), NOTEBOOKS / "README.md")]
+    assert any(re.search(rf"!\[[^\]]{{20,}}\]\({path.name}\)", page) for page in pages)

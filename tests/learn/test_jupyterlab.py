@@ -6,18 +6,14 @@ import json
 import os
 import pathlib
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 
 import pytest
 from helpers import FLAGS, find_chromium
-from test_browser import HANG, IDLE
+from lab_server import HANG, IDLE, free_port, jupyterlab
 
-from gpuaccel.learn import figures
+from gpuaccel.learn.figures import drawing
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAB = ROOT / "notebooks" / ".jupyterlab"
@@ -61,7 +57,7 @@ def notebook(*outputs):
 
 def outputs_with_widgets():
     """(outputs of a cell, those that are kept of them)."""
-    picture = figures.threads(21, 8)._repr_mimebundle_()
+    picture = drawing.bundle(drawing.Ink().svg(30, "a picture"), "a picture")
     svg, words = picture["image/svg+xml"], picture["text/plain"]
     view = {"version_major": 2, "version_minor": 0, "model_id": "gone"}
     stream = {"output_type": "stream", "name": "stdout", "text": "words\n"}
@@ -228,46 +224,15 @@ def address(tmp_path):
     for name in ("README.md", "ladder.svg"):
         shutil.copy(ROOT / "notebooks" / name, tmp_path / "notebooks")
     shutil.copytree(LAB, tmp_path / "notebooks" / ".jupyterlab")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     made = subprocess.run(
         ["make", "-n", "lab", f"PORT={port}"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     options = [word for word in made.stdout.split() if word.startswith("--LabApp")]
     assert len(options) == 3, made.stdout
-    token, state = os.urandom(12).hex(), tmp_path / ".state"
-    env = dict(
-        os.environ,
-        JUPYTER_CONFIG_DIR=str(state / "config"),
-        JUPYTERLAB_SETTINGS_DIR=str(state / "settings"),
-        JUPYTERLAB_WORKSPACES_DIR=str(state / "workspaces"),
-        JUPYTER_CONFIG_PATH=str(tmp_path / "notebooks" / ".jupyterlab"),
-    )
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1"]
-    command += [f"--port={port}", f"--IdentityProvider.token={token}", "--allow-root"]
-    command += ["--ServerApp.root_dir=.", "--expose-app-in-browser", *options]
-    with open(tmp_path / "lab.log", "w") as log:
-        server = subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-    base = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(3000):
-            try:
-                urllib.request.urlopen(f"{base}/api/status?token={token}", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.2)
-        else:
-            pytest.fail((tmp_path / "lab.log").read_text()[-2000:])
-        yield base, token
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
+    config = str(tmp_path / "notebooks" / ".jupyterlab")
+    with jupyterlab(tmp_path, port, *options, JUPYTER_CONFIG_PATH=config) as server:
+        yield server
 
 
 @pytest.mark.browser

@@ -136,16 +136,15 @@ def test_the_table_leaves_out_what_nobody_knows():
     gpu = Row(
         "arena", launches=24, graph_launches=0, syncs=0, copies={"DtoD": (2, 3 << 20)}, operators=99
     )
-    book.add(gpu, tokens_per_s=12345.0, max_diff=0.0, bit_equal=True)
+    book.add(gpu)
     text = str(book)
-    assert all(part in text for part in ("12.3K", "3 MiB in 2", "none", "yes"))
-    assert "torch operators" not in text
+    assert "3 MiB in 2" in text and "none" in text and "torch operators" not in text
     book.add(cpu)
     text, html = str(book), book._repr_html_()
     assert "1,234" in text and "no GPU here" in text and "–" in text
     assert "on &lt;b&gt;CPU&lt;/b&gt;" in html and "<b>" not in html and "var(--jp-" in html
     book.add(Row("arena", launches=25))
-    assert [row.launches for row, _ in book.rows] == [25, None]
+    assert [row.launches for row in book.rows] == [25, None]
 
 
 @pytest.mark.gpu

@@ -2,18 +2,16 @@
 
 `EXERCISES` maps names to exercises; `check` takes a name."""
 
-from .checking import ARCHS, SIZES, check
+from .checking import SIZES, check
 from .exercises import BLOCK, Case, Exercise, Turns
-from .results import EXERCISES, Folded, Result, exercise
+from .results import EXERCISES, Result, exercise
 
 __all__ = [
-    "ARCHS",
     "BLOCK",
     "EXERCISES",
     "SIZES",
     "Case",
     "Exercise",
-    "Folded",
     "Result",
     "Turns",
     "check",

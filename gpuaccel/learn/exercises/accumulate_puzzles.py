@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .exercises import LONG_INDEX, Case, Exercise, code, kernel_exercise, normal
+from .exercises import LONG_INDEX, Case, kernel_exercise, normal, python_exercise
 
 
 def _accumulate_case(n, generator):
@@ -55,220 +55,132 @@ def _nan_misplaced(arguments, result):
 _FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
 
 
-EXERCISES = {
-    e.name: e
-    for e in [
-        kernel_exercise(
-            "accumulate",
-            task=(
-                "acc[i] += grad[i] for every i below n: gradients in bf16, the sum in fp32, one "
-                "thread per element. as_float(grad[i]) reads a bf16. Expected: two lines."
-            ),
-            params=("float* acc", "const bf16* grad", "long long n"),
-            stub="// your two lines",
-            hint=(
-                "A 64-bit index: (long long)blockIdx.x * blockDim.x + threadIdx.x. The sum "
-                "stays a float: nothing is rounded to bf16."
-            ),
-            solution=LONG_INDEX + "if (i < n) acc[i] += as_float(grad[i]);",
-            wrong_answers={
-                "no guard": LONG_INDEX + "acc[i] += as_float(grad[i]);",
-                "one too many": LONG_INDEX + "if (i <= n) acc[i] += as_float(grad[i]);",
-                "overwrites": LONG_INDEX + "if (i < n) acc[i] = as_float(grad[i]);",
-                "sum kept in bf16": LONG_INDEX
-                + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
-                "bits taken as a number": LONG_INDEX + "if (i < n) acc[i] += grad[i].bits;",
-                "subtracts": LONG_INDEX + "if (i < n) acc[i] -= as_float(grad[i]);",
-                "adds twice": LONG_INDEX
-                + "if (i < n) for (int k = 0; k < 2; k++) acc[i] += as_float(grad[i]);",
-                "block of 128": (
-                    "long long i = (long long)blockIdx.x * 128 + threadIdx.x;\n"
-                    "if (i < n) acc[i] += as_float(grad[i]);"
-                ),
-                "first thread returns": LONG_INDEX
-                + "if (threadIdx.x == 0) return;\nif (i < n) acc[i] += as_float(grad[i]);",
-                "neighbour's gradient": LONG_INDEX
-                + "if (i < n) acc[i] += as_float(grad[n - 1 - i]);",
-            },
-            cheats={
-                "one thread": (
-                    "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
-                    "for (long long i = 0; i < n; i++) acc[i] += as_float(grad[i]);"
-                ),
-            },
-            data=_accumulate_case,
+EXERCISES = [
+    kernel_exercise(
+        "accumulate",
+        task=(
+            "acc[i] += grad[i] for every i below n: gradients in bf16, the sum in fp32, one thread"
+            " per element. as_float(grad[i]) reads a bf16. Expected: two lines."
         ),
-        kernel_exercise(
-            "accumulate4",
-            task=(
-                "acc[i] += grad[i] for every i below n; thread t takes elements 4t to 4t + 3. n "
-                "need not be a multiple of four. Expected: one line, or ten with wide accesses."
-            ),
-            params=("float* acc", "const bf16* grad", "long long n"),
-            stub="// your lines",
-            hint=(
-                "A loop over k = 0 .. 3 with the guard inside it is right for every n. With fewer "
-                "reads: reinterpret_cast<float4*>(acc + first) reads four sums at once where all "
-                "four exist, a uint2 four bf16 (low_as_float and high_as_float take a half each); "
-                "the loop is for the tail."
-            ),
-            solution=_FOUR
+        params="float* acc, const bf16* grad, long long n",
+        stub="// your two lines",
+        hint=(
+            "A 64-bit index: (long long)blockIdx.x * blockDim.x + threadIdx.x. The sum stays a "
+            "float: nothing is rounded to bf16."
+        ),
+        solution=LONG_INDEX + "if (i < n) acc[i] += as_float(grad[i]);",
+        wrong_answers={
+            "no guard": LONG_INDEX + "acc[i] += as_float(grad[i]);",
+            "one too many": LONG_INDEX + "if (i <= n) acc[i] += as_float(grad[i]);",
+            "overwrites": LONG_INDEX + "if (i < n) acc[i] = as_float(grad[i]);",
+            "sum kept in bf16": LONG_INDEX
+            + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
+            "bits taken as a number": LONG_INDEX + "if (i < n) acc[i] += grad[i].bits;",
+            "subtracts": LONG_INDEX + "if (i < n) acc[i] -= as_float(grad[i]);",
+            "adds twice": (" acc", " for (int k = 0; k < 2; k++) acc"),
+            "first thread returns": ("(i", "(threadIdx.x == 0) return;\nif (i"),
+            "neighbour's gradient": ("grad[i", "grad[n - 1 - i"),
+        },
+        data=_accumulate_case,
+    ),
+    kernel_exercise(
+        "accumulate4",
+        task=(
+            "acc[i] += grad[i] for every i below n; thread t takes elements 4t to 4t + 3. n need "
+            "not be a multiple of four. Expected: one line, or ten with wide accesses."
+        ),
+        params="float* acc, const bf16* grad, long long n",
+        stub="// your lines",
+        hint=(
+            "A loop over k = 0 .. 3 with the guard inside it is right for every n. With fewer "
+            "reads: reinterpret_cast<float4*>(acc + first) reads four sums at once where all four "
+            "exist, a uint2 four bf16 (low_as_float and high_as_float take a half each); the loop "
+            "is for the tail."
+        ),
+        solution=_FOUR
+        + (
+            "if (first + 4 <= n) {\n"
+            "    float4* out = reinterpret_cast<float4*>(acc + first);\n"
+            "    float4 a = *out;\n"
+            "    uint2 g = *reinterpret_cast<const uint2*>(grad + first);      // four bf16"
+            " in eight bytes\n"
+            "    float4 b = make_float4(low_as_float(g.x), high_as_float(g.x), "
+            "low_as_float(g.y), high_as_float(g.y));\n"
+            "    *out = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);\n"
+            "} else {\n"
+            "    for (long long i = first; i < n; i++) acc[i] += as_float(grad[i]);\n"
+            "}"
+        ),
+        wrong_answers={
+            "ignores the tail": _FOUR
             + (
-                "if (first + 4 <= n) {\n"
-                "    float4* out = reinterpret_cast<float4*>(acc + first);\n"
-                "    float4 a = *out;\n"
-                "    uint2 g = *reinterpret_cast<const uint2*>(grad + first);      // four bf16"
-                " in eight bytes\n"
-                "    float4 b = make_float4(low_as_float(g.x), high_as_float(g.x), "
-                "low_as_float(g.y), high_as_float(g.y));\n"
-                "    *out = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);\n"
-                "} else {\n"
-                "    for (long long i = first; i < n; i++) acc[i] += as_float(grad[i]);\n"
-                "}"
+                "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += "
+                "as_float(grad[first + k]);"
             ),
-            wrong_answers={
-                "ignores the tail": _FOUR
-                + (
-                    "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += "
-                    "as_float(grad[first + k]);"
-                ),
-                "guards the first only": _FOUR
-                + (
-                    "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += "
-                    "as_float(grad[first + k]);"
-                ),
-                "wrong stride": (
-                    "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
-                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
-                    "as_float(grad[first + k]);"
-                ),
-                "three of four": _FOUR
-                + (
-                    "for (int k = 0; k < 3; k++) if (first + k < n) acc[first + k] += "
-                    "as_float(grad[first + k]);"
-                ),
-                "one too many": _FOUR
-                + (
-                    "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += "
-                    "as_float(grad[first + k]);"
-                ),
-                "overwrites": _FOUR
-                + (
-                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] = "
-                    "as_float(grad[first + k]);"
-                ),
-                "halves swapped": _FOUR
-                + (
-                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
-                    "as_float(grad[(first + k) ^ 1]);"
-                ),
-            },
-            cheats={
-                "one thread": (
-                    "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
-                    "for (long long i = 0; i < n; i++) acc[i] += as_float(grad[i]);"
-                ),
-                "one element at a time": _FOUR
-                + (
-                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
-                    "as_float(grad[first + k]);"
-                ),
-            },
-            data=_accumulate_case,
-            per_thread=4,
+            "guards the first only": _FOUR
+            + (
+                "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += "
+                "as_float(grad[first + k]);"
+            ),
+            "wrong stride": (
+                "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+                "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
+                "as_float(grad[first + k]);"
+            ),
+            "three of four": _FOUR
+            + (
+                "for (int k = 0; k < 3; k++) if (first + k < n) acc[first + k] += "
+                "as_float(grad[first + k]);"
+            ),
+            "one too many": _FOUR
+            + (
+                "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += "
+                "as_float(grad[first + k]);"
+            ),
+            "overwrites": _FOUR
+            + (
+                "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] = "
+                "as_float(grad[first + k]);"
+            ),
+            "halves swapped": _FOUR
+            + (
+                "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
+                "as_float(grad[(first + k) ^ 1]);"
+            ),
+        },
+        data=_accumulate_case,
+        per_thread=4,
+    ),
+    python_exercise(
+        "token_mean",
+        task=(
+            "means: a list of tensors, each the mean gradient over the tokens of one micro-batch; "
+            "counts: how many tokens each has. Return the mean over all tokens, in fp32. A "
+            "micro-batch without tokens has a mean of NaN, and must not matter; a NaN of one with "
+            "tokens stays NaN. Expected: three to five lines."
         ),
-        Exercise(
-            "token_mean",
-            task=(
-                "means: a list of tensors, each the mean gradient over the tokens of one "
-                "micro-batch; counts: how many tokens each has. Return the mean over all "
-                "tokens, in fp32. A micro-batch without tokens has a mean of NaN, and must not "
-                "matter; a NaN of one with tokens stays NaN. Expected: three to five lines."
-            ),
-            stub=code(
-                """
-                def token_mean(means, counts):
-                    return sum(means) / len(means)          # right only when all counts are equal
-                """
-            ),
-            hint=(
-                "A mean times its count is a sum again. Add the sums in fp32, and divide once, "
-                "by all tokens. NaN times 0 is NaN: leave empty ones out."
-            ),
-            solution=code(
-                """
-                def token_mean(means, counts):
-                    total = torch.zeros_like(means[0], dtype=torch.float32)
-                    for mean, count in zip(means, counts):
-                        if count:
-                            total += mean.float() * count
-                    return total / sum(counts)
-                """
-            ),
-            wrong_answers={
-                "mean of means": code(
-                    """
-                    def token_mean(means, counts):
-                        return sum(m.float() for m in means) / len(means)
-                    """
-                ),
-                "empty micro-batch counts": code(
-                    """
-                    def token_mean(means, counts):
-                        return sum(m.float() * c for m, c in zip(means, counts)) / sum(counts)
-                    """
-                ),
-                "every NaN hidden": code(
-                    """
-                    def token_mean(means, counts):
-                        total = sum(m.float().nan_to_num() * c for m, c in zip(means, counts))
-                        return total / sum(counts)
-                    """
-                ),
-                "not divided": code(
-                    """
-                    def token_mean(means, counts):
-                        return sum(m.float() * c for m, c in zip(means, counts) if c)
-                    """
-                ),
-                "divided by micro-batches": code(
-                    """
-                    def token_mean(means, counts):
-                        return sum(m.float() * c for m, c in zip(means, counts) if c) / len(counts)
-                    """
-                ),
-                "summed in bf16": code(
-                    """
-                    def token_mean(means, counts):
-                        total = torch.zeros_like(means[0])
-                        for m, c in zip(means, counts):
-                            if c:
-                                total += m * c
-                        return total / sum(counts)
-                    """
-                ),
-                "first micro-batch only": code(
-                    """
-                    def token_mean(means, counts):
-                        return means[0].float() * counts[0] / sum(counts)
-                    """
-                ),
-            },
-            cheats={
-                "element by element": code(
-                    """
-                    def token_mean(means, counts):
-                        total = torch.zeros(len(means[0]))
-                        for mean, count in zip(means, counts):
-                            if count:
-                                for i in range(len(total)):
-                                    total[i] += mean[i].float() * count
-                        return total / sum(counts)
-                    """
-                ),
-            },
-            cases=_token_mean_cases,
-            explain=_nan_misplaced,
+        params="means, counts",
+        stub="return sum(means) / len(means)          # right only when all counts are equal",
+        hint=(
+            "A mean times its count is a sum again. Add the sums in fp32, and divide once, by all "
+            "tokens. NaN times 0 is NaN: leave empty ones out."
         ),
-    ]
-}
+        solution="""
+total = torch.zeros_like(means[0], dtype=torch.float32)
+for mean, count in zip(means, counts):
+    if count:
+        total += mean.float() * count
+return total / sum(counts)""",
+        wrong_answers={
+            "mean of means": "return sum(m.float() for m in means) / len(means)",
+            "empty micro-batch counts": ("if count:", "if True:"),
+            "every NaN hidden": ("mean.float()", "mean.float().nan_to_num()"),
+            "not divided": ("total / sum(counts)", "total"),
+            "divided by micro-batches": ("sum(counts)", "len(counts)"),
+            "summed in bf16": (", dtype=torch.float32", "", "mean.float()", "mean"),
+            "first micro-batch only": "return means[0].float() * counts[0] / sum(counts)",
+        },
+        cases=_token_mean_cases,
+        explain=_nan_misplaced,
+    ),
+]

@@ -11,8 +11,8 @@ differs has read what it was to write.
 Kernels run on the CPU with every access checked (simt), so that an error is named with its line and
 its thread. On a GPU they run there as well, after the small sizes on the CPU: a kernel that leaves
 its tensors or does not end is stopped before it reaches the GPU. Without a C++ compiler a GPU runs
-them unchecked; without a GPU too a kernel is only compiled, for every architecture, and the result
-is neither right nor wrong, and says so. A function that is to be captured is recorded on a tape,
+them unchecked; without a GPU too a kernel is only compiled, and the result is neither right nor
+wrong, and says so. A function that is to be captured is recorded on a tape,
 with or without a GPU.
 
 A right answer is compared with the solution: the accesses of a traced run, the operations of torch,
@@ -31,12 +31,11 @@ import torch
 
 from ... import simt
 from ...backends import backend, default_device, find_compiler, use_backend
-from ...compiler import Kernel, nvrtc, parameters_differ
+from ...compiler import Kernel, parameters_differ
 from ...compiler import compile as compile_kernel
 from ...errors import ArgumentError, GpuaccelError, KernelError
 from ...source import signature, without_comments
 from ..figures.drawing import plural
-from ..magics import why_outdated
 from ..sentences import first_wrong, is_rounding, number
 from . import costs
 from .exercises import BLOCK, UNWRITTEN
@@ -53,7 +52,6 @@ SECONDS = 5.0
 SECONDS_LARGE = 10.0
 # seconds that the host waits for a launch on a GPU
 SECONDS_GPU = 20.0
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def check(name: str, answer: Kernel | Callable, *, seed: int | None = None) -> Result:
@@ -86,8 +84,6 @@ def check(name: str, answer: Kernel | Callable, *, seed: int | None = None) -> R
                 f"exercise {name!r} takes a kernel made with %%cuda or ga.compile, "
                 f"got {type(answer).__name__}"
             )
-        if why := why_outdated(answer):
-            return Result(name, None, f"not judged: {why}. Mend that cell, run it, check again.")
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
@@ -117,23 +113,13 @@ def _kind(param):
 
 
 def _compile_only(task, kernel) -> Result:
-    """Compile for every architecture that NVRTC knows."""
-    archs = [arch for arch in ARCHS if arch in nvrtc.library().archs]
-    registers = []
-    for arch in archs:
-        try:
-            registers.append(kernel.resources(arch).registers)
-        except GpuaccelError as error:
-            return Result(task.name, False, f"does not compile for {arch}: {error}")
-    least, most = min(registers), max(registers)
-    span = f"{least}" if least == most else f"{least} to {most}"
-    outcome = f"{archs[0]} to {archs[-1]}: the parameters are right, {span} registers"
     reason = f"{backend().reason}; {find_compiler()[1]}"
+    registers = kernel.resources().registers
     return Result(
         task.name,
         None,
         f"compiled, not run. Running it needs a GPU or a C++ compiler: {reason}.",
-        [(None, f"{len(archs)} architectures", outcome)],
+        [(None, "compiled", f"the parameters are right, {registers} registers")],
     )
 
 
@@ -178,11 +164,11 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
             late = [report for report in error.reports if report.kind == "time limit"]
             if late:
                 outcome = f"stopped in line {late[0].line}"
-                end = _stopped(lines, seed, n, seconds)
+                end = _stopped(n, seconds)
         except _StillRunning:
             passed, outcome = False, "the GPU was still running it"
             end = (
-                f"{_stopped(lines, seed, n, SECONDS_GPU)} "
+                f"{_stopped(n, SECONDS_GPU)} "
                 "The GPU works on it until you restart the notebook's kernel."
             )
         except GpuaccelError as error:
@@ -202,16 +188,10 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
     return replace(result, launch=_picture(task, kernel, seed))
 
 
-def _stopped(lines, seed, n, seconds) -> str:
-    """The summary of a kernel that was stopped at n elements, after the trials of `lines`."""
-    wrong = sum(not passed for passed, _, _ in lines)
-    start = "right for every smaller size, but " if lines else "not yet: "
-    if wrong:
-        verb = "is" if wrong == 1 else "are"
-        sizes = plural(len(lines), "smaller size")
-        start = f"not yet: {wrong} of {sizes} {verb} wrong (seed {seed}), and "
+def _stopped(n, seconds) -> str:
+    """The summary of a kernel that was stopped at n elements."""
     why = f"it was stopped after {seconds:g} s: too slow, or a loop without an end."
-    return f"{start}with {plural(n, 'element')} {why}"
+    return f"not yet: with {plural(n, 'element')} {why}"
 
 
 def _report_words(report) -> str:
@@ -340,8 +320,7 @@ def _with_cost(result, task, kernel, seed) -> Result:
     if mine is None or theirs is None:
         return with_remarks(result, of_source)
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
-    sentences = [*_note_words(mine), *of_source, *_writes_back(task, kernel, seed)]
-    sentences += costs.remarks(my_cost, their_cost)
+    sentences = [*_note_words(mine), *of_source, *costs.remarks(my_cost, their_cost)]
     return with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
 
@@ -358,25 +337,11 @@ def _note_words(trace) -> list[str]:
     return [f"line {note.line}: {note.message}{_NOTES[kind]}" for kind, note in notes.items()]
 
 
-def _writes_back(task, kernel, seed) -> list[str]:
-    """A sentence where a kernel writes what is there already, and nothing was to be written."""
-    for n in SIZES:
-        case = task.data(n, torch.Generator().manual_seed(seed)) if n <= SMALL_SIZE else None
-        if case is None or case.expected is not case.out:
-            continue
-        trace = _trace(task, kernel, seed, n)
-        count = costs.cost_of(trace).writes if trace else 0
-        if count:
-            where = f"{count:,} elements where none should be ({case.label})"
-            return [f"it writes {where}, each with what it held"]
-    return []
-
-
-def _trace(task, kernel, seed, n=COST_SIZE) -> simt.Trace | None:
+def _trace(task, kernel, seed) -> simt.Trace | None:
     """The trace of a small launch; None where the CPU cannot run the kernel."""
     if find_compiler()[0] is None:
         return None
-    launch, arguments = _small_launch(task, kernel, n, seed)
+    launch, arguments = _small_launch(task, kernel, COST_SIZE, seed)
     try:
         with simt.checked(True, seconds=SECONDS):
             return simt.trace(launch, *arguments)

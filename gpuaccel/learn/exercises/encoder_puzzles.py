@@ -6,7 +6,7 @@ import torch
 
 from ...ops import reference_encoder, reference_round
 from ..figures.drawing import plural
-from .exercises import INDEX, Case, kernel_exercise, normal, unwritten, whole_number
+from .exercises import GUARDED, INDEX, Case, kernel_exercise, normal, unwritten, whole_number
 
 # A token like the poison around a check's tensors, so that a read in front of them is seen.
 POISON = 65_000
@@ -126,18 +126,16 @@ dwte[i] = sum;"""
 
 
 _BITS = (
-    INDEX
-    + """if (i >= n) return;
-unsigned bits = __float_as_uint(x[i]);
+    GUARDED
+    + """unsigned bits = __float_as_uint(x[i]);
 if (isnan(x[i])) out[i] = as_bf16(x[i]);
 else out[i].bits = (bits + noise[i]) >> 16;"""
 )
 
 
 _SAFE = (
-    INDEX
-    + """if (i >= n) return;
-int token = tokens[i / C];
+    GUARDED
+    + """int token = tokens[i / C];
 if (token < 0 || token >= vocab) out[i] = __uint_as_float(0x7fc00000u);
 else out[i] = wte[token * C + i % C];"""
 )
@@ -147,157 +145,130 @@ _REST = "else out[i].bits = (bits + noise[i]) >> 16;"
 _CUT = "out[i].bits = bits >> 16;"
 
 
-EXERCISES = {
-    e.name: e
-    for e in [
-        kernel_exercise(
-            "run_starts",
-            task=(
-                "tokens: (n) sorted. starts[i] = 1 where a run of equal tokens begins, else 0; "
-                "one thread per place. Expected: two lines."
-            ),
-            params=("int* starts", "const int* tokens", "int n"),
-            stub="// your two lines",
-            hint=(
-                "A run begins where the token before is another one. In front of place 0 there "
-                "is none, so ask i == 0 first: `||` is C's `or`, and it does not look at the right "
-                "side when the left side is true."
-            ),
-            solution=_STARTS.format("i == 0 || tokens[i - 1] != tokens[i]"),
-            wrong_answers={
-                "no guard": INDEX + "starts[i] = i == 0 || tokens[i - 1] != tokens[i];",
-                "looks in front of the first": _STARTS.format("tokens[i - 1] != tokens[i]"),
-                "forgets the first": _STARTS.format("i > 0 && tokens[i - 1] != tokens[i]"),
-                "marks the ends": _STARTS.format("i == n - 1 || tokens[i + 1] != tokens[i]"),
-                "adds to what was there": INDEX
-                + "if (i < n) starts[i] += i == 0 || tokens[i - 1] != tokens[i];",
-                "all of them begin": _STARTS.format("1"),
-                "each block begins anew": _STARTS.format(
-                    "threadIdx.x == 0 || tokens[i - 1] != tokens[i]"
-                ),
-                "only upwards by one": _STARTS.format("i == 0 || tokens[i - 1] + 1 == tokens[i]"),
-                "the wrong way round": _STARTS.format("i > 0 && tokens[i - 1] == tokens[i]"),
-            },
-            data=_run_starts_case,
+EXERCISES = [
+    kernel_exercise(
+        "run_starts",
+        task=(
+            "tokens: (n) sorted. starts[i] = 1 where a run of equal tokens begins, else 0; one "
+            "thread per place. Expected: two lines."
         ),
-        kernel_exercise(
-            "embedding_gradient",
-            task=(
-                "dwte[i] is channel i % C of token i / C: the sum of channel i % C of the rows of "
-                "dout whose token that is, first row first, so that it is bit-identical in every "
-                "run. A token without a row gets 0. One thread per sum. Expected: six lines."
-            ),
-            params=(
-                "float* dwte",
-                "const float* dout",
-                "const int* tokens",
-                "int rows",
-                "int C",
-                "int n",
-            ),
-            stub="// dwte[i] is channel i % C of token i / C\n// your lines",
-            hint=(
-                "A loop over all rows: where tokens[row] is the thread's token, add "
-                "dout[row * C + i % C] to a float of the thread's own. Write it once, at the end."
-            ),
-            solution=_IN_ORDER,
-            wrong_answers={
-                "no guard": _IN_ORDER.replace("if (i >= n) return;\n", ""),
-                "last row first": _IN_ORDER.replace(
-                    "int row = 0; row < rows; row++", "int row = rows - 1; row >= 0; row--"
-                ),
-                "one too few": _IN_ORDER.replace("row < rows", "row < rows - 1"),
-                "one too many": _IN_ORDER.replace("row < rows", "row <= rows"),
-                "the last row only": _IN_ORDER.replace("sum += dout", "sum = dout"),
-                "every row": _IN_ORDER.replace("if (tokens[row] == i / C) ", ""),
-                "the first channel": _IN_ORDER.replace("row * C + i % C", "row * C"),
-                "token and channel exchanged": _IN_ORDER.replace("i / C", "i % C").replace(
-                    "row * C + i % C", "row * C + i / C"
-                ),
-                "adds to what was there": _IN_ORDER.replace("dwte[i] = sum", "dwte[i] += sum"),
-                "in double precision": _IN_ORDER.replace("float sum = 0.0f", "double sum = 0"),
-                "atomics": (
-                    INDEX + "if (i < rows * C) "
-                    "atomicAdd(&dwte[tokens[i / C] * C + i % C], dout[i]);"
-                ),
-            },
-            data=_embedding_gradient_case,
+        params="int* starts, const int* tokens, int n",
+        stub="// your two lines",
+        hint=(
+            "A run begins where the token before is another one. In front of place 0 there is "
+            "none, so ask i == 0 first: `||` is C's `or`, and it does not look at the right side "
+            "when the left side is true."
         ),
-        kernel_exercise(
-            "stochastic",
-            task=(
-                "out[i] = x[i] in bf16, rounded at random: add noise[i], 16 random bits, to the"
-                " bits of x[i], and keep the upper 16. NaN stays NaN. "
-                "Expected: five lines, without as_bf16_stochastic."
-            ),
-            params=("bf16* out", "const float* x", "const int* noise", "int n"),
-            stub="// your lines",
-            hint=(
-                "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Add "
-                "the noise to the bits, then >> 16: the larger the lower half, the more often it "
-                "carries. Where isnan(x[i]), as_bf16(x[i]) keeps the NaN."
-            ),
-            solution=_BITS,
-            wrong_answers={
-                "no guard": _BITS.replace("if (i >= n) return;\n", ""),
-                "to the nearest": INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
-                "adds to what was there": _BITS.replace(_REST, _REST.replace(" = (", " += (")),
-                "cuts off": _BITS.replace(_REST, f"else {_CUT}"),
-                "keeps the lower half": _BITS.replace(" >> 16", ""),
-                "always up": _BITS.replace(_REST, "else out[i].bits = (bits + 0xffff) >> 16;"),
-                "a bit of noise too few": _BITS.replace("noise[i]", "(noise[i] & 0x7fff)"),
-                "a bit of noise too many": _BITS.replace("noise[i]", "2 * noise[i]"),
-                "rounds twice": _BITS.replace(
-                    _REST, "else out[i] = as_bf16(__uint_as_float(bits + noise[i]));"
-                ),
-                "the same noise for all": _BITS.replace("noise[i]", "noise[0]"),
-                "adds a number": _BITS.replace(
-                    _REST, "else out[i] = as_bf16(x[i] + noise[i] / 65536.0f);"
-                ),
-                "NaN carries over": INDEX
-                + "if (i < n) out[i].bits = (__float_as_uint(x[i]) + noise[i]) >> 16;",
-                "NaN is cut off": _BITS.replace("out[i] = as_bf16(x[i]);", _CUT),
-                "infinity becomes NaN": _BITS.replace("isnan(x[i])", "isnan(x[i] - x[i])").replace(
-                    "as_bf16(x[i])", "as_bf16(x[i] - x[i])"
-                ),
-            },
-            data=_stochastic_case,
+        solution=_STARTS.format("i == 0 || tokens[i - 1] != tokens[i]"),
+        wrong_answers={
+            "no guard": INDEX + "starts[i] = i == 0 || tokens[i - 1] != tokens[i];",
+            "looks in front of the first": _STARTS.format("tokens[i - 1] != tokens[i]"),
+            "forgets the first": _STARTS.format("i > 0 && tokens[i - 1] != tokens[i]"),
+            "marks the ends": _STARTS.format("i == n - 1 || tokens[i + 1] != tokens[i]"),
+            "adds to what was there": ("] =", "] +="),
+            "all of them begin": _STARTS.format("1"),
+            "each block begins anew": ("= i ", "= threadIdx.x "),
+            "only upwards by one": _STARTS.format("i == 0 || tokens[i - 1] + 1 == tokens[i]"),
+            "the wrong way round": _STARTS.format("i > 0 && tokens[i - 1] == tokens[i]"),
+        },
+        data=_run_starts_case,
+    ),
+    kernel_exercise(
+        "embedding_gradient",
+        task=(
+            "dwte[i] is channel i % C of token i / C: the sum of channel i % C of the rows of dout"
+            " whose token that is, first row first, so that it is bit-identical in every run. A "
+            "token without a row gets 0. One thread per sum. Expected: six lines."
         ),
-        kernel_exercise(
-            "safe_rows",
-            task=(
-                "tokens: one per row. out[i] = element i % C of row `token` of wte (vocab, C), "
-                "where token is tokens[i / C]; NaN where there is no such row. A token out of "
-                "range never becomes an address. Expected: four lines."
-            ),
-            params=("float* out", "const float* wte", "const int* tokens")
-            + ("int vocab", "int C", "int n"),
-            stub="const float NaN = __uint_as_float(0x7fc00000u);\n// your lines",
-            hint=(
-                "The rows are 0 to vocab - 1: a token can be below 0 or too large. Ask "
-                "first, and read wte in the other branch only."
-            ),
-            solution=_SAFE,
-            wrong_answers={
-                "no guard": _SAFE.replace("if (i >= n) return;\n", ""),
-                "trusts the tokens": _SAFE.replace("token < 0 || token >= vocab", "false"),
-                "forgets below zero": _SAFE.replace("token < 0 || ", ""),
-                "forgets above": _SAFE.replace(" || token >= vocab", ""),
-                "one too many": _SAFE.replace(">= vocab", "> vocab"),
-                "one too few": _SAFE.replace(">= vocab", ">= vocab - 1"),
-                "token 0 does not exist": _SAFE.replace("token < 0", "token <= 0"),
-                "0 instead of NaN": _SAFE.replace("__uint_as_float(0x7fc00000u)", "0.0f"),
-                "row 0 instead of NaN": _SAFE.replace(
-                    "out[i] = __uint_as_float(0x7fc00000u);", "out[i] = wte[i % C];"
-                ),
-                "leaves it alone": _SAFE.replace(
-                    "out[i] = __uint_as_float(0x7fc00000u);", "return;"
-                ),
-                "adds to what was there": _SAFE.replace("else out[i] =", "else out[i] +="),
-                "NaN everywhere": INDEX + "if (i < n) out[i] = __uint_as_float(0x7fc00000u);",
-                "a token per element": _SAFE.replace("tokens[i / C]", "tokens[i % (n / C)]"),
-            },
-            data=_safe_rows_case,
+        params="float* dwte, const float* dout, const int* tokens, int rows, int C, int n",
+        stub="// dwte[i] is channel i % C of token i / C\n// your lines",
+        hint=(
+            "A loop over all rows: where tokens[row] is the thread's token, add dout[row * C + i %"
+            " C] to a float of the thread's own. Write it once, at the end."
         ),
-    ]
-}
+        solution=_IN_ORDER,
+        wrong_answers={
+            "no guard": ("if (i >= n) return;\n", ""),
+            "last row first": (
+                "int row = 0; row < rows; row++",
+                "int row = rows - 1; row >= 0; row--",
+            ),
+            "one too few": ("row < rows", "row < rows - 1"),
+            "one too many": ("row < rows", "row <= rows"),
+            "the last row only": ("sum += dout", "sum = dout"),
+            "every row": ("if (tokens[row] == i / C) ", ""),
+            "the first channel": ("row * C + i % C", "row * C"),
+            "adds to what was there": ("dwte[i] = sum", "dwte[i] += sum"),
+            "in double precision": ("float sum = 0.0f", "double sum = 0"),
+            "atomics": (
+                INDEX + "if (i < rows * C) atomicAdd(&dwte[tokens[i / C] * C + i % C], dout[i]);"
+            ),
+        },
+        data=_embedding_gradient_case,
+    ),
+    kernel_exercise(
+        "stochastic",
+        task=(
+            "out[i] = x[i] in bf16, rounded at random: add noise[i], 16 random bits, to the bits "
+            "of x[i], and keep the upper 16. NaN stays NaN. Expected: five lines, without "
+            "as_bf16_stochastic."
+        ),
+        params="bf16* out, const float* x, const int* noise, int n",
+        stub="// your lines",
+        hint=(
+            "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Add the noise to"
+            " the bits, then >> 16: the larger the lower half, the more often it carries. Where "
+            "isnan(x[i]), as_bf16(x[i]) keeps the NaN."
+        ),
+        solution=_BITS,
+        wrong_answers={
+            "no guard": ("if (i >= n) return;\n", ""),
+            "to the nearest": INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
+            "adds to what was there": (_REST, _REST.replace(" = (", " += (")),
+            "cuts off": (_REST, f"else {_CUT}"),
+            "keeps the lower half": (" >> 16", ""),
+            "always up": (_REST, "else out[i].bits = (bits + 0xffff) >> 16;"),
+            "a bit of noise too few": ("noise[i]", "(noise[i] & 0x7fff)"),
+            "rounds twice": (_REST, "else out[i] = as_bf16(__uint_as_float(bits + noise[i]));"),
+            "the same noise for all": ("noise[i]", "noise[0]"),
+            "NaN carries over": INDEX
+            + "if (i < n) out[i].bits = (__float_as_uint(x[i]) + noise[i]) >> 16;",
+            "NaN is cut off": ("out[i] = as_bf16(x[i]);", _CUT),
+            "infinity becomes NaN": (
+                "isnan(x[i])",
+                "isnan(x[i] - x[i])",
+                "as_bf16(x[i])",
+                "as_bf16(x[i] - x[i])",
+            ),
+        },
+        data=_stochastic_case,
+    ),
+    kernel_exercise(
+        "safe_rows",
+        task=(
+            "tokens: one per row. out[i] = element i % C of row `token` of wte (vocab, C), where "
+            "token is tokens[i / C]; NaN where there is no such row. A token out of range never "
+            "becomes an address. Expected: four lines."
+        ),
+        params="float* out, const float* wte, const int* tokens, int vocab, int C, int n",
+        stub="const float NaN = __uint_as_float(0x7fc00000u);\n// your lines",
+        hint=(
+            "The rows are 0 to vocab - 1: a token can be below 0 or too large. Ask first, and read"
+            " wte in the other branch only."
+        ),
+        solution=_SAFE,
+        wrong_answers={
+            "no guard": ("if (i >= n) return;\n", ""),
+            "trusts the tokens": ("token < 0 || token >= vocab", "false"),
+            "forgets below zero": ("token < 0 || ", ""),
+            "forgets above": (" || token >= vocab", ""),
+            "one too many": (">= vocab", "> vocab"),
+            "token 0 does not exist": ("token < 0", "token <= 0"),
+            "0 instead of NaN": ("__uint_as_float(0x7fc00000u)", "0.0f"),
+            "leaves it alone": ("out[i] = __uint_as_float(0x7fc00000u);", "return;"),
+            "adds to what was there": ("else out[i] =", "else out[i] +="),
+            "NaN everywhere": INDEX + "if (i < n) out[i] = __uint_as_float(0x7fc00000u);",
+        },
+        data=_safe_rows_case,
+    ),
+]

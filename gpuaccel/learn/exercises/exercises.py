@@ -8,7 +8,7 @@ solution passes and that each known-wrong answer fails.
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +16,11 @@ BLOCK = 256  # threads per block in every check
 # What `out` holds before a launch where it cannot hold NaN, or where NaN is a result.
 UNWRITTEN = -1
 
-# The first line of many kernels: a thread's element.
+# The first lines of many kernels: a thread's element, and what is often wrong with the guard.
 INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 LONG_INDEX = "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+GUARDED = INDEX + "if (i >= n) return;\n"
+WRONG_GUARDS = {"no guard": ("if (i >= n) return;\n", ""), "one too many": ("i >= n", "i > n")}
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,9 @@ class Exercise:
         cases: of a Python function: cases(generator) -> (label, arguments, expected tensor) for
             each trial.
         turns: of a Python function that is captured: turns(generator) -> Turns for each trial.
-        on_device: of a Python function: no number may be read on the host.
+        on_device: of a Python function: the host may not wait for a number.
         explain: of a Python function: explain(arguments, result) -> what is wrong with a tensor, in
             a sentence without a full stop, or "".
-        cheats: what passes and is not what was asked -> such an answer; its result says so in a
-            remark.
     """
 
     name: str
@@ -108,7 +108,6 @@ class Exercise:
     turns: Callable | None = None
     on_device: bool = False
     explain: Callable | None = None
-    cheats: dict[str, str] = field(default_factory=dict)
 
     @property
     def with_sum(self) -> bool:
@@ -116,36 +115,46 @@ class Exercise:
         return re.search(r"\b(sums?|added)\b", self.task) is not None
 
 
-def kernel_exercise(
-    name, task, params, stub, hint, solution, wrong_answers, data, per_thread=1, cheats=None
-) -> Exercise:
+def kernel_exercise(name, task, params, stub, hint, solution, wrong_answers, **trials) -> Exercise:
     """An exercise whose answer is a kernel.
 
     Args:
-        stub, solution, wrong_answers, cheats: bodies of the kernel
+        params: as they stand in the kernel's first line.
+        stub, solution: bodies of the kernel.
+        wrong_answers: what is wrong -> a body, or edits of the solution: (old, new, ...).
+        **trials: how it is tried, see Exercise.
     """
+    source = f"__global__ void {name}({params})\n{{\n{{}}\n}}\n"
+    bodies = _bodies(source, stub, solution, wrong_answers)
+    return Exercise(name, task, hint=hint, **bodies, params=tuple(params.split(", ")), **trials)
 
-    def source(body):
-        lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
-        return f"__global__ void {name}({', '.join(params)})\n{{\n{lines}\n}}\n"
 
-    return Exercise(
-        name,
-        task,
-        source(stub),
-        hint,
-        source(solution),
-        {what: source(body) for what, body in wrong_answers.items()},
-        params,
-        per_thread,
-        data,
-        cheats={what: source(body) for what, body in (cheats or {}).items()},
+def python_exercise(name, task, params, stub, hint, solution, wrong_answers, **trials) -> Exercise:
+    """An exercise whose answer is a Python function.
+
+    Args:
+        params: of the function, as they stand in its first line.
+        stub, solution, wrong_answers: as in kernel_exercise.
+    """
+    source = f"def {name}({params}):\n{{}}\n"
+    bodies = _bodies(source, stub, solution, wrong_answers)
+    return Exercise(name, task, hint=hint, **bodies, **trials)
+
+
+def _bodies(source, stub, solution, wrong_answers) -> dict:
+    def whole(body):
+        if isinstance(body, tuple):
+            edits, body = body, solution
+            for old, new in zip(edits[::2], edits[1::2]):
+                assert old in body, (old, body)
+                body = body.replace(old, new)
+        return source.replace("{}", textwrap.indent(body.strip("\n"), "    "))
+
+    return dict(
+        stub=whole(stub),
+        solution=whole(solution),
+        wrong_answers={what: whole(body) for what, body in wrong_answers.items()},
     )
-
-
-def code(text: str) -> str:
-    """Python source that is indented in an exercise's definition."""
-    return textwrap.dedent(text).lstrip("\n")
 
 
 def normal(n, generator, dtype=torch.float32) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .exercises import Exercise, Turns, code, normal
+from .exercises import Turns, normal, python_exercise
 
 
 def _weights(n, generator):
@@ -64,183 +64,85 @@ def _decay_turns(generator):
         )
 
 
-def _decay(lr):
-    """An answer with this learning rate."""
-    return (
-        "def decay(weight, grad, count, steps):\n"
-        f"    lr = {lr}\n"
-        "    weight -= lr * grad\n"
-        "    count += 1\n"
-    )
-
-
-EXERCISES = {
-    e.name: e
-    for e in [
-        Exercise(
-            "guarded",
-            task=(
-                "One step that can be captured: return weight - 0.1 * grad where loss is at "
-                "most limit, else weight as it is (also when the loss is NaN). weight, grad: "
-                "(n) fp32, loss: () fp32, limit: a number. Expected: one line."
-            ),
-            stub=code(
-                """
-                def guarded(weight, grad, loss, limit):
-                    if not loss.item() <= limit:
-                        return weight.clone()
-                    return weight - 0.1 * grad
-                """
-            ),
-            hint=(
-                "A graph has no `if`: both outcomes are computed, and the device chooses one."
-                " torch.where(condition, a, b) chooses. Which of loss <= limit and loss > limit"
-                " is right for NaN? Both are false. And NaN times 0 is NaN."
-            ),
-            solution=code(
-                """
-                def guarded(weight, grad, loss, limit):
-                    return torch.where(loss <= limit, weight - 0.1 * grad, weight)
-                """
-            ),
-            wrong_answers={
-                "asks the host": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        if not loss.item() <= limit:
-                            return weight.clone()
-                        return weight - 0.1 * grad
-                    """
-                ),
-                "asks in other words": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        return weight - 0.1 * grad if loss <= limit else weight.clone()
-                    """
-                ),
-                "picks by a mask": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        out = weight.clone()
-                        chosen = (loss <= limit).expand_as(out)
-                        out[chosen] -= 0.1 * grad[chosen]
-                        return out
-                    """
-                ),
-                "NaN passes": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        return torch.where(loss > limit, weight, weight - 0.1 * grad)
-                    """
-                ),
-                "multiplies by 0 or 1": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        return weight - 0.1 * grad * (loss <= limit)
-                    """
-                ),
-                "the wrong way round": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        return torch.where(loss <= limit, weight, weight - 0.1 * grad)
-                    """
-                ),
-                "skips at the limit": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        return torch.where(loss < limit, weight - 0.1 * grad, weight)
-                    """
-                ),
-                "catches the error": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        try:
-                            if not loss.item() <= limit:
-                                return weight.clone()
-                        except Exception:
-                            pass
-                        return weight - 0.1 * grad
-                    """
-                ),
-                "adds into the weight of before": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        weight -= torch.where(loss <= limit, 0.1 * grad, weight)
-                        return weight
-                    """
-                ),
-                "never skips": code(
-                    """
-                    def guarded(weight, grad, loss, limit):
-                        return weight - 0.1 * grad
-                    """
-                ),
-            },
-            turns=_guarded_turns,
+EXERCISES = [
+    python_exercise(
+        "guarded",
+        task=(
+            "One step that can be captured: return weight - 0.1 * grad where loss is at most "
+            "limit, else weight as it is (also when the loss is NaN). weight, grad: (n) fp32, "
+            "loss: () fp32, limit: a number. Expected: one line."
         ),
-        Exercise(
-            "decay",
-            task=(
-                "A learning rate that falls under replay: 0.1 in the first step, where count is 0; "
-                "then on a straight line to 0 where count is `steps`; and 0 from there on. Change "
-                "weight in place by -lr * grad. count: () int64 on the device, 0 at first, one "
-                "more in each step; nobody else counts. Expected: three lines."
-            ),
-            stub=code(
-                """
-                def decay(weight, grad, count, steps):
-                    lr = 0.1
-                    weight -= lr * grad
-                    count += 1
-                """
-            ),
-            hint=(
-                "The line is 0.1 * (1 - count / steps)."
-                " Arithmetic with count gives a tensor, which each replay computes anew;"
-                " int(count) would ask the device for a number. And max() decides on the host:"
-                " what does the same to a tensor, on the device?"
-            ),
-            solution=code(
-                """
-                def decay(weight, grad, count, steps):
-                    lr = 0.1 * (1 - count / steps).clamp(min=0)
-                    weight -= lr * grad
-                    count += 1
-                """
-            ),
-            wrong_answers={
-                "a number": _decay("0.1 * max(0.0, 1 - int(count) / steps)"),
-                "frozen": _decay("0.1"),
-                "counts in Python": code(
-                    """
-                    def decay(weight, grad, count, steps, calls=[0]):
-                        weight -= 0.1 * max(0.0, 1 - calls[0] / steps) * grad
-                        calls[0] += 1
-                        count += 1
-                    """
-                ),
-                "adds": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("-=", "+="),
-                "whole numbers": _decay("0.1 * (1 - count // steps).clamp(min=0)"),
-                "below zero": _decay("0.1 * (1 - count / steps)"),
-                "one step late": _decay("0.1 * (1 - (count - 1) / steps).clamp(min=0, max=1)"),
-                "counts first": code(
-                    """
-                    def decay(weight, grad, count, steps):
-                        count += 1
-                        weight -= 0.1 * (1 - count / steps).clamp(min=0) * grad
-                    """
-                ),
-                "does not count": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace(
-                    "    count += 1\n", ""
-                ),
-                "counts another tensor": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace(
-                    "count += 1", "count = count + 1"
-                ),
-                "a new weight": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace(
-                    "weight -= lr * grad", "weight = weight - lr * grad"
-                ),
-            },
-            turns=_decay_turns,
+        params="weight, grad, loss, limit",
+        stub="if not loss.item() <= limit:\n    return weight.clone()\nreturn weight - 0.1 * grad",
+        hint=(
+            "A graph has no `if`: both outcomes are computed, and the device chooses one. "
+            "torch.where(condition, a, b) chooses. Which of loss <= limit and loss > limit is "
+            "right for NaN? Both are false. And NaN times 0 is NaN."
         ),
-    ]
-}
+        solution="return torch.where(loss <= limit, weight - 0.1 * grad, weight)",
+        wrong_answers={
+            "asks the host": ("loss <=", "torch.tensor(loss.item()) <="),
+            "asks in other words": "return weight - 0.1 * grad if loss <= limit else weight",
+            "picks by a mask": """
+out = weight.clone()
+chosen = (loss <= limit).expand_as(out)
+out[chosen] -= 0.1 * grad[chosen]
+return out""",
+            "NaN passes": "return torch.where(loss > limit, weight, weight - 0.1 * grad)",
+            "multiplies by 0 or 1": "return weight - 0.1 * grad * (loss <= limit)",
+            "the wrong way round": "return torch.where(loss <= limit, weight, weight - 0.1 * grad)",
+            "skips at the limit": ("<=", "<"),
+            "catches the error": """
+try:
+    if not loss.item() <= limit:
+        return weight.clone()
+except Exception:
+    pass
+return weight - 0.1 * grad""",
+            "adds into the weight of before": (
+                "return torch",
+                "weight -= torch",
+                "weight - 0.1 * grad, weight)",
+                "0.1 * grad, weight)\nreturn weight",
+            ),
+            "never skips": "return weight - 0.1 * grad",
+        },
+        turns=_guarded_turns,
+    ),
+    python_exercise(
+        "decay",
+        task=(
+            "A learning rate that falls under replay: 0.1 in the first step, where count is 0; "
+            "then on a straight line to 0 where count is `steps`; and 0 from there on. Change "
+            "weight in place by -lr * grad. count: () int64 on the device, 0 at first, one more in"
+            " each step; nobody else counts. Expected: three lines."
+        ),
+        params="weight, grad, count, steps",
+        stub="lr = 0.1\nweight -= lr * grad\ncount += 1",
+        hint=(
+            "The line is 0.1 * (1 - count / steps). Arithmetic with count gives a tensor, which "
+            "each replay computes anew; int(count) would ask the device for a number. And max() "
+            "decides on the host: what does the same to a tensor, on the device?"
+        ),
+        solution="""
+lr = 0.1 * (1 - count / steps).clamp(min=0)
+weight -= lr * grad
+count += 1""",
+        wrong_answers={
+            "a number": ("(1 - count / steps).clamp(min=0)", "max(0.0, 1 - int(count) / steps)"),
+            "frozen": (" * (1 - count / steps).clamp(min=0)", ""),
+            "adds": ("-=", "+="),
+            "whole numbers": ("count / steps", "count // steps"),
+            "below zero": (".clamp(min=0)", ""),
+            "one step late": (
+                "count / steps).clamp(min=0)",
+                "(count - 1) / steps).clamp(min=0, max=1)",
+            ),
+            "counts first": ("lr = ", "count += 1\nlr = ", "* grad\ncount += 1", "* grad"),
+            "does not count": ("\ncount += 1", ""),
+            "counts another tensor": ("count += 1", "count = count + 1"),
+            "a new weight": ("weight -= lr", "weight = weight - lr"),
+        },
+        turns=_decay_turns,
+    ),
+]

@@ -54,181 +54,147 @@ if (t == 0) out[blockIdx.x] = part[0];"""
 _BARRIER = "__syncthreads();"
 
 
-EXERCISES = {
-    e.name: e
-    for e in [
-        kernel_exercise(
-            "saxpy",
-            task="y[i] = a * x[i] + y[i] for every i below n. Expected: one line.",
-            params=("float* y", "const float* x", "float a", "int n"),
-            stub=INDEX + "if (i < n) {\n    // your line\n}",
-            hint=(
-                "It is the line of the Python loop, with a semicolon at its end. Each thread has "
-                "an i of its own."
-            ),
-            solution=INDEX + "if (i < n) y[i] = a * x[i] + y[i];",
-            wrong_answers={
-                "no guard": INDEX + "y[i] = a * x[i] + y[i];",
-                "one too many": INDEX + "if (i <= n) y[i] = a * x[i] + y[i];",
-                "overwrites": INDEX + "if (i < n) y[i] = a * x[i];",
-                "subtracts": INDEX + "if (i < n) y[i] = y[i] - a * x[i];",
-                "forgets a": INDEX + "if (i < n) y[i] += x[i];",
-                "scales y": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
-                "index within the block only": (
-                    "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
-                ),
-                "a loop in every thread": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
-                "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
-            },
-            data=_saxpy_case,
-            cheats={
-                "one thread": (
-                    "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
-                    "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];"
-                ),
-            },
+EXERCISES = [
+    kernel_exercise(
+        "saxpy",
+        task="y[i] = a * x[i] + y[i] for every i below n. Expected: one line.",
+        params="float* y, const float* x, float a, int n",
+        stub=INDEX + "if (i < n) {\n    // your line\n}",
+        hint=(
+            "It is the line of the Python loop, with a semicolon at its end. Each thread has an i "
+            "of its own."
         ),
-        kernel_exercise(
-            "scale",
-            task=(
-                "out[i] = factor * x[i] for every i below n, one thread per element. Expected: "
-                "two lines."
+        solution=INDEX + "if (i < n) y[i] = a * x[i] + y[i];",
+        wrong_answers={
+            "no guard": INDEX + "y[i] = a * x[i] + y[i];",
+            "one too many": INDEX + "if (i <= n) y[i] = a * x[i] + y[i];",
+            "overwrites": INDEX + "if (i < n) y[i] = a * x[i];",
+            "forgets a": INDEX + "if (i < n) y[i] += x[i];",
+            "scales y": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
+            "index within the block only": (
+                "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
             ),
-            params=("float* out", "const float* x", "float factor", "int n"),
-            stub="// your two lines",
-            hint=(
-                "The last block has threads to spare when n is no multiple of 256. Compute i as"
-                " in saxpy, and let only threads with i < n write."
-            ),
-            solution=INDEX + "if (i < n) out[i] = factor * x[i];",
-            wrong_answers={
-                "no guard": INDEX + "out[i] = factor * x[i];",
-                "one too many": INDEX + "if (i <= n) out[i] = factor * x[i];",
-                "one too few": INDEX + "if (i < n - 1) out[i] = factor * x[i];",
-                "index within the block only": (
-                    "int i = threadIdx.x;\nif (i < n) out[i] = factor * x[i];"
-                ),
-                "adds": INDEX + "if (i < n) out[i] = factor + x[i];",
-                "adds to what is there": INDEX + "if (i < n) out[i] += factor * x[i];",
-                "forgets the factor, which is near 1": INDEX + "if (i < n) out[i] = x[i];",
-                "through bf16": INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
-            },
-            data=_scale_case,
+            "a loop in every thread": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
+            "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
+        },
+        data=_saxpy_case,
+    ),
+    kernel_exercise(
+        "scale",
+        task=(
+            "out[i] = factor * x[i] for every i below n, one thread per element. Expected: two "
+            "lines."
         ),
-        kernel_exercise(
-            "reverse",
-            task="out holds the elements of x, last one first. Expected: two lines.",
-            params=("float* out", "const float* x", "int n"),
-            stub="// your two lines",
-            hint=(
-                "The index that is read and the index that is written always add up to the same "
-                "number. Which one, when n is 1? And when n is 2?"
-            ),
-            solution=INDEX + "if (i < n) out[i] = x[n - 1 - i];",
-            wrong_answers={
-                "no guard": INDEX + "out[i] = x[n - 1 - i];",
-                "off by one": INDEX + "if (i < n) out[i] = x[n - i];",
-                "reverses each block": INDEX
-                + (
-                    "int j = (blockIdx.x + 1) * blockDim.x - 1 - threadIdx.x;\n"
-                    "if (i < n && j < n) out[i] = x[j];"
-                ),
-                "leaves the order": INDEX + "if (i < n) out[i] = x[i];",
-                "adds to what is there": INDEX + "if (i < n) out[i] += x[n - 1 - i];",
-                "half only": INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];",
-            },
-            data=_reverse_case,
+        params="float* out, const float* x, float factor, int n",
+        stub="// your two lines",
+        hint=(
+            "The last block has threads to spare when n is no multiple of 256. Compute i as in "
+            "saxpy, and let only threads with i < n write."
         ),
-        kernel_exercise(
-            "blur",
-            task=(
-                "out[i] = the mean of x[i - 1], x[i] and x[i + 1]; beyond the ends of x there are "
-                "zeros. Expected: four lines."
+        solution=INDEX + "if (i < n) out[i] = factor * x[i];",
+        wrong_answers={
+            "no guard": INDEX + "out[i] = factor * x[i];",
+            "one too many": INDEX + "if (i <= n) out[i] = factor * x[i];",
+            "one too few": INDEX + "if (i < n - 1) out[i] = factor * x[i];",
+            "index within the block only": (
+                "int i = threadIdx.x;\nif (i < n) out[i] = factor * x[i];"
             ),
-            params=("float* out", "const float* x", "int n"),
-            stub="// your four lines",
-            hint=(
-                "The guard of i does not guard its neighbours. float left = i > 0 ? x[i - 1] : "
-                "0.0f; reads only where there is something to read: condition ? yes : no."
-            ),
-            solution=INDEX
+            "adds": INDEX + "if (i < n) out[i] = factor + x[i];",
+            "adds to what is there": INDEX + "if (i < n) out[i] += factor * x[i];",
+            "forgets the factor, which is near 1": INDEX + "if (i < n) out[i] = x[i];",
+            "through bf16": INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
+        },
+        data=_scale_case,
+    ),
+    kernel_exercise(
+        "reverse",
+        task="out holds the elements of x, last one first. Expected: two lines.",
+        params="float* out, const float* x, int n",
+        stub="// your two lines",
+        hint=(
+            "The index that is read and the index that is written always add up to the same "
+            "number. Which one, when n is 1? And when n is 2?"
+        ),
+        solution=INDEX + "if (i < n) out[i] = x[n - 1 - i];",
+        wrong_answers={
+            "no guard": INDEX + "out[i] = x[n - 1 - i];",
+            "off by one": INDEX + "if (i < n) out[i] = x[n - i];",
+            "reverses each block": INDEX
             + (
-                "float left = i > 0 && i < n ? x[i - 1] : 0.0f;\n"
-                "float right = i + 1 < n ? x[i + 1] : 0.0f;\n"
-                "if (i < n) out[i] = (left + x[i] + right) / 3.0f;"
+                "int j = (blockIdx.x + 1) * blockDim.x - 1 - threadIdx.x;\n"
+                "if (i < n && j < n) out[i] = x[j];"
             ),
-            wrong_answers={
-                "neighbours without a guard": (
-                    INDEX + "if (i < n) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
-                ),
-                "no zeros at the ends": (
-                    INDEX + "if (i > 0 && i < n - 1) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
-                ),
-                "repeats the ends": (
-                    INDEX + "if (i < n) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + "
-                    "x[i < n - 1 ? i + 1 : i]) / 3.0f;"
-                ),
-                "goes around": (
-                    INDEX + "if (i < n) out[i] = (x[(i + n - 1) % n] + x[i] + x[(i + 1) % n]) "
-                    "/ 3.0f;"
-                ),
-                "divides one only": (
-                    INDEX + "if (i < n) out[i] = (i > 0 ? x[i - 1] : 0.0f) + x[i] + "
-                    "(i < n - 1 ? x[i + 1] : 0.0f) / 3.0f;"
-                ),
-                "whole numbers": (
-                    INDEX + "if (i < n) out[i] = ((i > 0 ? x[i - 1] : 0.0f) + x[i] + "
-                    "(i < n - 1 ? x[i + 1] : 0.0f)) * (1 / 3);"
-                ),
-                "the block's neighbours only": (
-                    INDEX + "float left = threadIdx.x > 0 && i < n ? x[i - 1] : 0.0f;\n"
-                    "float right = i + 1 < n ? x[i + 1] : 0.0f;\n"
-                    "if (i < n) out[i] = (left + x[i] + right) / 3.0f;"
-                ),
-            },
-            data=_blur_case,
+            "leaves the order": INDEX + "if (i < n) out[i] = x[i];",
+            "adds to what is there": INDEX + "if (i < n) out[i] += x[n - 1 - i];",
+            "half only": INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];",
+        },
+        data=_reverse_case,
+    ),
+    kernel_exercise(
+        "blur",
+        task=(
+            "out[i] = the mean of x[i - 1], x[i] and x[i + 1]; beyond the ends of x there are "
+            "zeros. Expected: four lines."
         ),
-        kernel_exercise(
-            "block_sum",
-            task=(
-                "out[b] = the sum of the 256 elements of x in block b, with no race. Expected: one "
-                "line more."
-            ),
-            params=("float* out", "const float* x", "int n"),
-            stub=_TREE.replace("@", "// your line"),
-            hint=(
-                "What must stand between the write of part[t + half] by one thread and its read by "
-                "another one? Each round reads what the round before has written."
-            ),
-            solution=_TREE.replace("@", _BARRIER),
-            wrong_answers={
-                "barrier before the loop only": _TREE.replace("@", "").replace(
-                    "for (int", f"{_BARRIER}\nfor (int"
-                ),
-                "barrier after the loop only": _TREE.replace("@", "").replace(
-                    "if (t == 0)", f"{_BARRIER}\nif (t == 0)"
-                ),
-                "barrier of the warp": _TREE.replace("@", "__syncwarp();"),
-                "no guard": _TREE.replace("@", _BARRIER).replace("i < n ? x[i] : 0.0f", "x[i]"),
-                "one round too few": _TREE.replace("@", _BARRIER).replace("half > 0", "half > 1"),
-                "begins with 64": _TREE.replace("@", _BARRIER).replace("half = 128", "half = 64"),
-                "every thread writes the first": _TREE.replace("@", _BARRIER).replace(
-                    "if (t == 0) out", "out"
-                ),
-            },
-            data=_block_sum_case,
-            cheats={
-                "barrier inside the if": _TREE.replace("@", "")
-                .replace("if (t < half) part", f"if (t < half) {{ {_BARRIER} part")
-                .replace("part[t + half];", "part[t + half]; }"),
-                "one thread adds": (
-                    "if (threadIdx.x > 0) return;\n"
-                    "float sum = 0.0f;\n"
-                    "for (int i = blockIdx.x * 256; i < n && i < (blockIdx.x + 1) * 256; i++)\n"
-                    "    sum += x[i];\n"
-                    "out[blockIdx.x] = sum;"
-                ),
-            },
+        params="float* out, const float* x, int n",
+        stub="// your four lines",
+        hint=(
+            "The guard of i does not guard its neighbours. float left = i > 0 ? x[i - 1] : 0.0f; "
+            "reads only where there is something to read: condition ? yes : no."
         ),
-    ]
-}
+        solution=INDEX
+        + (
+            "float left = i > 0 && i < n ? x[i - 1] : 0.0f;\n"
+            "float right = i + 1 < n ? x[i + 1] : 0.0f;\n"
+            "if (i < n) out[i] = (left + x[i] + right) / 3.0f;"
+        ),
+        wrong_answers={
+            "neighbours without a guard": (
+                INDEX + "if (i < n) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
+            ),
+            "no zeros at the ends": (
+                INDEX + "if (i > 0 && i < n - 1) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
+            ),
+            "repeats the ends": (
+                INDEX + "if (i < n) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + "
+                "x[i < n - 1 ? i + 1 : i]) / 3.0f;"
+            ),
+            "goes around": (
+                INDEX + "if (i < n) out[i] = (x[(i + n - 1) % n] + x[i] + x[(i + 1) % n]) / 3.0f;"
+            ),
+            "whole numbers": (
+                INDEX + "if (i < n) out[i] = ((i > 0 ? x[i - 1] : 0.0f) + x[i] + "
+                "(i < n - 1 ? x[i + 1] : 0.0f)) * (1 / 3);"
+            ),
+            "the block's neighbours only": ("= i >", "= threadIdx.x >"),
+        },
+        data=_blur_case,
+    ),
+    kernel_exercise(
+        "block_sum",
+        task=(
+            "out[b] = the sum of the 256 elements of x in block b, with no race. Expected: one "
+            "line more."
+        ),
+        params="float* out, const float* x, int n",
+        stub=_TREE.replace("@", "// your line"),
+        hint=(
+            "What must stand between the write of part[t + half] by one thread and its read by "
+            "another one? Each round reads what the round before has written."
+        ),
+        solution=_TREE.replace("@", _BARRIER),
+        wrong_answers={
+            "barrier before the loop only": _TREE.replace("@", "").replace(
+                "for (int", f"{_BARRIER}\nfor (int"
+            ),
+            "barrier after the loop only": _TREE.replace("@", "").replace(
+                "if (t == 0)", f"{_BARRIER}\nif (t == 0)"
+            ),
+            "barrier of the warp": _TREE.replace("@", "__syncwarp();"),
+            "no guard": _TREE.replace("@", _BARRIER).replace("i < n ? x[i] : 0.0f", "x[i]"),
+            "one round too few": _TREE.replace("@", _BARRIER).replace("half > 0", "half > 1"),
+            "every thread writes the first": ("if (t == 0) ", ""),
+        },
+        data=_block_sum_case,
+    ),
+]

@@ -5,7 +5,17 @@ import re
 
 import torch
 
-from .exercises import BLOCK, INDEX, Case, kernel_exercise, normal, unwritten, whole_number
+from .exercises import (
+    BLOCK,
+    GUARDED,
+    INDEX,
+    WRONG_GUARDS,
+    Case,
+    kernel_exercise,
+    normal,
+    unwritten,
+    whole_number,
+)
 
 FAR = (1000, 4096)  # sizes at which some exp is infinite in fp32
 
@@ -129,9 +139,8 @@ def _gated_case(n, generator):
 
 
 _SWISH = (
-    INDEX
-    + """if (i >= n) return;
-float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+    GUARDED
+    + """float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
 dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));"""
 )
 _SLOPE = "(s + k[0] * x[i] * s * (1.0f - s))"
@@ -150,15 +159,11 @@ for (int half = 128; half > 0; half /= 2) {
 if (t == 0) sums[blockIdx.x] = part[0];"""
 
 _GATED = (
-    INDEX
-    + """if (i >= n) return;
-const float* row = x + i / hidden * 2 * hidden;
+    GUARDED
+    + """const float* row = x + i / hidden * 2 * hidden;
 float x1 = row[i % hidden], x2 = row[hidden + i % hidden];
 h[i] = x1 / (1.0f + expf(-k[0] * x1)) * x2;"""
 )
-
-_ONE_THREAD = "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
-
 
 # ---- shelf_attention: q and k lie on a grid, so that every score is exact in fp32
 
@@ -290,9 +295,8 @@ def _read_table_case(n, generator):
 
 
 _ATTEND = (
-    INDEX
-    + """if (i >= n) return;
-const float* query = q + i / d * d;     // its d numbers; this thread's channel is i % d
+    GUARDED
+    + """const float* query = q + i / d * d;     // its d numbers; this thread's channel is i % d
 float m = -INFINITY, sum = 0.0f, total = 0.0f;
 for (int j = 0; j < T; j++) {
     float s = 0.0f;
@@ -314,16 +318,14 @@ _ATTEND_STUB = re.sub(
 ).replace("y[i] = total / sum;", "// your line: y[i]")
 
 _ADD_PAIR = (
-    INDEX
-    + """if (i >= n) return;
-int a = i / (d * d), b = i / d % d, c = i % d;
+    GUARDED
+    + """int a = i / (d * d), b = i / d % d, c = i % d;
 table[i] += k[a] * k[b] * v[c];"""
 )
 
 _READ_TABLE = (
-    INDEX
-    + """if (i >= n) return;
-const float* query = q + i / d * d;
+    GUARDED
+    + """const float* query = q + i / d * d;
 int c = i % d;
 float sum = 0.0f;
 for (int a = 0; a < d; a++)
@@ -332,333 +334,194 @@ y[i] = sum;"""
 )
 
 
-EXERCISES = {
-    e.name: e
-    for e in [
-        kernel_exercise(
-            "swish_backward",
-            task=(
-                "The backward of y = x * sigmoid(k x), by hand: dx[i] for every i below n, from "
-                "dy, x and k[0], also where exp(-k x) is infinite in fp32 (k x below -88). x "
-                "appears twice in y, so the slope has two terms. Expected: four lines."
-            ),
-            params=(
-                "float* dx",
-                "const float* dy",
-                "const float* x",
-                "const float* k",
-                "int n",
-            ),
-            stub="// your lines",
-            hint=(
-                "Call s = sigmoid(k x), which is 1 / (1 + exp(-k x)). The product rule: the slope "
-                "of x * s is 1 * s plus x times the slope of s, which is k * s * (1 - s)."
-            ),
-            solution=_SWISH,
-            wrong_answers={
-                "no guard": _SWISH.replace("if (i >= n) return;\n", ""),
-                "one too many": _SWISH.replace("i >= n", "i > n"),
-                "one too few": _SWISH.replace("i >= n", "i >= n - 1"),
-                "k of each element": _SWISH.replace("k[0]", "k[i]"),
-                "adds to dx": _SWISH.replace("dx[i] =", "dx[i] +="),
-                "downhill": _SWISH.replace("dx[i] = ", "dx[i] = -"),
-                "the value, not its slope": _SWISH.replace(_SLOPE, "x[i] * s"),
-                "0.75 x": _SWISH.replace(_SLOPE, "(x[i] * s + 0.75f * x[i])"),
-                "forgets the first x": _SWISH.replace("(s + k", "(k"),
-                "the slope of the sigmoid": _SWISH.replace(_SLOPE, "k[0] * s * (1.0f - s)"),
-                "forgets the second x": _SWISH.replace(_SLOPE, "s"),
-                "forgets k": _SWISH.replace("(s + k[0] * x[i]", "(s + x[i]"),
-                "forgets dy": _SWISH.replace("dy[i] * ", ""),
-                "a square": _SWISH.replace("s * (1.0f - s)", "(1.0f - s * s)"),
-                "through bf16": _SWISH.replace("float s = ", "float s = as_float(as_bf16(").replace(
-                    "x[i]));\n", "x[i]))));\n"
-                ),
-                "infinite by infinite": INDEX
-                + """if (i >= n) return;
-float e = expf(-k[0] * x[i]);
+EXERCISES = [
+    kernel_exercise(
+        "swish_backward",
+        task=(
+            "The backward of y = x * sigmoid(k x), by hand: dx[i] for every i below n, from dy, x "
+            "and k[0], also where exp(-k x) is infinite in fp32 (k x below -88). x appears twice "
+            "in y, so the slope has two terms. Expected: four lines."
+        ),
+        params="float* dx, const float* dy, const float* x, const float* k, int n",
+        stub="// your lines",
+        hint=(
+            "Call s = sigmoid(k x), which is 1 / (1 + exp(-k x)). The product rule: the slope of x"
+            " * s is 1 * s plus x times the slope of s, which is k * s * (1 - s)."
+        ),
+        solution=_SWISH,
+        wrong_answers={
+            **WRONG_GUARDS,
+            "adds to dx": ("dx[i] =", "dx[i] +="),
+            "the value, not its slope": (_SLOPE, "x[i] * s"),
+            "0.75 x": (_SLOPE, "(x[i] * s + 0.75f * x[i])"),
+            "forgets the first x": ("(s + k", "(k"),
+            "the slope of the sigmoid": (_SLOPE, "k[0] * s * (1.0f - s)"),
+            "forgets the second x": (_SLOPE, "s"),
+            "forgets k": ("(s + k[0] * x[i]", "(s + x[i]"),
+            "forgets dy": ("dy[i] * ", ""),
+            "a square": ("s * (1.0f - s)", "(1.0f - s * s)"),
+            "infinite by infinite": GUARDED
+            + """float e = expf(-k[0] * x[i]);
 dx[i] = dy[i] * (1.0f / (1.0f + e) + k[0] * x[i] * e / ((1.0f + e) * (1.0f + e)));""",
-                "infinite by infinite, on the right": INDEX
-                + """if (i >= n) return;
-float s = expf(k[0] * x[i]) / (1.0f + expf(k[0] * x[i]));
+            "infinite by infinite, on the right": GUARDED
+            + """float s = expf(k[0] * x[i]) / (1.0f + expf(k[0] * x[i]));
 dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));""",
-                "from the other end": _SWISH.replace("dx[i] =", "dx[n - 1 - i] ="),
-            },
-            cheats={
-                "one thread": _ONE_THREAD
-                + """for (int i = 0; i < n; i++) {
-    float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
-    dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));
-}""",
-            },
-            data=_swish_case,
+        },
+        data=_swish_case,
+    ),
+    kernel_exercise(
+        "swish_k",
+        task=(
+            "The gradient of k: sums[b] is the sum over the elements of block b of dy[i] times the"
+            " slope of y in k. Blocks have 256 threads. Expected: ten lines, of which block_sum "
+            "has most."
         ),
-        kernel_exercise(
-            "swish_k",
-            task=(
-                "The gradient of k: sums[b] is the sum over the elements of block b of dy[i] "
-                "times the slope of y in k. Blocks have 256 threads. Expected: ten lines, of "
-                "which block_sum has most."
-            ),
-            params=(
-                "float* sums",
-                "const float* dy",
-                "const float* x",
-                "const float* k",
-                "int n",
-            ),
-            stub="// your lines",
-            hint=(
-                "x * sigmoid(k x) changes with k by x * x * s * (1 - s), where s is the sigmoid. "
-                "The rest is block_sum of notebook 00: a thread without an element adds 0, and "
-                "all threads reach each barrier."
-            ),
-            solution=_SWISH_K,
-            wrong_answers={
-                "no guard": _SWISH_K.replace("if (i < n) {", "{"),
-                "one too many": _SWISH_K.replace("i < n", "i <= n"),
-                "no barrier": _SWISH_K.replace("    __syncthreads();\n", ""),
-                "one barrier before the loop": _SWISH_K.replace(
-                    "    __syncthreads();\n", ""
-                ).replace("for (int half", "__syncthreads();\nfor (int half"),
-                "half of the threads": _SWISH_K.replace("half = 128", "half = 64"),
-                "one round too few": _SWISH_K.replace("half > 0", "half > 1"),
-                "fixed place, not the block's": _SWISH_K.replace("sums[blockIdx.x]", "sums[0]"),
-                "adds to sums": _SWISH_K.replace("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
-                "one x only": _SWISH_K.replace("dy[i] * x[i] * x[i]", "dy[i] * x[i]"),
-                "forgets dy": _SWISH_K.replace("dy[i] * ", ""),
-                "with a factor k": _SWISH_K.replace("= dy[i]", "= k[0] * dy[i]"),
-                "a square": _SWISH_K.replace("s * (1.0f - s)", "(1.0f - s * s)"),
-                "the wrong sign": _SWISH_K.replace("= dy[i]", "= -dy[i]"),
-                "atomics": INDEX
-                + """if (i >= n) return;
-float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
+        params="float* sums, const float* dy, const float* x, const float* k, int n",
+        stub="// your lines",
+        hint=(
+            "x * sigmoid(k x) changes with k by x * x * s * (1 - s), where s is the sigmoid. The "
+            "rest is block_sum of notebook 00: a thread without an element adds 0, and all threads"
+            " reach each barrier."
+        ),
+        solution=_SWISH_K,
+        wrong_answers={
+            "no guard": ("if (i < n) {", "{"),
+            "one too many": ("i < n", "i <= n"),
+            "no barrier": ("    __syncthreads();\n", ""),
+            "adds to sums": ("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
+            "one x only": ("dy[i] * x[i] * x[i]", "dy[i] * x[i]"),
+            "forgets dy": ("dy[i] * ", ""),
+            "with a factor k": ("= dy[i]", "= k[0] * dy[i]"),
+            "a square": ("s * (1.0f - s)", "(1.0f - s * s)"),
+            "the wrong sign": ("= dy[i]", "= -dy[i]"),
+            "atomics": GUARDED
+            + """float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
 atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
-            },
-            cheats={
-                "one thread of each block": """if (threadIdx.x > 0) return;
-int first = blockIdx.x * blockDim.x;
-float sum = 0.0f;
-for (int i = first; i < first + 256 && i < n; i++) {
-    float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
-    sum += dy[i] * x[i] * x[i] * s * (1.0f - s);
-}
-sums[blockIdx.x] = sum;""",
-            },
-            data=_swish_k_case,
+        },
+        data=_swish_k_case,
+    ),
+    kernel_exercise(
+        "gated",
+        task=(
+            "h[i] = x1 * sigmoid(k x1) * x2, n numbers. A row of x has 2 * hidden numbers, first "
+            "the x1, then the x2 of a row of h. Right also where exp(k x1) is infinite. Expected: "
+            "five lines."
         ),
-        kernel_exercise(
-            "gated",
-            task=(
-                "h[i] = x1 * sigmoid(k x1) * x2, n numbers. A row of x has 2 * hidden numbers, "
-                "first the x1, then the x2 of a row of h. Right also where exp(k x1) is infinite. "
-                "Expected: five lines."
-            ),
-            params=(
-                "float* h",
-                "const float* x",
-                "const float* k",
-                "int hidden",
-                "int n",
-            ),
-            stub="// your lines",
-            hint=(
-                "Element i of h is in row i / hidden and in column i % hidden. That row of x "
-                "begins at x[i / hidden * 2 * hidden], and its second half hidden numbers later."
-            ),
-            solution=_GATED,
-            wrong_answers={
-                "no guard": _GATED.replace("if (i >= n) return;\n", ""),
-                "one too many": _GATED.replace("i >= n", "i > n"),
-                "adds to h": _GATED.replace("h[i] =", "h[i] +="),
-                "rows of h in x": _GATED.replace("i / hidden * 2 * hidden", "i / hidden * hidden"),
-                "the halves of all of x": _GATED.replace(
-                    "x + i / hidden * 2 * hidden", "x + i / hidden * hidden"
-                ).replace("row[hidden + i % hidden]", "row[n + i % hidden]"),
-                "neighbours": _GATED.replace("row[i % hidden]", "row[2 * (i % hidden)]").replace(
-                    "row[hidden + i % hidden]", "row[2 * (i % hidden) + 1]"
-                ),
-                "the halves swapped": _GATED.replace("x1 = row", "x2 = row").replace(
-                    "x2 = row[hidden", "x1 = row[hidden"
-                ),
-                "no gate": _GATED.replace(" * x2;", ";"),
-                "a gate that is added": _GATED.replace(" * x2;", " + x2;"),
-                "forgets k": _GATED.replace("-k[0] * x1", "-x1"),
-                "the other sign": _GATED.replace("expf(-k", "expf(k"),
-                "infinite by infinite": _GATED.replace(
-                    "x1 / (1.0f + expf(-k[0] * x1))",
-                    "x1 * expf(k[0] * x1) / (1.0f + expf(k[0] * x1))",
-                ),
-                "through bf16": _GATED.replace(
-                    "h[i] = x1 / (1.0f + expf(-k[0] * x1)) * x2;",
-                    "h[i] = as_float(as_bf16(x1 / (1.0f + expf(-k[0] * x1)))) * x2;",
-                ),
-            },
-            cheats={
-                "one thread": _ONE_THREAD
-                + """for (int i = 0; i < n; i++) {
-    const float* row = x + i / hidden * 2 * hidden;
-    float x1 = row[i % hidden], x2 = row[hidden + i % hidden];
-    h[i] = x1 / (1.0f + expf(-k[0] * x1)) * x2;
-}""",
-            },
-            data=_gated_case,
+        params="float* h, const float* x, const float* k, int hidden, int n",
+        stub="// your lines",
+        hint=(
+            "Element i of h is in row i / hidden and in column i % hidden. That row of x begins at"
+            " x[i / hidden * 2 * hidden], and its second half hidden numbers later."
         ),
-        kernel_exercise(
-            "attend",
-            task=(
-                "Attention with a softmax, one key after the other, without a place for all "
-                "scores: y[i] is the sum over the T keys of weight * v[j * d + c], divided by the "
-                "sum of the weights, exp(score). Right also where exp(score) is infinite or 0. "
-                "Expected: six lines."
+        solution=_GATED,
+        wrong_answers={
+            **WRONG_GUARDS,
+            "adds to h": ("h[i] =", "h[i] +="),
+            "rows of h in x": ("i / hidden * 2 * hidden", "i / hidden * hidden"),
+            "neighbours": (
+                "row[i % hidden]",
+                "row[2 * (i % hidden)]",
+                "row[hidden + i % hidden]",
+                "row[2 * (i % hidden) + 1]",
             ),
-            params=(
-                "float* y",
-                "const float* q",
-                "const float* k",
-                "const float* v",
-                "int T",
-                "int d",
-                "int n",
+            "the halves swapped": ("x1 = row", "x2 = row", "x2 = row[hidden", "x1 = row[hidden"),
+            "no gate": (" * x2;", ";"),
+            "forgets k": ("-k[0] * x1", "-x1"),
+            "the other sign": ("expf(-k", "expf(k"),
+            "infinite by infinite": (
+                "x1 / (1.0f + expf(-k[0] * x1))",
+                "x1 * expf(k[0] * x1) / (1.0f + expf(k[0] * x1))",
             ),
-            stub=_ATTEND_STUB,
-            hint=(
-                "Keep m, the largest score so far, and take expf(s - m) as the weight of s. Where "
-                "s is larger than m, multiply both sums by expf(m - s) first, then set m."
-            ),
-            solution=_ATTEND,
-            wrong_answers={
-                "no guard": _ATTEND.replace("if (i >= n) return;\n", ""),
-                "one too many": _ATTEND.replace("i >= n", "i > n"),
-                "adds to y": _ATTEND.replace("y[i] =", "y[i] +="),
-                "no largest score": _ATTEND.replace("fmaxf(m, s)", "0.0f"),
-                "sums stay as they were": _ATTEND.replace(" * keep", ""),
-                "only the values' sum is corrected": _ATTEND.replace("sum * keep", "sum"),
-                "only the weights' sum is corrected": _ATTEND.replace("total * keep", "total"),
-                "m is never set": _ATTEND.replace("    m = larger;\n", ""),
-                "the smallest score": _ATTEND.replace(
-                    "float m = -INFINITY", "float m = INFINITY"
-                ).replace("fmaxf", "fminf"),
-                "the correction upside down": _ATTEND.replace("expf(m - larger)", "expf(larger)"),
-                "not divided": _ATTEND.replace("total / sum", "total"),
-                "divided by T": _ATTEND.replace("total / sum", "total / T"),
-                "forgets the last key": _ATTEND.replace("j < T", "j < T - 1"),
-                "a key too many": _ATTEND.replace("j < T", "j <= T"),
-                "scores as weights": _ATTEND.replace("expf(s - larger)", "s"),
-                "the negative score": _ATTEND.replace(
-                    "    float larger", "    s = -s;\n    float larger"
-                ),
-                "divides the score": _ATTEND.replace(
-                    "    float larger", "    s /= sqrtf((float)d);\n    float larger"
-                ),
-                "the channel of another thread": _ATTEND.replace("v[j * d + i % d]", "v[j * d]"),
-                "keys in columns": _ATTEND.replace("k[j * d + e]", "k[e * T + j]"),
-                "each thread its own query": _ATTEND.replace("q + i / d * d", "q + i * d"),
-                "sums in bf16": _ATTEND.replace(
-                    "    m = larger;\n",
-                    "    total = as_float(as_bf16(total));\n    m = larger;\n",
-                ),
-            },
-            cheats={
-                "one thread": _ONE_THREAD
-                + "for (int i = 0; i < n; i++) {\n"
-                + _ATTEND[_ATTEND.index("const") :]
-                + "\n}",
-            },
-            data=_attend_case,
+        },
+        data=_gated_case,
+    ),
+    kernel_exercise(
+        "attend",
+        task=(
+            "Attention with a softmax, one key after the other, without a place for all scores: "
+            "y[i] is the sum over the T keys of weight * v[j * d + c], divided by the sum of the "
+            "weights, exp(score). Right also where exp(score) is infinite or 0. Expected: six "
+            "lines."
         ),
-        kernel_exercise(
-            "add_pair",
-            task=(
-                "Add one key and its value to the table: table[(a * d + b) * d + c] gets k[a] * "
-                "k[b] * v[c] on top of what it holds. One thread per cell, n cells. Expected: "
-                "four lines."
-            ),
-            params=(
-                "float* table",
-                "const float* k",
-                "const float* v",
-                "int d",
-                "int n",
-            ),
-            stub="// your lines",
-            hint=(
-                "c changes fastest: it is i % d. Then b, i / d % d, then a, i / (d * d). No "
-                "thread needs another one's cell."
-            ),
-            solution=_ADD_PAIR,
-            wrong_answers={
-                "no guard": _ADD_PAIR.replace("if (i >= n) return;\n", ""),
-                "one too many": _ADD_PAIR.replace("i >= n", "i > n"),
-                "one too few": _ADD_PAIR.replace("i >= n", "i >= n - 1"),
-                "overwrites": _ADD_PAIR.replace("+=", "="),
-                "subtracts": _ADD_PAIR.replace("+=", "-="),
-                "degree 1": _ADD_PAIR.replace("k[a] * k[b]", "k[a]"),
-                "one number of the key twice": _ADD_PAIR.replace("k[a] * k[b]", "k[a] * k[a]"),
-                "forgets the value": _ADD_PAIR.replace(" * v[c]", ""),
-                "channels first": _ADD_PAIR.replace("k[a] * k[b] * v[c]", "v[a] * k[b] * k[c]"),
-                "b is not cut": _ADD_PAIR.replace("i / d % d", "i / d"),
-                "a from the wrong length": _ADD_PAIR.replace("i / (d * d)", "i / d"),
-                "all into one row": _ADD_PAIR.replace("table[i]", "table[c]"),
-                "through bf16": _ADD_PAIR.replace("k[b] * v[c]", "as_float(as_bf16(k[b] * v[c]))"),
-                "one thread of each block": _ADD_PAIR.replace(
-                    "i >= n", "threadIdx.x > 0 || i >= n"
-                ),
-            },
-            cheats={
-                "one thread": _ONE_THREAD
-                + "for (int i = 0; i < n; i++) "
-                + "table[i] += k[i / (d * d)] * k[i / d % d] * v[i % d];",
-            },
-            data=_add_pair_case,
+        params="float* y, const float* q, const float* k, const float* v, int T, int d, int n",
+        stub=_ATTEND_STUB,
+        hint=(
+            "Keep m, the largest score so far, and take expf(s - m) as the weight of s. Where s is"
+            " larger than m, multiply both sums by expf(m - s) first, then set m."
         ),
-        kernel_exercise(
-            "read_table",
-            task=(
-                "Ask the table: y[i] is the sum over all a and b of q_a * q_b * "
-                "table[(a * d + b) * d + c], with the query i / d and the channel c = i % d. "
-                "Expected: eight lines."
+        solution=_ATTEND,
+        wrong_answers={
+            **WRONG_GUARDS,
+            "adds to y": ("y[i] =", "y[i] +="),
+            "no largest score": ("fmaxf(m, s)", "0.0f"),
+            "sums stay as they were": (" * keep", ""),
+            "only the values' sum is corrected": ("sum * keep", "sum"),
+            "only the weights' sum is corrected": ("total * keep", "total"),
+            "m is never set": ("    m = larger;\n", ""),
+            "not divided": ("total / sum", "total"),
+            "forgets the last key": ("j < T", "j < T - 1"),
+            "a key too many": ("j < T", "j <= T"),
+            "scores as weights": ("expf(s - larger)", "s"),
+            "divides the score": (
+                "    float larger",
+                "    s /= sqrtf((float)d);\n    float larger",
             ),
-            params=(
-                "float* y",
-                "const float* q",
-                "const float* table",
-                "int d",
-                "int n",
-            ),
-            stub=(INDEX + "if (i >= n) return;\n// your lines"),
-            hint=(
-                "Two loops, one in the other, over a and b below d. The sum is a float of the "
-                "thread's own; y[i] is written once, behind the loops."
-            ),
-            solution=_READ_TABLE,
-            wrong_answers={
-                "no guard": _READ_TABLE.replace("if (i >= n) return;\n", ""),
-                "one too many": _READ_TABLE.replace("i >= n", "i > n"),
-                "adds to y": _READ_TABLE.replace("y[i] =", "y[i] +="),
-                "degree 1": _READ_TABLE.replace("query[a] * query[b]", "query[a]"),
-                "one number of the query twice": _READ_TABLE.replace(
-                    "query[a] * query[b]", "query[a] * query[a]"
-                ),
-                "the first query": _READ_TABLE.replace("q + i / d * d", "q"),
-                "each thread its own query": _READ_TABLE.replace("q + i / d * d", "q + i"),
-                "forgets the query": _READ_TABLE.replace("query[a] * query[b] * ", ""),
-                "the query's number as channel": _READ_TABLE.replace("c = i % d", "c = i / d % d"),
-                "channels first": _READ_TABLE.replace("(a * d + b) * d + c", "(c * d + a) * d + b"),
-                "rows one too short": _READ_TABLE.replace("(a * d + b) * d", "(a + b) * d"),
-                "stops too early": _READ_TABLE.replace("b < d", "b < d - 1"),
-                "goes too far": _READ_TABLE.replace("a < d", "a <= d"),
-                "half of the pairs": _READ_TABLE.replace("int b = 0", "int b = a"),
-                "overwrites the sum": _READ_TABLE.replace("sum += ", "sum = "),
-                "the wrong sign": _READ_TABLE.replace("sum += ", "sum -= "),
-                "through bf16": _READ_TABLE.replace("y[i] = sum", "y[i] = as_float(as_bf16(sum))"),
-            },
-            cheats={
-                "one thread": _ONE_THREAD
-                + "for (int i = 0; i < n; i++) {\n"
-                + _READ_TABLE[_READ_TABLE.index("const") :]
-                + "\n}",
-            },
-            data=_read_table_case,
+            "the channel of another thread": ("v[j * d + i % d]", "v[j * d]"),
+            "keys in columns": ("k[j * d + e]", "k[e * T + j]"),
+            "each thread its own query": ("q + i / d * d", "q + i * d"),
+        },
+        data=_attend_case,
+    ),
+    kernel_exercise(
+        "add_pair",
+        task=(
+            "Add one key and its value to the table: table[(a * d + b) * d + c] gets k[a] * k[b] *"
+            " v[c] on top of what it holds. One thread per cell, n cells. Expected: four lines."
         ),
-    ]
-}
+        params="float* table, const float* k, const float* v, int d, int n",
+        stub="// your lines",
+        hint=(
+            "c changes fastest: it is i % d. Then b, i / d % d, then a, i / (d * d). No thread "
+            "needs another one's cell."
+        ),
+        solution=_ADD_PAIR,
+        wrong_answers={
+            **WRONG_GUARDS,
+            "overwrites": ("+=", "="),
+            "degree 1": ("k[a] * k[b]", "k[a]"),
+            "one number of the key twice": ("k[a] * k[b]", "k[a] * k[a]"),
+            "forgets the value": (" * v[c]", ""),
+            "channels first": ("k[a] * k[b] * v[c]", "v[a] * k[b] * k[c]"),
+            "a from the wrong length": ("i / (d * d)", "i / d"),
+            "all into one row": ("table[i]", "table[c]"),
+        },
+        data=_add_pair_case,
+    ),
+    kernel_exercise(
+        "read_table",
+        task=(
+            "Ask the table: y[i] is the sum over all a and b of q_a * q_b * table[(a * d + b) * d "
+            "+ c], with the query i / d and the channel c = i % d. Expected: eight lines."
+        ),
+        params="float* y, const float* q, const float* table, int d, int n",
+        stub=(INDEX + "if (i >= n) return;\n// your lines"),
+        hint=(
+            "Two loops, one in the other, over a and b below d. The sum is a float of the thread's"
+            " own; y[i] is written once, behind the loops."
+        ),
+        solution=_READ_TABLE,
+        wrong_answers={
+            **WRONG_GUARDS,
+            "adds to y": ("y[i] =", "y[i] +="),
+            "degree 1": ("query[a] * query[b]", "query[a]"),
+            "one number of the query twice": ("query[a] * query[b]", "query[a] * query[a]"),
+            "the first query": ("q + i / d * d", "q"),
+            "each thread its own query": ("q + i / d * d", "q + i"),
+            "the query's number as channel": ("c = i % d", "c = i / d % d"),
+            "channels first": ("(a * d + b) * d + c", "(c * d + a) * d + b"),
+            "stops too early": ("b < d", "b < d - 1"),
+            "half of the pairs": ("int b = 0", "int b = a"),
+        },
+        data=_read_table_case,
+    ),
+]

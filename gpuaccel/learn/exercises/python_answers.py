@@ -10,104 +10,29 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import CaptureError
 from ...graphs import TapeRecorder
+from ..figures.drawing import plural
 from ..sentences import first_wrong, is_rounding
 from . import costs
 from .results import Result, conclude, with_remarks
 
 # roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
 _ROUNDINGS_BF16 = 4
-# Operations whose answer, or the size of whose result, the host has to know, by torch's names.
-WAITING = {
-    "aten.equal": "torch.equal",
-    "aten.allclose": "torch.allclose",
-    "aten.nonzero": "torch.nonzero",
-    "aten.masked_select": "torch.masked_select",
-    "aten._unique2": "torch.unique",
-    "aten.unique_dim": "torch.unique",
-    "aten.unique_consecutive": "torch.unique_consecutive",
-}
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations of torch, and numbers that Python reads out of tensors.
-
-    On a GPU each such number is a wait."""
+    """Counts operations of torch."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
-        self.numbers_read = 0
-        # (shape, method) of each tensor that was copied to the host
-        self.copied: list[tuple] = []
-        # what else the host waits for, in words: an answer, or the size of a result
-        self.waiting: list[str] = []
-        self.copies = _Copies(self.copied)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
-        self.numbers_read += func is torch.ops.aten._local_scalar_dense.default
-        name = str(func.overloadpacket)
-        if name in WAITING:
-            self.waiting.append(f"calls {WAITING[name]}()")
-        elif name in ("aten.index", "aten.index_put", "aten.index_put_") and any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        ):
-            self.waiting.append("indexes with a mask")
         return func(*args, **(kwargs or {}))
-
-    def waits(self) -> str:
-        """For what the host would wait on a GPU, in a sentence; "" where it would not."""
-        if self.numbers_read:
-            numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
-            return f"it reads {numbers}: on a GPU the host waits for each"
-        if self.waiting:
-            return f"it {self.waiting[0]}: on a GPU the host waits for the result or for its size"
-        if not self.copied:
-            return ""
-        count = len(self.copied)
-        tensors = "a tensor" if count == 1 else f"{count:,} tensors"
-        waits = "the host waits for it" if count == 1 else "it waits for each"
-        return f"it copies {tensors} to the host ({self.copied[0][1]}): on a GPU {waits}"
-
-    def __enter__(self):
-        self.copies.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.copies.__exit__(*error)
-
-
-class _Copies(TorchFunctionMode):
-    """Lists tensors that Python takes to the host as a whole. On a CPU no operation is run then."""
-
-    METHODS = {
-        torch.Tensor.cpu: ".cpu()",
-        torch.Tensor.numpy: ".numpy()",
-        torch.Tensor.tolist: ".tolist()",
-        torch.Tensor.__array__: "numpy",
-    }
-
-    def __init__(self, copied):
-        super().__init__()
-        self.copied = copied
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        how = self.METHODS.get(func)
-        if func is torch.Tensor.to:
-            device = kwargs.get("device", args[1] if len(args) > 1 else None)
-            # A torch.device is most often that of another tensor: no copy, and none on a GPU.
-            if isinstance(device, str) and torch.device(device).type == "cpu":
-                how = '.to("cpu")'
-        if how:
-            self.copied.append((tuple(args[0].shape), how))
-        return func(*args, **kwargs)
 
 
 def run_python(task, function, seed) -> Result:
@@ -123,10 +48,6 @@ def run_python(task, function, seed) -> Result:
         if changed:
             sentences[changed] = None
             outcome += "" if passed else f"; {changed}"
-        waits = operations.waits() if task.on_device else ""
-        if waits:
-            outcome = waits if passed else f"{outcome}; {waits}"
-            passed = False
         lines.append((passed, label, outcome))
     result = conclude(task, lines, seed, "case")
     if not result:
@@ -167,14 +88,11 @@ def _equal(was, now) -> bool:
 
 def _python_remarks(task, operations, arguments) -> list[str]:
     """What is to be said against a right function. arguments: of the run that was counted."""
-    sentences = []
     with _Operations() as theirs:
         _function(task)(*arguments)
-    if operations.count >= costs.MORE_OPERATIONS * max(theirs.count, 1):
-        sentences.append(
-            f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"
-        )
-    return sentences
+    if operations.count < costs.MORE_OPERATIONS * max(theirs.count, 1):
+        return []
+    return [f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"]
 
 
 def _try_python(task, function, arguments, given, expected, operations):
@@ -185,7 +103,13 @@ def _try_python(task, function, arguments, given, expected, operations):
     """
     try:
         with operations:
-            result = function(*arguments)
+            if task.on_device:
+                # a tape refuses what the host would wait for
+                _, result = TapeRecorder().record(lambda: function(*arguments))
+            else:
+                result = function(*arguments)
+    except CaptureError as error:
+        return False, str(error).partition("in a CUDA graph: ")[2]
     except Exception as error:
         # the learner's own code: one line instead of a traceback
         return False, f"{type(error).__name__}: {error}"
@@ -205,12 +129,13 @@ def _difference(result, expected, in_bf16=False) -> tuple[float, str]:
     Args:
         in_bf16: whether its arguments are, so that it may have been rounded to it
     """
-    problem = _kind_differs(result, expected)
-    if problem:
-        return math.nan, problem
+    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
+        shape = tuple(expected.shape)
+        return math.nan, f"expected a tensor of shape {shape}, got {_what(result)}"
     expected = expected.double()
     both_nan = result.isnan() & expected.isnan()
     difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
+    problem = ""
     differing = ~(difference <= 1e-5 * float(expected.abs().nan_to_num().max()))
     if differing.any():
         problem = first_wrong(result, expected, differing)
@@ -284,28 +209,12 @@ def _replay(task, case, tensors, tape, result):
     return True, f"right in {count} replays; largest difference {largest:.2g}", changed
 
 
-def _kind_differs(result, expected) -> str:
-    """A sentence where the result is no tensor of the expected shape; else ""."""
-    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
-        return f"expected a tensor of shape {tuple(expected.shape)}, got {_what(result)}"
-    return ""
-
-
-# items of a tuple or list that are named
-_ITEMS = 4
-
-
 def _what(result) -> str:
     """What a function returned, without its numbers where these are many."""
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, (tuple, list)):
-        items = [_what(item) for item in result[:_ITEMS]]
-        items += ["..."] if len(result) > _ITEMS else []
-        count = f"{len(result)} item{'' if len(result) == 1 else 's'}"
-        return (
-            f"a {type(result).__name__} of {count}: {', '.join(items)}" if items else repr(result)
-        )
+        return f"a {type(result).__name__} of {plural(len(result), 'item')}"
     if result is None or isinstance(result, (bool, int, float, str)):
         return repr(result)[:60]
     return f"a {type(result).__name__}"

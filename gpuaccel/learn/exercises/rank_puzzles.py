@@ -2,7 +2,7 @@
 
 import torch
 
-from .exercises import Exercise, code
+from .exercises import python_exercise
 
 
 def _ring(tensors):
@@ -63,129 +63,78 @@ def _only_rounded(arguments, result):
     return ""
 
 
-_RING = """\
-def ring_sum(mine, ranks, pass_on):
-    total, passing = mine.clone(), mine
-    for _ in range(ranks - 1):
-        passing = pass_on(passing)
-        total += passing
-    return total
-"""
-
-
-_ORDERED = """\
-def ordered_sum(grads):
-    total = torch.zeros_like(grads[0, 0])
-    for m in range(grads.shape[0]):
-        for r in range(grads.shape[1]):
-            total = total + grads[m, r]
-    return total
-"""
-
-
-EXERCISES = {
-    e.name: e
-    for e in [
-        Exercise(
-            "ring_sum",
-            task=(
-                "mine: (n) fp32, this rank's tensor. pass_on(tensor) sends a tensor to the next of "
-                "`ranks` ranks, and returns the one that the rank before has sent. Return the sum "
-                "of the tensors of all ranks."
-            ),
-            stub=code(
-                """
-                def ring_sum(mine, ranks, pass_on):
-                    total = mine.clone()
-                    # your lines
-                    return total
-                """
-            ),
-            hint=(
-                "ranks - 1 rounds. In each of them received = pass_on(what was received last), "
-                "which is `mine` in the first round; add it to the total."
-            ),
-            solution=_RING,
-            wrong_answers={
-                "one round": _RING.replace("range(ranks - 1)", "range(1)"),
-                "a round too many": _RING.replace("range(ranks - 1)", "range(ranks)"),
-                "a round too few": _RING.replace("range(ranks - 1)", "range(ranks - 2)"),
-                "passes on its own each time": _RING.replace("pass_on(passing)", "pass_on(mine)"),
-                "passes on the sum": _RING.replace("pass_on(passing)", "pass_on(total)"),
-                "without its own": _RING.replace("mine.clone(), mine", "0 * mine, mine"),
-                "keeps the last": _RING.replace("total += passing", "total = passing"),
-                "the mean": _RING.replace("return total", "return total / ranks"),
-            },
-            cases=_ring_cases,
+EXERCISES = [
+    python_exercise(
+        "ring_sum",
+        task=(
+            "mine: (n) fp32, this rank's tensor. pass_on(tensor) sends a tensor to the next of "
+            "`ranks` ranks, and returns the one that the rank before has sent. Return the sum of "
+            "the tensors of all ranks."
         ),
-        Exercise(
-            "ordered_sum",
-            task=(
-                "grads: (M, ranks, n) fp32; grads[m, r] is the gradient of rank r's micro-batch"
-                " m, number m * ranks + r of all. Return the sum that one process gets: "
-                "beginning with zero, one after the other in global order, in fp32. What is "
-                "wrong: each rank adds its own first."
-            ),
-            stub=code(
-                """
-                def ordered_sum(grads):
-                    return grads.sum(0).sum(0)
-                """
-            ),
-            hint=(
-                "Two loops: micro-batches outside, ranks inside, and one running total. Another "
-                "order rounds differently. The gradients of the check nearly cancel, so that the "
-                "difference is large."
-            ),
-            solution=_ORDERED,
-            wrong_answers={
-                "each rank first": code(
-                    """
-                    def ordered_sum(grads):
-                        return grads.sum(0).sum(0)
-                    """
-                ),
-                "each round first": code(
-                    """
-                    def ordered_sum(grads):
-                        total = torch.zeros_like(grads[0, 0])
-                        for micro in grads:
-                            round = torch.zeros_like(total)
-                            for grad in micro:
-                                round = round + grad
-                            total = total + round
-                        return total
-                    """
-                ),
-                "rank by rank": code(
-                    """
-                    def ordered_sum(grads):
-                        total = torch.zeros_like(grads[0, 0])
-                        for r in range(grads.shape[1]):
-                            for m in range(grads.shape[0]):
-                                total = total + grads[m, r]
-                        return total
-                    """
-                ),
-                "backwards": _ORDERED.replace(
-                    "range(grads.shape[0])", "reversed(range(grads.shape[0]))"
-                ),
-                "last rank first": _ORDERED.replace(
-                    "range(grads.shape[1])", "reversed(range(grads.shape[1]))"
-                ),
-                "in double": code(
-                    """
-                    def ordered_sum(grads):
-                        return grads.double().sum((0, 1)).float()
-                    """
-                ),
-                "the mean of the ranks": _ORDERED.replace(
-                    "return total", "return total / grads.shape[1]"
-                ),
-                "rank 0 only": _ORDERED.replace("range(grads.shape[1])", "range(1)"),
-            },
-            cases=_ordered_cases,
-            explain=_only_rounded,
+        params="mine, ranks, pass_on",
+        stub="total = mine.clone()\n# your lines\nreturn total",
+        hint=(
+            "ranks - 1 rounds. In each of them received = pass_on(what was received last), which "
+            "is `mine` in the first round; add it to the total."
         ),
-    ]
-}
+        solution="""
+total, passing = mine.clone(), mine
+for _ in range(ranks - 1):
+    passing = pass_on(passing)
+    total += passing
+return total""",
+        wrong_answers={
+            "one round": ("range(ranks - 1)", "range(1)"),
+            "a round too many": ("range(ranks - 1)", "range(ranks)"),
+            "a round too few": ("range(ranks - 1)", "range(ranks - 2)"),
+            "passes on its own each time": ("pass_on(passing)", "pass_on(mine)"),
+            "passes on the sum": ("pass_on(passing)", "pass_on(total)"),
+            "without its own": ("mine.clone(), mine", "0 * mine, mine"),
+            "keeps the last": ("total += passing", "total = passing"),
+            "the mean": ("return total", "return total / ranks"),
+        },
+        cases=_ring_cases,
+    ),
+    python_exercise(
+        "ordered_sum",
+        task=(
+            "grads: (M, ranks, n) fp32; grads[m, r] is the gradient of rank r's micro-batch m, "
+            "number m * ranks + r of all. Return the sum that one process gets: beginning with "
+            "zero, one after the other in global order, in fp32. What is wrong: each rank adds its"
+            " own first."
+        ),
+        params="grads",
+        stub="return grads.sum(0).sum(0)",
+        hint=(
+            "Two loops: micro-batches outside, ranks inside, and one running total. Another order "
+            "rounds differently. The gradients of the check nearly cancel, so that the difference "
+            "is large."
+        ),
+        solution="""
+total = torch.zeros_like(grads[0, 0])
+for m in range(grads.shape[0]):
+    for r in range(grads.shape[1]):
+        total = total + grads[m, r]
+return total""",
+        wrong_answers={
+            "each rank first": "return grads.sum(0).sum(0)",
+            "each round first": """
+total = torch.zeros_like(grads[0, 0])
+for micro in grads:
+    total = total + sum(micro)
+return total""",
+            "rank by rank": """
+total = torch.zeros_like(grads[0, 0])
+for grad in grads.transpose(0, 1).flatten(0, 1):
+    total = total + grad
+return total""",
+            "backwards": ("range(grads.shape[0])", "reversed(range(grads.shape[0]))"),
+            "last rank first": ("range(grads.shape[1])", "reversed(range(grads.shape[1]))"),
+            "in double": "return grads.double().sum((0, 1)).float()",
+            "the mean of the ranks": ("return total", "return total / grads.shape[1]"),
+            "rank 0 only": ("range(grads.shape[1])", "range(1)"),
+        },
+        cases=_ordered_cases,
+        explain=_only_rounded,
+    ),
+]

@@ -12,6 +12,7 @@ from html import escape
 from ... import simt
 from ...backends import find_compiler
 from ...errors import ArgumentError, GpuaccelError, suggestion
+from ..figures.drawing import in_page
 from . import (
     accumulate_puzzles,
     clip_puzzles,
@@ -24,16 +25,17 @@ from . import (
 )
 from .exercises import Exercise
 
-EXERCISES = (
-    kernel_puzzles.EXERCISES
-    | accumulate_puzzles.EXERCISES
-    | clip_puzzles.EXERCISES
-    | graph_puzzles.EXERCISES
-    | encoder_puzzles.EXERCISES
-    | layer_puzzles.EXERCISES
-    | rank_puzzles.EXERCISES
-    | everything_puzzles.EXERCISES
+MODULES = (
+    kernel_puzzles,
+    accumulate_puzzles,
+    clip_puzzles,
+    graph_puzzles,
+    encoder_puzzles,
+    layer_puzzles,
+    rank_puzzles,
+    everything_puzzles,
 )
+EXERCISES = {e.name: e for module in MODULES for e in module.EXERCISES}
 # the size at which the cost of an answer is counted, and that of its picture
 COST_SIZE = 600
 PICTURE_SIZE = 100
@@ -50,8 +52,7 @@ class Result:
 
     Attributes:
         name: of the exercise.
-        passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
-            whose cell was changed since and no longer makes it.
+        passed: True, False, or None for a kernel that was compiled and not run.
         summary: one sentence.
         lines: (passed, what was tried, how it went) for each trial.
         remarks: of a right answer, what it does other than asked or much more often than the
@@ -75,7 +76,7 @@ class Result:
         """`ga.show` of the answer on a small size: which thread touches which element.
 
         Args:
-            **options: as in `ga.show`: block, step, warp, turn.
+            **options: as in `ga.show`: block, step, warp.
 
         Returns:
             An AccessView.
@@ -152,8 +153,10 @@ class Result:
         if self.passed is not False:
             return ""
         task = exercise(self.name)
-        hint = Folded("A hint", task.hint, code=False)
-        return hint._repr_html_() + Folded("A solution", task.solution, code=True)._repr_html_()
+        code = "font-size:13px;line-height:1.45"
+        return _folded("A hint", task.hint, "div", "max-width:720px") + _folded(
+            "A solution", task.solution.strip("\n"), "pre", code
+        )
 
     def _picture_html(self):
         """The picture of a kernel, folded; nothing where there is none."""
@@ -161,7 +164,7 @@ class Result:
             return ""
         try:
             with simt.checked(True, seconds=PICTURE_SECONDS):
-                picture = self.show().picture()
+                picture = in_page(self.show().picture())
         except GpuaccelError:
             # it touches nothing, or the CPU cannot run it
             return ""
@@ -189,35 +192,12 @@ def _html(sentence) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
-class Folded:
-    """Text behind a heading: closed in a notebook until clicked, plain text elsewhere.
-
-    Args:
-        title: the heading.
-        text: what is behind it.
-        code: whether the text is code.
-    """
-
-    def __init__(self, title, text, code):
-        self.title = title
-        self.text = text.strip("\n")
-        self.code = code
-
-    def __str__(self):
-        return f"{self.title}\n{self.text}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self):
-        if self.code:
-            tag, style = "pre", "margin:6px 0 0 14px;font-size:13px;line-height:1.45"
-        else:
-            tag, style = "div", "margin:6px 0 0 14px;max-width:720px"
-        return (
-            '<details><summary style="cursor:pointer;font-weight:600">'
-            f"{escape(self.title)}</summary>"
-            f'<{tag} style="{style}">{escape(self.text)}</{tag}></details>'
-        )
+def _folded(title, text, tag, style) -> str:
+    """Text behind a heading, closed until it is clicked."""
+    return (
+        f'<details><summary style="cursor:pointer;font-weight:600">{title}</summary>'
+        f'<{tag} style="margin:6px 0 0 14px;{style}">{escape(text)}</{tag}></details>'
+    )
 
 
 def exercise(name: str) -> Exercise:

@@ -7,6 +7,8 @@ Global memory is a row of elements in groups of 32 bytes (sectors). Shared memor
 4-byte words, 32 banks wide.
 """
 
+from html import escape
+
 import numpy as np
 
 from ...simt import ATOMIC, BANKS, READ, SECTOR, WARP, groups, turns_per_bank
@@ -30,47 +32,43 @@ class Sheet(Ink):
         self.out.append(
             f'<text x="{x}" y="{y:.1f}" font-size="11.5" '
             'font-family="ui-monospace, Menlo, Consolas, monospace" '
-            f'style="white-space:pre;fill:{self.strong}">{_escaped(words)}</text>'
+            f'style="white-space:pre;fill:{self.strong}">{escape(words)}</text>'
         )
 
     def boxes(self, boxes, fill, opacity=1.0):
         """(x, y, width, height) in one colour; corners are rounded where there is room."""
-        for rounded in (False, True):
-            some = [b for b in boxes if (b[2] >= 5 and b[3] >= 5) is rounded]
-            inset = 1.5 if rounded else 0
-            path = ""
-            for x, y, width, height in some:
-                width = max(width, 0.6) - 2 * inset
-                path += f"M{x + inset:.1f} {y + inset:.1f}h{width:.1f}v{height - 2 * inset:.1f}"
-                path += f"h{-width:.1f}z"
-            if some and rounded:
-                # a round line around the box makes its corners round
-                look = dict(fill=fill, stroke=fill, stroke_width=3, stroke_linejoin="round")
-                self.shape("path", d=path, **look, opacity=opacity)
-            elif some:
-                self.path(path, fill, opacity=opacity)
+        small = [(x, y, max(w, 0.6), h) for x, y, w, h in boxes if min(w, h) < 5]
+        large = [box for box in boxes if min(box[2:]) >= 5]
+        if small:
+            self.path(_outlines(small, 0), fill, opacity=opacity)
+        if large:
+            # a round line around the box makes its corners round
+            line = dict(stroke=fill, stroke_width=3, stroke_linejoin="round")
+            self.path(_outlines(large, 1.5), fill, opacity=opacity, **line)
 
     def frames(self, boxes, colour):
         """The outlines of (x, y, width, height)."""
-        path = ""
-        for x, y, w, h in boxes:
-            path += f"M{x + 2:.1f} {y + 0.6:.1f}h{w - 4:.1f}q1.4 0 1.4 1.4v{h - 4:.1f}"
-            path += f"q0 1.4-1.4 1.4h{4 - w:.1f}q-1.4 0-1.4-1.4v{4 - h:.1f}q0-1.4 1.4-1.4"
         if boxes:
-            self.path(path, stroke=colour, stroke_width=1.1)
+            line = dict(stroke=colour, stroke_width=1.1, stroke_linejoin="round")
+            self.path(_outlines(boxes, 0.6), **line)
 
     def words(self, items, colour, size=9.5, anchor="middle", weight=400):
         """(x, y, text), many in one look."""
         if items:
             inner = "".join(
-                f'<text x="{x:.1f}" y="{y:.1f}">{_escaped(text)}</text>' for x, y, text in items
+                f'<text x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>' for x, y, text in items
             )
             look = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
             self.out.append(f"<g {look} {self.paint(fill=colour)}>{inner}</g>")
 
 
-def _escaped(words):
-    return str(words).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _outlines(boxes, inset):
+    """A path around each of (x, y, width, height), this much smaller on each side."""
+    return "".join(
+        f"M{x + inset:.1f} {y + inset:.1f}h{w - 2 * inset:.1f}v{h - 2 * inset:.1f}"
+        f"h{2 * inset - w:.1f}z"
+        for x, y, w, h in boxes
+    )
 
 
 def colour_of(thread):
@@ -379,10 +377,11 @@ class Cells:
             if e in touched or 0 <= e * self.item < self.end
         ]
         self._draw_cells(sheet, y, pitch, touched, elements)
-        if pitch >= text_width(elements[-1], 9) + 3:
-            self._draw_numbers(sheet, y, pitch, touched, elements, 9)
-        elif pitch >= text_width(elements[-1], 8.5) + 1:
-            self._draw_numbers(sheet, y, pitch, touched, elements, 8.5)
+        if pitch >= text_width(elements[-1], 8.5) + 1:
+            places = {e: (self.x(e * self.item) + pitch / 2, y + 13.4, e) for e in elements}
+            inside = [places[e] for e in elements if e in touched]
+            sheet.words(inside, WHITE, 8.5, weight=600)
+            sheet.words([places[e] for e in elements if e not in touched], sheet.soft, 8.5)
         else:
             self._draw_labels(sheet, y - 5 if labels_above else y + CELL + 12, touched, elements)
         sheet.words([(x, y + 13, "…") for x in self.dots], sheet.soft, 12)
@@ -418,12 +417,6 @@ class Cells:
                 looks.setdefault(look, []).append(box)
         for (colour, opacity), boxes in looks.items():
             sheet.boxes(boxes, colour, opacity)
-
-    def _draw_numbers(self, sheet, y, pitch, touched, elements, size):
-        """The number of each element in its cell."""
-        places = {e: (self.x(e * self.item) + pitch / 2, y + 13.4, e) for e in elements}
-        sheet.words([places[e] for e in elements if e in touched], WHITE, size, weight=600)
-        sheet.words([places[e] for e in elements if e not in touched], sheet.soft, size)
 
     def _draw_labels(self, sheet, y, touched, elements):
         """Numbers of some elements: the first of each sector, and the first outside the tensor."""
@@ -589,7 +582,11 @@ def draw_links(sheet, events, outside, band, cells, top, reading):
         if lines:
             dash = "4 3" if atomic else None
             sheet.path(
-                "".join(lines), stroke=colour, stroke_width=width, opacity=opacity, dash=dash
+                "".join(lines),
+                stroke=colour,
+                stroke_width=width,
+                opacity=opacity,
+                stroke_dasharray=dash,
             )
         if heads and len(drawn) <= 140:
             sheet.path("".join(heads), colour, opacity=opacity)

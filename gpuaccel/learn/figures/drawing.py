@@ -1,9 +1,9 @@
 """What all pictures are drawn with: SVG shapes and text, colours, axes, number formats.
 
-    ink = Ink(themed=False)
+    ink = Ink()
     ink.text(0, 14, "a bar")
-    ink.rect(0, 20, 120, 16, BLUE)
-    Figure(ink, 40, "a bar")             # displays as SVG; its words where pictures are not shown
+    ink.rect(0, 20, 120, 16, GREY)
+    bundle(ink.svg(40, "a bar"), "a bar")    # a notebook's output: SVG, and words
 
 A picture is WIDTH wide, and shrinks where there is less room. Coordinates are in pixels, y grows
 downwards.
@@ -25,11 +25,11 @@ RUN_COLOURS = (
     "#a08a2c",
     "#5aa9c9",
 )
-BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
 GREY = "#8d949e"
 RED = "#e5484d"
 WHITE = "#ffffff"
 WIDTH = 800
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 # The colours of words and lines in a picture that is an image of its own: (words, labels, lines)
 # for a light and for a dark page. An image cannot see which page it is in, only what the browser
@@ -81,18 +81,8 @@ def number(value, unit="") -> str:
 
 
 def axis_number(value) -> str:
-    """The same for an axis, without the zeros behind the point."""
-    return _short(number(value))
-
-
-def _short(words):
-    """Without zeros that end a number's decimals: 1.00K is 1K, and 1.05K stays."""
-    return re.sub(r"\.0+(?!\d)", "", words)
-
-
-def microseconds(us: float) -> str:
-    """A duration given in microseconds, in words: 41 µs, above a millisecond 3.2 ms."""
-    return f"{us:.0f} µs" if us < 950 else milliseconds(us / 1e3)
+    """The same without zeros that end its decimals: 1.00K is 1K, and 1.05K stays."""
+    return re.sub(r"\.0+(?!\d)", "", number(value))
 
 
 def milliseconds(ms) -> str:
@@ -122,7 +112,7 @@ def _norm_digits(norm):
         return "NaN"
     if math.isinf(norm):
         return "∞"
-    return f"{norm:.2g}" if norm < 99.5 else _short(number(norm))
+    return f"{norm:.2g}" if norm < 99.5 else axis_number(norm)
 
 
 def plural(count, noun) -> str:
@@ -135,27 +125,12 @@ def plural(count, noun) -> str:
 
 
 class Ink:
-    """The shapes of one picture, in order; `svg` joins them.
+    """The shapes of one picture, in order; `svg` joins them."""
 
-    Args:
-        themed: True takes text and line colours from the notebook's theme (inline in a page); False
-            takes colours that suit light and dark pages (a picture of its own; `bundle` shows it in
-            the theme's colours where it can).
-    """
+    strong, soft, hair = "var(--ink-strong)", "var(--ink-soft)", "var(--ink-hair)"
 
-    def __init__(self, themed=False):
-        self.themed = themed
+    def __init__(self):
         self.out = []
-        if themed:
-            self.strong = "var(--jp-ui-font-color1, currentColor)"
-            self.soft = "var(--jp-ui-font-color2, currentColor)"
-            self.hair = "var(--jp-border-color2, rgba(128,128,128,.3))"
-            self.font = "var(--jp-ui-font-family, system-ui, sans-serif)"
-        else:
-            self.strong = "var(--ink-strong)"
-            self.soft = "var(--ink-soft)"
-            self.hair = "var(--ink-hair)"
-            self.font = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
     def paint(self, **colours):
         """Colours as attributes. Variables work in a style only."""
@@ -183,61 +158,15 @@ class Ink:
         content = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
         self.out.append(f"<{tag}{text}{content}")
 
-    def rect(
-        self,
-        x,
-        y,
-        width,
-        height,
-        fill,
-        opacity=None,
-        rx=None,
-        stroke=None,
-        stroke_width=None,
-        dash=None,
-        title=None,
-    ):
-        """A rectangle. rx: radius of its corners. dash: "4 4" breaks its outline."""
-        self.shape(
-            "rect",
-            title,
-            x=x,
-            y=y,
-            width=width,
-            height=height,
-            rx=rx,
-            fill=fill,
-            opacity=opacity,
-            stroke=stroke,
-            stroke_width=stroke_width,
-            stroke_dasharray=dash,
-        )
+    def rect(self, x, y, width, height, fill, rx=None, title=None):
+        """A rectangle. rx: radius of its corners."""
+        self.shape("rect", title, x=x, y=y, width=width, height=height, rx=rx, fill=fill)
 
-    def path(
-        self,
-        d,
-        fill="none",
-        stroke=None,
-        stroke_width=None,
-        opacity=None,
-        dash=None,
-        stroke_linecap=None,
-    ):
+    def path(self, d, fill="none", **look):
         """A path in SVG's own language."""
-        self.shape(
-            "path",
-            d=d,
-            fill=fill,
-            stroke=stroke,
-            stroke_width=stroke_width,
-            opacity=opacity,
-            stroke_dasharray=dash,
-            stroke_linecap=stroke_linecap,
-        )
+        self.shape("path", d=d, fill=fill, **look)
 
-    def polyline(
-        self, points, stroke, width, opacity=None, dash=None, stroke_linecap=None, dash_offset=None
-    ):
+    def polyline(self, points, stroke, width):
         """A line through points: (x, y) pairs."""
         self.shape(
             "polyline",
@@ -246,103 +175,33 @@ class Ink:
             stroke=stroke,
             stroke_width=width,
             stroke_linejoin="round",
-            stroke_linecap=stroke_linecap,
-            opacity=opacity,
-            stroke_dasharray=dash,
-            stroke_dashoffset=dash_offset,
+            stroke_linecap="round",
         )
 
-    def curve(self, x1, y1, x2, y2, stroke):
-        """A curve that leaves one place vertically and reaches the other one vertically."""
-        middle = (y1 + y2) / 2
-        self.path(
-            f"M{x1:.1f} {y1:.1f}C{x1:.1f} {middle:.1f} {x2:.1f} {middle:.1f} {x2:.1f} {y2:.1f}",
-            stroke=stroke,
-            stroke_width=1.8,
-            opacity=0.8,
-        )
-
-    def segment(self, x1, y1, x2, y2, stroke, width, dash=None):
-        """A straight line in a colour."""
-        self.shape(
-            "line",
-            x1=x1,
-            y1=y1,
-            x2=x2,
-            y2=y2,
-            stroke=stroke,
-            stroke_width=width,
-            stroke_dasharray=dash,
-        )
-
-    def box(self, x, y, width, height, colour, words="", opacity=None, size=12, text_colour=WHITE):
-        """A rounded rectangle with words in its middle, smaller where they would not fit."""
-        self.rect(x, y, width, height, colour, opacity, rx=4)
-        if words != "":
-            size *= min(1.0, (width - 4) / max(text_width(words, size), 1))
-            self.text(
-                x + width / 2, y + height / 2 + 4, words, f"{size:.1f}", text_colour, "middle", 600
-            )
-
-    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400, title=None):
-        """Words at (x, y).
-
-        Args:
-            anchor: "start", "middle" or "end": which end of them stands at x.
-            title: what the mouse shows over them.
-        """
-        note = f"<title>{escape(title)}</title>" if title else ""
+    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400):
+        """Words at (x, y). anchor: "start", "middle" or "end": which end of them stands at x."""
         self.out.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
             f'font-weight="{weight}" {self.paint(fill=colour or self.strong)}>'
-            f"{escape(str(words))}{note}</text>"
+            f"{escape(str(words))}</text>"
         )
 
-    def line(self, x1, y1, x2, y2, width=1.0, dash="", opacity=1.0):
+    def line(self, x1, y1, x2, y2, opacity=1.0):
         """A thin line in the theme's colour: an axis, a grid."""
-        dashes = f'stroke-dasharray="{dash}"' if dash else ""
-        opacity = opacity if self.themed else 0.6 * opacity
-        self.out.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-            f'stroke-width="{width}" opacity="{opacity:.2f}" {self.paint(stroke=self.hair)} '
-            f"{dashes}/>"
-        )
+        self.shape("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=self.hair, opacity=0.6 * opacity)
 
-    def dot(self, x, y, radius, fill, stroke=None, stroke_width=None, opacity=None):
+    def dot(self, x, y, radius, fill, **look):
         """A circle."""
-        self.shape(
-            "circle",
-            cx=x,
-            cy=y,
-            r=radius,
-            fill=fill,
-            stroke=stroke,
-            stroke_width=stroke_width,
-            opacity=opacity,
-        )
-
-    def title(self, y, words):
-        """A heading at the left edge, in bold, and smaller where it would not fit."""
-        size = 13 * min(1.0, WIDTH / max(1.0, 1.12 * text_width(words, 13)))
-        self.text(0, y, words, f"{size:.1f}".removesuffix(".0"), weight=600)
-
-    def legend(self, y, entries):
-        """A row of small squares with their meaning. entries: (colour, opacity, words)."""
-        x = 0.0
-        for colour, opacity, words in entries:
-            self.rect(x, y - 9, 10, 10, colour, opacity, rx=2.5)
-            self.text(x + 15, y, words, 11.5, self.soft)
-            x += text_width(words, 11.5) * 0.92 + 34
+        self.shape("circle", cx=x, cy=y, r=radius, fill=fill, **look)
 
     def svg(self, height, label):
         """The whole picture. label: what a screen reader says."""
-        style = "" if self.themed else IMAGE_STYLE
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
             f'width="{WIDTH}" height="{height:.0f}" class="gpuaccel-ink" role="img" '
             f'aria-label="{escape(label, quote=True)}" '
             'style="display:block;max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
-            f'font-family="{escape(self.font)}">' + style + "".join(self.out) + "</svg>"
+            f'font-family="{FONT}">{IMAGE_STYLE}{"".join(self.out)}</svg>'
         )
 
 
@@ -377,47 +236,25 @@ def nice_ticks(low, high, count=4):
     return [i * step for i in range(first, last + 1)]
 
 
-def spread(targets, gap, low, high):
-    """Label positions near their targets, at least `gap` apart, inside [low, high]."""
-    order = sorted(range(len(targets)), key=lambda i: targets[i])
-    placed = [0.0] * len(targets)
-    y = low - gap
-    for i in order:
-        y = placed[i] = max(targets[i], y + gap)
-    excess = max(0.0, y - high)
-    ceiling = high + gap
-    for i in reversed(order):
-        shift = excess if placed[i] > high else 0
-        placed[i] = ceiling = min(placed[i] - shift, ceiling - gap)
-    return placed
-
-
 # ---- what a notebook displays
+
+
+def in_page(svg: str) -> str:
+    """A picture as a part of a page, in the colours of JupyterLab's theme."""
+    page = svg.replace(IMAGE_STYLE, PAGE_STYLE)
+    return f'<div style="max-width:{WIDTH}px">{page}</div>'
 
 
 def bundle(svg: str, words: str) -> dict[str, str]:
     """A picture as a notebook's output.
 
-    In a page that trusts it, it is part of the page: it has the theme's colours, shows its titles
-    to the mouse, and shrinks with the window. As an image of its own it stays in pages that show
-    no HTML of others, such as GitHub's."""
-    page = svg.replace(IMAGE_STYLE, PAGE_STYLE)
-    return {
-        "text/html": f'<div style="max-width:{WIDTH}px">{page}</div>',
-        "image/svg+xml": svg,
-        "text/plain": words,
-    }
+    In a page that trusts it, it is part of the page: it shows its titles to the mouse, and shrinks
+    with the window. As an image of its own it stays in pages that show no HTML of others, such as
+    GitHub's."""
+    return {"text/html": in_page(svg), "image/svg+xml": svg, "text/plain": words}
 
 
-class Figure:
-    """An SVG and its one line of text."""
-
-    def __init__(self, ink, height, words):
-        self.drawn = ink.svg(height, words)
-        self.words = words
-
-    def __repr__(self):
-        return self.words
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        return bundle(self.drawn, self.words)
+def live_bundle(widget, words: str) -> dict[str, object]:
+    """A widget as a notebook's output; a saved notebook keeps the words in its place."""
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"application/vnd.jupyter.widget-view+json": view, "text/plain": words}
