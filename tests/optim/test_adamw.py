@@ -714,7 +714,9 @@ SCALED = {
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("how, rates", [({}, {0.01}), (SCALED, {0.005, 0.03})], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    "how, rates", [({}, {0.01}), (SCALED, {0.005, 0.03})], ids=["plain", "scaled"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "mixed"])
 def test_an_arena_as_torch_over_its_parameter_groups(dtype, how, rates, device):
     """Gradients are used and never written: sums, one that is missing, one of the user's own."""
