@@ -144,10 +144,11 @@ def as_ddp(run, ranks, broadcast_buffers, device="cpu", **options):
     arguments = dict(broadcast_buffers=broadcast_buffers, device=device)
     expected = run(checks.normed_by_ddp, ranks, **arguments)
     actual = run(checks.normed_by_step, ranks, **arguments, **options)
-    for mine, ddps in zip(actual, expected):
+    for rank, (mine, ddps) in enumerate(zip(actual, expected)):
         for name, value in ddps.items():
             value, got = torch.tensor(value), torch.tensor(mine[name])
-            torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-6, msg=name)
+            where = f"{name} of rank {rank}, {got}, {value}: "
+            torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-6, msg=where.__add__)
     assert actual[0]["layers.1.running_mean"] != actual[1]["layers.1.running_mean"]
 
 

@@ -296,6 +296,8 @@ def test_a_kernel_solution_passes_and_costs_what_the_solution_costs(e, where):
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 @pytest.mark.parametrize("e, what", WRONG_KERNELS)
 def test_a_known_wrong_kernel_fails(e, what, where):
+    if where == "cuda without a compiler" and what == "looks in front of the first":
+        pytest.skip("a read in front of a tensor, right by luck, is only seen on a CPU")
     result = ga.check(e.name, ga.compile(e.wrong_answers[what], e.name))
     assert result.passed is False
     if where != "cuda without a compiler" and what in (
