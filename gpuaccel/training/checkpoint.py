@@ -161,8 +161,8 @@ def _check_batches(batches):
     if batches is not None and not hasattr(batches, "state_dict"):
         raise ArgumentError(
             f"batches is a {_class_name(batches)}, whose position in the data cannot be saved; "
-            "expected an object with state_dict() and load_state_dict(), such as ga.training.Batches or "
-            "torchdata's StatefulDataLoader"
+            "expected an object with state_dict() and load_state_dict(), such as "
+            "ga.training.Batches or torchdata's StatefulDataLoader"
         )
 
 
@@ -304,8 +304,8 @@ def save_checkpoint(
         arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Default:
             none.
         scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
-        batches: anything with a `state_dict()` of plain values, such as ga.training.Batches or torchdata's
-            StatefulDataLoader; a DataLoader has none. Default: none.
+        batches: anything with a `state_dict()` of plain values, such as ga.training.Batches or
+            torchdata's StatefulDataLoader; a DataLoader has none. Default: none.
         step: optimizer steps done. Default: 0.
         extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
 

@@ -402,7 +402,8 @@ class Batches:
             into equal parts.
 
     Example:
-        >>> batches = ga.training.Batches(torch.arange(101), batch=2, T=10, device=ga.default_device())
+        >>> tokens, device = torch.arange(101), ga.default_device()
+        >>> batches = ga.training.Batches(tokens, batch=2, T=10, device=device)
         >>> inputs, targets = next(batches)
         >>> inputs.shape, bool((targets == inputs + 1).all())
         (torch.Size([2, 10]), True)

@@ -113,8 +113,8 @@ class _Checkpoints:
             if self.state["batches"] is None:
                 log_of_package.warning(
                     "resumed after step %d: a %s has no state_dict(), so the batches begin with "
-                    "its first one again; ga.training.Batches and torchdata's StatefulDataLoader go on "
-                    "where they were",
+                    "its first one again; ga.training.Batches and torchdata's StatefulDataLoader "
+                    "go on where they were",
                     self.step.count,
                     self.kind,
                 )
@@ -169,7 +169,8 @@ def train(
     Args:
         step: the TrainStep; its meter is used, or one is made.
         batches: an iterable of batches. It is resumed where it was if it has a state_dict(), as
-            ga.training.Batches and torchdata's StatefulDataLoader; others begin again, with a warning.
+            ga.training.Batches and torchdata's StatefulDataLoader; others begin again, with a
+            warning.
         steps: optimizer steps in all, those of an earlier run that is resumed included.
         val: batches that are evaluated every `val_every` steps and at the end, with the step's
             loss_fn. Default: none.
