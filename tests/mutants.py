@@ -34,6 +34,13 @@ from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("optim", "ops", "graphs", "distributed")
+
+
+def tests_of(room: str) -> list[str]:
+    """The folders of its tests. Operations are also tested by the optimizers and layers on them."""
+    return [f"tests/{name}" for name in ((room, "optim", "nn") if room == "ops" else (room,))]
+
+
 # Seconds until a run of the tests counts as hanging.
 HANGS = 1800
 
@@ -213,7 +220,7 @@ class Copy:
     def lines_that_run(self, room: str) -> dict[str, set[int]]:
         """File -> its lines that the fast tests of the room run."""
         data = str(self.folder / "coverage")
-        tests = ["pytest", "-q", "--fast", f"tests/{room}"]
+        tests = ["pytest", "-q", "--fast", *tests_of(room)]
         include = f"--include={self.tree}/gpuaccel/{room}/*"
         if self.run("coverage", "run", f"--data-file={data}", include, "-m", *tests):
             raise SystemExit(f"the tests fail without a mutant: {self.folder}/output.txt")
@@ -233,7 +240,7 @@ class Copy:
                 return "ruff"
             if self.run("mypy"):
                 return "mypy"
-            status = self.run("pytest", "-q", "-x", "--fast", f"tests/{mutant.room}")
+            status = self.run("pytest", "-q", "-x", "--fast", *tests_of(mutant.room))
         finally:
             path.write_bytes(before)
         if status is None:

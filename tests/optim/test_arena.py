@@ -231,7 +231,7 @@ def test_state_dict_loads_in_place_and_masters_follow(dtype):
         lambda m: m.bfloat16(),
         lambda m: setattr(m[0].weight, "data", torch.zeros(5, 3)),
         lambda m: setattr(m[0].weight, "data", torch.zeros(3, 5, dtype=torch.float64)),
-        lambda m: setattr(m[0].weight, "data", m[1].weight.data),
+        lambda m: setattr(m[0].bias, "data", m[1].bias.data),
         lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(3, 5))),
         lambda m: m[0].__delattr__("weight"),
         lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True),
