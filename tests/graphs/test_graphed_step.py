@@ -375,39 +375,6 @@ def test_a_model_that_changed_after_the_capture_is_named_and_nothing_else_change
                 step(*two)
 
 
-@pytest.mark.parametrize("change", ["module.double()", "dtype of a buffer", "replaced module"])
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_train_step_notices_it_too(device, change):
-    alter, name = CHANGES[change]
-    one, two = batches(device, n=2, lengths=(8,))
-    with make(device, "graph") as step:
-        step(one)
-        alter(step.model)
-        with (
-            unchanged(step.model, step.optimizers[0], device),
-            pytest.raises((ArgumentError, CaptureError), match=name),
-        ):
-            step(two)
-        assert step.count == 1
-
-
-@pytest.mark.parametrize("change", ["moved weight", "dtype of a buffer"])
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_after_reset_the_changed_model_is_captured(device, change):
-    alter, _ = CHANGES[change]
-
-    def drive(step, model, opt):
-        with ga.deterministic() if device == "cuda" else contextlib.nullcontext():
-            one, two, three = batches(device, n=3, lengths=(8,))
-            losses = [step(*one)]
-            alter(model)
-            if isinstance(step, ga.GraphedStep):
-                step.reset()
-            return [*losses, step(*two), step(*three)]
-
-    follow_eager(device, lambda: step_of_net(device), drive)
-
-
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_tensor_that_the_step_itself_replaces_is_named_before_the_first_step(device, kind):

@@ -23,6 +23,10 @@ WIDTHS = (
     64,
     64,
 )  # whole chunks of the arena (64 columns each), so that nothing lies between them
+INDUCTOR = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler for the CPU, and there is none",
+)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -366,10 +370,7 @@ def test_every_block_of_the_transformer_has_one_product(joined):
 # ---- torch.compile ----
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler for the CPU, and there is none",
-)
+@INDUCTOR
 def test_blocks_compile_once_and_add_into_their_own_slices():
     """Two blocks, compiled one by one, run the same code. Values and sums are those of eager."""
     torch._dynamo.reset()
@@ -400,10 +401,7 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler, and there is none",
-)
+@INDUCTOR
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkeypatch, device):
     torch.manual_seed(0)
@@ -566,10 +564,7 @@ def test_only_the_conv1d_of_transformers_is_recognised(conv1d):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler for the CPU, and there is none",
-)
+@INDUCTOR
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_conv1d_compiled_adds_into_its_slice(conv1d, device):
     torch._dynamo.reset()
