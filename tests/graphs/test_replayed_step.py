@@ -52,6 +52,7 @@ CASES = {
     "q k v together": {"net": side_by_side},
     "bf16, q k v together": {"net": side_by_side, "dtype": torch.bfloat16},
     "grouped attention": {"net": llama},
+    "encoder": {"net": gpt2},
     "tied attention": {"net": lambda: llama(tied=True)},
     "sequences": {"divide": "sequences"},
     "micro_batches": {"divide": "micro_batches"},
@@ -75,18 +76,20 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("make_data", [batches, lists])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
+def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, make_data, counts):
     """Losses, norms, tokens, clip results, weights, moments, skips, generators: with dropout, a
-    schedule, clipping, a NaN, two lengths in turn."""
-    data = batches(device, bad=(3,))
+    schedule, clipping, a NaN, two lengths in turn. A list is one launch for each and a tail."""
+    data = make_data(device, bad=(3,))
     wanted = compare(device, data, **CASES[case])
-    assert counts.replays == len(data) and counts.captures == 2, counts
+    launches = [1 if make_data is batches else len(micros) + 1 for micros in data]
+    assert counts.replays == sum(launches)
+    assert make_data is lists or counts.captures == 2
     # What was compared was a run in which all of it happened.
-    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)]
-    assert len({out.loss.item() for out in wanted}) == 8
+    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(len(data))]
+    assert len({out.loss.item() for out in wanted}) == len(data)
     clipped = [(out.scale < 1).any() for out in wanted if out.finite.all()]
     assert all(clipped), "clipping had nothing to do"
 
@@ -124,31 +127,6 @@ def test_a_replayed_run_warns_of_nothing(device):
         warnings.simplefilter("always")
         trained(make(device, "graph"), batches(device, n=4), device)
     assert not said, [str(w.message) for w in said]
-
-
-LISTS = {
-    "fp32": {},
-    "bf16": {"dtype": torch.bfloat16},
-    "together": {"net": side_by_side},
-    "encoder": {"net": gpt2},
-    "sequences": {"divide": "sequences"},
-    "micro_batches": {"divide": "micro_batches"},
-    "a mean": {"loss": mean_loss},
-    "rare": {"net": lambda: Net(rare=True)},
-    "batch norm": {"net": lambda: Net(norm=True)},
-    "scope block": {"opt": {"scope": "block"}},
-}
-
-
-@pytest.mark.parametrize("case", LISTS)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail(
-    device, case, counts
-):
-    data = lists(device, bad=(3,))
-    wanted = compare(device, data, **LISTS[case])
-    assert counts.replays == sum(len(micros) + 1 for micros in data)
-    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(6)]
 
 
 @pytest.mark.parametrize(

@@ -888,7 +888,6 @@ REFUSED = {
         {"dwte": torch.ones(5, 4, dtype=torch.int32)},
         r"dwte is torch\.int32; expected torch\.float32, torch\.bfloat16 or torch\.float16",
     ),
-    "dwpe a list": ({"dwpe": [1.0]}, "dwpe is list; expected a dense torch tensor"),
     "dout sparse": ({"dout": torch.zeros(2, 3, 4).to_sparse()}, "dout is torch.sparse_coo"),
     "tokens a list": (
         {"tokens": [[0, 1, 2], [2, 2, 4]]},
@@ -918,10 +917,6 @@ REFUSED = {
     "token too large": (
         {"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])},
         r"token 5 at \(1, 1\) of tokens \(2, 3\) is out of range; expected 0 to 4",
-    ),
-    "token negative": (
-        {"tokens": torch.tensor([[0, 1, -7], [2, 5, 4]], dtype=torch.int32)},
-        r"token -7 at \(0, 2\)",
     ),
     "token beyond 32 bits": (
         {"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])},
@@ -969,9 +964,6 @@ def test_bad_arguments_are_named_and_nothing_has_changed(device):
             lambda m: m(torch.zeros(2, 5, dtype=torch.int64)),
             r"tokens have shape \(2, 5\); expected \(\.\.\., T\) with T up to 4",
         ),
-        (lambda m: m(torch.tensor(3)), r"tokens have shape \(\); expected \(\.\.\., T\)"),
-        (lambda m: m(torch.zeros(2, 3)), r"tokens are torch\.float32"),
-        (lambda m: m([1, 2]), "tokens are list|expected"),
         (
             lambda m: m(torch.zeros(2, 3, dtype=torch.int64, device="meta")),
             "tokens are on meta, wte on cpu; expected one device",
@@ -981,7 +973,6 @@ def test_bad_arguments_are_named_and_nothing_has_changed(device):
             r"token 9 at \(0, 1\) of tokens \(1, 2\) is out of range; expected 0 to 8",
         ),
         (lambda m: m.wte(torch.tensor(-1)), r"token -1 at \(\) of tokens \(\) is out of range"),
-        (lambda m: m.wte(torch.zeros(3, dtype=torch.uint8)), r"tokens are torch\.uint8"),
         (
             lambda m: (
                 m.half()

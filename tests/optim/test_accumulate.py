@@ -12,6 +12,7 @@ from helpers import (
     CUDA,
     EVERYWHERE,
     NAN,
+    Blocks,
     RaisesInBackward,
     differ,
     generator,
@@ -66,22 +67,6 @@ class Net(nn.Module):
             else:
                 h = checkpoint(part, h, use_reentrant=self.checkpointing)
         return self.head(self.norm(h))
-
-
-class Chosen(nn.Module):
-    """Parameters of given shapes; its loss has exactly the gradients that are asked for."""
-
-    def __init__(self, shapes, dtypes):
-        super().__init__()
-        parts = [
-            nn.ParameterList([nn.Parameter(torch.randn(s).to(d))]) for s, d in zip(shapes, dtypes)
-        ]
-        self.blocks = nn.ModuleList(parts)
-
-    def forward(self, grads):
-        return sum(
-            (p.float() * g.float()).sum() for (p,), g in zip(self.blocks, grads) if g is not None
-        )
 
 
 def loss_of(model, x):
@@ -192,7 +177,9 @@ def test_any_shapes_dtypes_and_missing_gradients_sum_exactly(device, shapes, n, 
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in shapes]
     present = [[data.draw(st.integers(0, 3)) > 0 for _ in shapes] for _ in range(n)]
     random = generator(seed)
-    model = Chosen(shapes, dtypes).to(device)
+    model = Blocks([(shape,) for shape in shapes]).to(device)
+    for block, dtype in zip(model.blocks, dtypes):
+        block.to(dtype)
     want = [None] * len(shapes)
     with accumulating(model, "autograd") as sums:
         for row in present:

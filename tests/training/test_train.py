@@ -12,7 +12,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EVERYWHERE
+from helpers import EVERYWHERE, differ
 from torch import nn
 
 from gpuaccel.backends import backend, use_backend
@@ -42,11 +42,6 @@ def make_model(seed=0):
 def make_batches(seed=0, batch=4):
     tokens = torch.randint(0, 19, (4000,), generator=torch.Generator().manual_seed(5))
     return Batches(tokens, batch, 8, seed=seed)
-
-
-def differ(a, b):
-    d = (a - b).abs()
-    return f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
 
 
 def plain_loop(model, opt, batches, steps, micro_batches=1, max_norm=None, scheduler=None):
