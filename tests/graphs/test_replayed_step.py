@@ -94,6 +94,11 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, make_data, co
     assert all(clipped), "clipping had nothing to do"
 
 
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_autocast_is_replayed_with_eagers_bits(device):
+    compare(device, batches(device, n=6, bad=(3,)), autocast=torch.bfloat16)
+
+
 @pytest.mark.parametrize("kind", ["whole", "list"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(device, kind):

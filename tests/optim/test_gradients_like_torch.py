@@ -14,6 +14,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.graphs.snapshot import preserved
+from gpuaccel.nn import fused_forward
 from gpuaccel.optim import Products
 from gpuaccel.optim.arena import Arena
 
@@ -415,6 +416,7 @@ def test_a_model_is_copied_and_pickled_without_its_sums(pair):
     sums = run.arena.grads.clone()
     for model in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded):
         assert all(map(torch.equal, model.parameters(), run.params))
+        assert type(model.linear) is nn.Linear and fused_forward(model.linear) is None
         model.zero_grad()
         model.loss(0).backward()
         for p, q in zip(model.parameters(), run.params):

@@ -234,6 +234,26 @@ def test_a_checkpoint_of_the_package_holds_the_adapter_too(device, kind, tmp_pat
     assert run(again, other, "deterministic", device, range(2, STEPS)) == wanted
 
 
+@both
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_merged_after_training_it_is_a_plain_model_of_the_same_outputs(device, kind):
+    model = adapted(kind, device)
+    opt = optimizer(model)
+    run(model, opt, "deterministic", device)
+    opt.arena.release()
+    model.eval()
+    x = tokens(9, device)
+    with torch.no_grad():
+        wanted = model(x)
+        merged = model.merge_and_unload()
+        assert type(merged) is type(base(kind))
+        assert not any("lora" in name for name, _ in merged.named_parameters())
+        got, plain = merged(x), base(kind).to(device).eval()(x)
+    got, wanted, plain = (getattr(y, "logits", y) for y in (got, wanted, plain))
+    close(got, wanted, "merged", 1e-4)
+    assert (got - plain).abs().max() > 1e-2, "the factors say nothing"
+
+
 @pytest.mark.parametrize(
     "layer, targets",
     [

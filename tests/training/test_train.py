@@ -387,10 +387,6 @@ def test_autocast_and_meter_are_stages_of_a_step():
 # ---- the loop around it ----
 
 
-class Stopped(Exception):
-    pass
-
-
 def run(
     folder, steps, deterministic=False, resume=False, stop_at=None, dtype=torch.float32, every=3
 ):
