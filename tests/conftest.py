@@ -13,6 +13,8 @@ os.environ.setdefault("GPUACCEL_CACHE", str(CACHE))
 os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(CACHE / "zig"))
 # torch reads it once per process, at the first matrix product on a GPU: that may be any test's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# transformers downloads nothing. It reads the variable when it is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from gpuaccel.backends import find_gpu  # noqa: E402
 

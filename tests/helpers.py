@@ -1,7 +1,9 @@
 """What tests of several rooms share: devices to parametrise over, comparisons, a small model."""
 
 import contextlib
+import errno
 import math
+import os
 import shutil
 import sys
 
@@ -150,6 +152,28 @@ def no_waiting():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class FullDisk:
+    """A file on a disk with room for 1,000 bytes more."""
+
+    def __init__(self, file):
+        self.file, self.left = file, 1000
+
+    def write(self, data):
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
 
 
 def forget_accelerator():

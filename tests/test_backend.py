@@ -35,6 +35,18 @@ THERE, NOT = (
 )
 
 
+def python(code, **variables):
+    """A process in which nobody has set cuBLAS's workspace yet."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("CUBLAS")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
 def expected(requested, policy, there):
     """The same table as rules: (backend, part of the reason), or an error with part of its text."""
     if policy == "off" and requested == "cuda":
@@ -249,13 +261,7 @@ import gpuaccel
 after = state()
 print([key for key in before if before[key] != after[key]])
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={key: value for key, value in os.environ.items() if not key.startswith("CUBLAS")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = python(code)
     assert run.stdout == "[]\n", run.stdout + run.stderr
 
 
@@ -295,13 +301,7 @@ except RuntimeError:
     refused = True
 print(refused)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={key: value for key, value in os.environ.items() if not key.startswith("CUBLAS")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = python(code)
     expected = ["False\n"] + ["True\n"] * early
     assert run.stdout in expected, run.stdout + run.stderr
 
@@ -481,11 +481,5 @@ def test_gpu_is_found_and_named():
 @pytest.mark.gpu
 def test_gpu_hidden_by_the_environment_is_explained():
     code = "from gpuaccel.backends import backend; print(backend())"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = python(code, CUDA_VISIBLE_DEVICES="")
     assert run.stdout.startswith("backend torch on CPU: "), run.stdout + run.stderr

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -904,46 +903,6 @@ def test_dispatch_runs(dispatch, scripts):
         "steps": 1,
     }
     assert len(made["steps"].head) == 5
-
-
-@needs_simt
-@pytest.mark.parametrize(
-    "spoil, message",
-    [
-        (lambda x, calls: x * 1.05, "ours is farther from float64"),
-        (lambda x, calls: x * (1 + 0.01 * (calls == 2)), r"two runs of ours differ in \d+"),
-    ],
-    ids=["wrong", "different"],
-)
-def test_dispatch_names_a_wrong_layer(dispatch, monkeypatch, spoil, message):
-    forward, calls = dispatch.PolyAttention.forward, []
-
-    def spoiled(layer, x):
-        if x.dtype != torch.bfloat16:
-            return forward(layer, x)
-        calls.append(1)
-        return spoil(forward(layer, x), len(calls))
-
-    monkeypatch.setattr(dispatch.PolyAttention, "forward", spoiled)
-    with pytest.raises(AssertionError, match=message):
-        dispatch.Attention(1, None).measure()
-
-
-def test_dispatch_counts_what_the_kernels_header_counts(scripts):
-    dispatch = scripts("dispatch")
-    moved, special = dispatch.MOVED[dispatch.GLU], dispatch.SPECIAL
-    header = (ROOT / "kernels_cu" / "richards.cu").read_text().split("#ifndef")[0]
-    words = " ".join(header.replace("//", " ").split())
-    glu = re.search(
-        r"forward (\d) reads and a write, backward (\d) reads and (\d) writes.*"
-        r"Special functions: forward (\d+), backward (\d+)",
-        words,
-    )
-    assert glu, header
-    expected = [moved["forward"] - 1, moved["backward"] - 2, 2, *special[dispatch.GLU].values()]
-    assert list(map(int, glu.groups())) == expected
-    assert re.search(r"costs four special functions per element.*forward three", words), header
-    assert special[dispatch.CURVE] == {"forward": 3, "backward": 4}
 
 
 # ---- faults.py ----------------------------------------------------------------------------------

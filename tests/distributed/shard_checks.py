@@ -2,13 +2,13 @@
 optimizer."""
 
 import contextlib
-import errno
 import os
 import signal
 from unittest import mock
 
 import rank_checks as checks
 import torch
+from helpers import FullDisk
 from rank_workers import Rank
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -197,29 +197,6 @@ def resume_damaged(rank: Rank, folder):
             list(ga.train(step, batches, 9, checkpoint_dir=folder, resume=True))
         except ga.errors.CheckpointError as error:
             return str(error)
-
-
-class FullDisk:
-    """A file on a disk with room for 1,000 bytes more."""
-
-    def __init__(self, file):
-        self.file = file
-        self.left = 1000
-
-    def write(self, data):
-        self.left -= len(data)
-        if self.left < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
 
 
 def full_disk_of_a_rank(rank: Rank, folder):

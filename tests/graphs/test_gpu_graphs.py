@@ -11,13 +11,13 @@ from helpers import CUDA, no_waiting
 from replays import (
     LR,
     Net,
-    V,
     agree,
     batches,
     compare,
     compiler_or_skip,
     everything,
     lists,
+    llama,
     loss_fn,
     make,
     outputs_agree,
@@ -42,20 +42,9 @@ def test_gpu_a_model_of_transformers_as_it_comes_replays_alike_twice_and_follows
     device, kind
 ):
     data = batches(device, n=6)
-    wanted, *_ = trained(
-        make(device, "eager", net=theirs(kind), loss=their_loss),
-        data,
-        device,
-    )
-    first, one, *_ = trained(
-        make(device, "graph", net=theirs(kind), loss=their_loss),
-        data,
-        device,
-    )
-    second, two, *_ = trained(
-        make(device, "graph", net=theirs(kind), loss=their_loss),
-        data,
-        device,
+    (wanted, *_), (first, one, *_), (second, two, *_) = (
+        trained(make(device, replay, net=theirs(kind), loss=their_loss), data, device)
+        for replay in ("eager", "graph", "graph")
     )
     outputs_agree(second, first)
     agree(two, one)
@@ -222,23 +211,8 @@ def test_gpu_other_threads_may_use_the_gpu_during_a_capture(device):
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(device, dtype):
     """Attention is long enough for torch's fast backward, which is not deterministic by itself."""
-
-    def net():
-        return ga.training.Transformer(
-            ga.preset(
-                "tiny",
-                vocab=V,
-                layers=2,
-                hidden=128,
-                intermediate=256,
-                heads=2,
-                kv_heads=1,
-                head_dim=64,
-                T=64,
-            )
-        )
-
     data = batches(device, n=6, rows=8, lengths=(64, 32), bad=(3,))
+    net = lambda: llama(hidden=128, intermediate=256, head_dim=64, T=64)  # noqa: E731
     how = {"net": net, "dtype": dtype}
     wanted = compare(device, data, **how)
     outs, left, *_ = trained(make(device, "graph", **how), data, device)

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from helpers import KERNELS, products_add, same
+from replays import follow_eager, pairs, small
 from torch import nn
 
 import gpuaccel as ga
@@ -102,39 +103,32 @@ def test_the_packages_own_participants():
 @pytest.mark.parametrize("adds", [contextlib.nullcontext, products_add])
 def test_a_replay_clips_the_gradients_of_bf16_parameters(device, adds, counts):
     """A loop of one's own: clip and zero_grad() through the module."""
+    added = contextlib.ExitStack()
 
-    def losses_and_weights(replayed):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(device, torch.bfloat16)
+    def build():
+        added.close()
+        model = small(device).bfloat16()
         arena = ga.Arena(model)
         opt = ga.AdamW(arena, lr=0.1)
-        results = []
-        with adds(arena):
+        added.enter_context(adds(arena))
 
-            def step(x):
-                model.zero_grad()
-                for part in x.chunk(2):
-                    loss = model(part).float().square().sum()
-                    loss.backward()
-                norm = ga.clip_grad_norm_(model.parameters(), 0.5)
-                opt.step()
-                return {"loss": loss.detach(), "norm": norm}
+        def step(x):
+            model.zero_grad()
+            for part in x.chunk(2):
+                model(part).float().square().sum().backward()
+            norm = ga.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+            return norm
 
-            graphed = ga.GraphedStep(step, [model, opt], policy="require") if replayed else None
-            for k in range(4):
-                generator = torch.Generator().manual_seed(k)
-                x = torch.randn(4, 8, generator=generator).to(device, torch.bfloat16)
-                output = (graphed or step)(x)
-                results.append((float(output["loss"]), float(output["norm"])))
-                for p, master in zip(arena.params, arena.masters):
-                    assert master.grad is p.grad and p.grad.dtype == torch.float32
-            if graphed is not None:
-                graphed.close()
-        return results, arena.weights.clone()
+        return model, opt, step
 
-    eager, weights = losses_and_weights(False)
-    assert min(norm for _, norm in eager) > 0.5
-    replayed, replayed_weights = losses_and_weights(True)
-    assert counts.replays == 4
-    assert replayed == eager
-    same(replayed_weights, weights, "weights")
+    def drive(step, model, opt):
+        norms = []
+        for x, _ in pairs(device, 4):
+            norms.append(step(x.bfloat16()))
+            for p, master in zip(opt.arena.params, opt.arena.masters):
+                assert master.grad is p.grad and p.grad.dtype == torch.float32
+        return norms
+
+    assert min(follow_eager(device, build, drive)) > 0.5 and counts.replays == 4
+    added.close()

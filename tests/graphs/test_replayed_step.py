@@ -7,7 +7,6 @@ same claims hold.
 import copy
 import itertools
 import json
-import re
 import warnings
 
 import pytest
@@ -19,12 +18,11 @@ from replays import (
     LR,
     OUTPUTS,
     Net,
-    V,
     agree,
     batches,
     compare,
-    everything,
     frozen,
+    gpt2,
     lists,
     llama,
     loss_fn,
@@ -45,8 +43,8 @@ import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, CaptureError
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
-from gpuaccel.training.loop import train, warmup_cosine
-from gpuaccel.training.step import TrainStep, token_loss
+from gpuaccel.training.loop import warmup_cosine
+from gpuaccel.training.step import TrainStep
 
 CASES = {
     "fp32": {},
@@ -54,6 +52,7 @@ CASES = {
     "q k v together": {"net": side_by_side},
     "bf16, q k v together": {"net": side_by_side, "dtype": torch.bfloat16},
     "grouped attention": {"net": llama},
+    "encoder": {"net": gpt2},
     "tied attention": {"net": lambda: llama(tied=True)},
     "sequences": {"divide": "sequences"},
     "micro_batches": {"divide": "micro_batches"},
@@ -77,18 +76,20 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("make_data", [batches, lists])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
+def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, make_data, counts):
     """Losses, norms, tokens, clip results, weights, moments, skips, generators: with dropout, a
-    schedule, clipping, a NaN, two lengths in turn."""
-    data = batches(device, bad=(3,))
+    schedule, clipping, a NaN, two lengths in turn. A list is one launch for each and a tail."""
+    data = make_data(device, bad=(3,))
     wanted = compare(device, data, **CASES[case])
-    assert counts.replays == len(data) and counts.captures == 2, counts
+    launches = [1 if make_data is batches else len(micros) + 1 for micros in data]
+    assert counts.replays == sum(launches)
+    assert make_data is lists or counts.captures == 2
     # What was compared was a run in which all of it happened.
-    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)]
-    assert len({out.loss.item() for out in wanted}) == 8
+    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(len(data))]
+    assert len({out.loss.item() for out in wanted}) == len(data)
     clipped = [(out.scale < 1).any() for out in wanted if out.finite.all()]
     assert all(clipped), "clipping had nothing to do"
 
@@ -131,30 +132,6 @@ def test_a_replayed_run_warns_of_nothing(device):
         warnings.simplefilter("always")
         trained(make(device, "graph"), batches(device, n=4), device)
     assert not said, [str(w.message) for w in said]
-
-
-LISTS = {
-    "fp32": {},
-    "bf16": {"dtype": torch.bfloat16},
-    "together": {"net": side_by_side},
-    "sequences": {"divide": "sequences"},
-    "micro_batches": {"divide": "micro_batches"},
-    "a mean": {"loss": mean_loss},
-    "rare": {"net": lambda: Net(rare=True)},
-    "batch norm": {"net": lambda: Net(norm=True)},
-    "scope block": {"opt": {"scope": "block"}},
-}
-
-
-@pytest.mark.parametrize("case", LISTS)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail(
-    device, case, counts
-):
-    data = lists(device, bad=(3,))
-    wanted = compare(device, data, **LISTS[case])
-    assert counts.replays == sum(len(micros) + 1 for micros in data)
-    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(6)]
 
 
 @pytest.mark.parametrize(
@@ -299,13 +276,6 @@ def test_outputs_are_tensors_of_their_own(device, kind):
     outputs_agree(outs[2:], wanted[2:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_three_lengths_in_two_graphs_have_eagers_bits(device, counts):
-    compare(device, batches(device, n=7, lengths=(8, 16, 12)), max_graphs=2)
-    assert counts.captures == 7, "each of the three came when the two others were there"
-
-
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_eval_and_frozen_weights_are_other_kinds_of_step(device, counts):
     def between(step, k):
@@ -387,23 +357,6 @@ def test_load_state_dict_between_replays_takes_effect(device, dtype, counts):
     assert wanted[6].loss != plain[6].loss, "the state makes no difference: nothing was tested"
 
 
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_the_models_load_state_dict_between_replays_takes_effect(device, counts):
-    torch.manual_seed(9)
-    other = {
-        name: torch.randn_like(t.float()).to(t.dtype) * 0.1
-        for name, t in Net().state_dict().items()
-    }
-
-    def between(step, k):
-        if k == 2:
-            step.model.load_state_dict(other)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        compare(device, batches(device, n=4, lengths=(8,)), between, dtype=dtype)
-    assert counts.captures == 2
-
-
 @pytest.mark.parametrize("make_data", [batches, lists])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_memory_assigned_before_a_capture_and_between_replays_is_an_edit(device, make_data):
@@ -419,74 +372,6 @@ def test_memory_assigned_before_a_capture_and_between_replays_is_an_edit(device,
         wanted = compare(device, data, between, dtype=dtype)
         plain, *_ = trained(make(device, "eager", dtype=dtype), data, device)
         assert wanted[-1].loss != plain[-1].loss, "the edits make no difference"
-
-
-def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=torch.float32):
-    """train() with checkpoints and metrics. Returns (losses as the readings tell them, weights)."""
-    step = make(device, replay, dtype=dtype, loss=token_loss, schedule=8)
-    tokens = torch.randint(0, V, (2000,), generator=torch.Generator().manual_seed(5))
-
-    class OnDevice(ga.training.Batches):
-        def __next__(self):
-            return tuple(t.to(device) for t in super().__next__())
-
-    for reading in train(
-        step,
-        OnDevice(tokens, 4, 8, seed=0),
-        steps,
-        log=folder / "run.jsonl",
-        checkpoint_dir=folder / "checkpoints",
-        resume=resume,
-    ):
-        if reading.step == stop_at:
-            break
-    found = everything(step.model, step.optimizers[0], device)
-    assert step.replays == replay
-    step.close()
-    return (folder / "run.jsonl").read_text(), found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(
-    device, dtype, tmp_path
-):
-    """train(): the metrics' losses, the weights, and dropout's generator, whoever began and
-    whoever ended."""
-
-    def losses(text):
-        return re.findall(r'"step": (\d+), "loss": ([^,]+)', text)
-
-    lines, want = file_run(tmp_path / "eager", "eager", 8, device, dtype=dtype)
-    assert len(losses(lines)) == 8
-    for first, then in (("graph", "graph"), ("graph", "eager"), ("eager", "graph")):
-        folder = tmp_path / f"{first} {then}"
-        file_run(folder, first, 8, device, stop_at=4, dtype=dtype)
-        seed()
-        more, got = file_run(folder, then, 8, device, resume=True, dtype=dtype)
-        assert losses(more) == losses(lines), f"{first}, then {then}"
-        agree(got, want)
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_checkpoint_loaded_between_replays_brings_the_same_steps_again(device, tmp_path, counts):
-    data, path = batches(device, n=6, lengths=(8,)), tmp_path / "at-2.safetensors"
-    with make(device, "graph") as step:
-        state = {
-            "model": step.model,
-            "optimizer": step.optimizers,
-            "arena": step.arena,
-            "scheduler": step.schedulers,
-        }
-        for batch in data[:2]:
-            step(batch)
-        ga.save_checkpoint(path, step=2, **state)
-        once = [step(batch) for batch in data[2:]]
-        after = everything(step.model, step.optimizers[0], device)
-        ga.load_checkpoint(path, **state)
-        outputs_agree([step(batch) for batch in data[2:]], once)
-        agree(everything(step.model, step.optimizers[0], device), after)
-        assert counts.captures == 1
 
 
 def test_an_unknown_replay_is_refused_and_the_model_stays_ordinary():
@@ -566,21 +451,6 @@ def test_a_tensor_hook_is_captured_and_another_one_needs_another_graph(device, c
     assert counts.captures == 3
     plain, *_ = trained(make(device, "eager", opt={"max_norm": None}, schedule=None), data, device)
     assert [a.norm == b.norm for a, b in zip(wanted, plain)] == [True] + [False] * 4
-
-
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_a_deterministic_launched_step_calls_every_hook(device):
-    """Of weights whose gradients products would add, and of others."""
-    step, seen = make(device, "eager"), []
-    hooked = {"head.weight", "blocks.0.1.weight", "blocks.0.1.bias", "embedding.weight"}
-    for name in hooked:
-        p = step.model.get_parameter(name)
-        p.register_post_accumulate_grad_hook(
-            lambda p, name=name: seen.append((name, bool(p.grad.any())))
-        )
-    with step:
-        step(batches(device, n=1)[0])
-    assert sorted(seen) == sorted([(name, True) for name in hooked] * 2)
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])

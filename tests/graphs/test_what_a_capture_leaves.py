@@ -401,10 +401,11 @@ def test_a_buffer_that_the_first_forward_makes_is_named():
     assert step.replays == "graph"
 
 
-def test_the_logged_learning_rate_is_that_of_the_step_also_on_the_device():
+def test_the_logged_learning_rate_is_the_first_groups_in_the_step_also_on_the_device():
     model = nn.Linear(8, 8)
     arena = ga.Arena(model)
-    opt = torch.optim.SGD(arena.parameters(), lr=torch.tensor(0.5))
+    rates = zip(arena.parameters(), (0.5, 7.0))
+    opt = torch.optim.SGD([{"params": [p], "lr": torch.tensor(rate)} for p, rate in rates])
     schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
     rows = []
     with ga.TrainStep(model, opt, lambda m, x: m(x).square().mean(), scheduler=schedule) as step:

@@ -4,7 +4,6 @@ as what nn.Embedding was."""
 import contextlib
 import copy
 import math
-import os
 import pickle
 import shutil
 import warnings
@@ -26,29 +25,21 @@ from helpers import (
 )
 from torch import nn
 
-os.environ.setdefault(
-    "HF_HUB_OFFLINE", "1"
-)  # nothing is downloaded: before transformers is imported
-
-import gpuaccel as ga  # noqa: E402
-from gpuaccel.compiler import C_TYPES  # noqa: E402
-from gpuaccel.compiler.kernel import Kernel  # noqa: E402
-from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.nn import (
-    embedding,  # noqa: E402
-    fused_forward,
-)
+import gpuaccel as ga
+from gpuaccel.compiler.kernel import Kernel
+from gpuaccel.errors import ArgumentError, CaptureError
+from gpuaccel.nn import embedding, fused_forward
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
     PIECE,
     encoder_backward,
     reference_encoder,
-    reference_encoder_backward,  # noqa: E402
+    reference_encoder_backward,
 )
-from gpuaccel.ops.token_sort import find_segments, reference_segments  # noqa: E402
-from gpuaccel.optim.adamw import AdamW  # noqa: E402
-from gpuaccel.optim.arena import Arena  # noqa: E402
-from gpuaccel.training.step import TrainStep  # noqa: E402
+from gpuaccel.ops.token_sort import find_segments, reference_segments
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.step import TrainStep
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 V, B, T = 131, 7, 69
@@ -264,24 +255,19 @@ def test_a_tokens_sum_does_not_depend_on_the_rest_of_the_batch(device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_every_run_has_the_same_bits_on_any_stream(device, kind):
-    n, C = (100, 768) if device == "cuda" else (5, 96)
-    shape = (16, 512) if device == "cuda" and kind != "borders" else (B, T)
-    tokens, dout = (
-        tokens_of(kind, shape, 50257).to(device),
-        normal(*shape, C, dtype=BF16).to(device),
-    )
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream()] if device == "cuda" else [None]
-    old, first = [t.to(device) for t in sums_of(C, positions=shape[1], vocab=50257)], None
-    for k in range(n):
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
+def test_gpu_every_run_has_the_same_bits_on_any_stream(device, kind):
+    shape = (16, 512) if kind != "borders" else (B, T)
+    tokens = tokens_of(kind, shape, 50257).to(device)
+    dout = normal(*shape, 768, dtype=BF16).to(device)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    old, first = [t.to(device) for t in sums_of(768, positions=shape[1], vocab=50257)], None
+    for k in range(100):
         stream, got = streams[k % len(streams)], [t.clone() for t in old]
-        if stream is not None:
-            stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
             encoder_backward(*got, dout, tokens)
-        if stream is not None:
-            torch.cuda.default_stream().wait_stream(stream)
+        torch.cuda.default_stream().wait_stream(stream)
         first = first or got
         assert all(torch.equal(a, b) for a, b in zip(got, first)), (
             f"run {k}: {differ(got[0], first[0])}"
@@ -342,29 +328,6 @@ def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
                 by_count=by_count,
             )[0],
         )
-
-
-# ---- the ladder ----------------------------------------------------------------------------------
-
-
-def launch_atomic(dwte, dwpe, dout, tokens):
-    macros = dict(TOKEN_T=C_TYPES[tokens.dtype], GRAD_T=C_TYPES[dout.dtype])
-    kernel = encoder.encoder_kernel("encoder_backward_v1", **macros)
-    blocks, T, C = -(-dout.numel() // 256), tokens.shape[-1], dout.shape[-1]
-    kernel[blocks, 256](dwte, dwpe, dout, tokens, tokens.numel(), T, C, len(dwte))
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_atomics_come_close_and_leave_out_tokens_out_of_range(device):
-    old, dout, tokens = sums_of(6), normal(B, T, 6), tokens_of("zipf")
-    got = [t.to(device, copy=True) for t in old]
-    launch_atomic(*got, dout.to(device), tokens.to(device))
-    near_both(got, old, dout, tokens)
-    tokens[2], before = -1, [t.clone() for t in got]
-    launch_atomic(*got, dout.to(device), tokens.to(device))
-    left = dout.clone()
-    left[2] = 0
-    near_both(got, [t.cpu() for t in before], left, tokens.clamp(min=0))
 
 
 # ---- the module: a drop-in -----------------------------------------------------------------------
@@ -560,22 +523,14 @@ def test_opcheck_of_the_operations(device):
 
 
 class Model(nn.Module):
-    """Tokens (B, T) -> logits (B, T, 29). kind: "encoder", or "embedding" (tokens alone); tied: its
-    rows are the head's."""
+    """Tokens (B, T) -> logits (B, T, 29)."""
 
-    def __init__(self, kind="encoder", tied=False, dim=24, cls=None):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = (
-            ga.nn.Encoder(29, dim, 16) if kind == "encoder" else (cls or nn.Embedding)(29, dim)
-        )
-        self.hidden, self.norm, self.head = (
-            nn.Linear(dim, dim),
-            nn.LayerNorm(dim),
-            nn.Linear(dim, 29, bias=False),
-        )
-        if tied:
-            self.head.weight = (self.embedding.wte if kind == "encoder" else self.embedding).weight
+        self.embedding = ga.nn.Encoder(29, 24, 16)
+        self.hidden, self.norm = nn.Linear(24, 24), nn.LayerNorm(24)
+        self.head = nn.Linear(24, 29, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -597,53 +552,6 @@ def micros(n, device="cpu", shape=(4, 16), seed=0):
         )
         for k in range(n)
     ]
-
-
-def grads_of(model, data):
-    model.zero_grad()
-    for micro in data:
-        loss_fn(model, micro)[0].backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    "device, compiler",
-    [("simt", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)],
-    indirect=["device"],
-)
-def test_a_compiled_model_gives_what_eager_gives(device, compiler):
-    if compiler == "inductor" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        pytest.skip("torch.compile on a GPU (triton) needs a C compiler, and there is none")
-    torch._dynamo.reset()
-    model, data = Model("encoder", tied=True).to(device), micros(2, device)
-    want = grads_of(model, data)
-    compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)
-    for name, grad in grads_of(compiled, data).items():
-        torch.testing.assert_close(
-            grad,
-            want[name.removeprefix("_orig_mod.")],
-            rtol=1e-4,
-            atol=1e-5,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
-    torch._dynamo.reset()
-
-
-def test_shapes_and_dtypes_are_known_without_values():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    meta = ga.nn.Encoder(9, 4, 5, device="meta", dtype=BF16)
-    out = meta(torch.zeros(2, 3, dtype=torch.int64, device="meta"))
-    assert out.is_meta and out.shape == (2, 3, 4) and out.dtype == BF16
-    with FakeTensorMode():
-        module = ga.nn.Encoder(9, 4, 5)
-        out = module(torch.zeros(2, 3, dtype=torch.int32))
-        out.sum().backward()
-        assert (
-            out.shape == (2, 3, 4)
-            and module.wte.weight.grad.shape == (9, 4)
-            and module.wpe.weight.grad.shape == (5, 4)
-        )
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
@@ -764,27 +672,6 @@ def assert_close(got, want, what, bound=2e-6):
     for name, w in want.items():
         e = ((got[name].double() - w.double()).norm() / w.double().norm().clamp(min=1e-30)).item()
         assert e <= bound, f"{what}, {name}: {e:.3g} off; {differ(got[name], w)}"
-
-
-@pytest.mark.parametrize("kind", ["encoder", "embedding"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_micro_batches_add_up_also_where_the_head_is_tied(device, kind, tied):
-    data, plain = micros(3, device, seed=5), Model("embedding", tied).to(device)
-    want = grads_of(plain, data)
-    for adds in ("torch", "autograd, into an arena", "products"):
-        model = Model(kind, tied).to(device)
-        if kind == "encoder":
-            model.embedding.wpe.weight.data.zero_()
-            model.embedding.wte.weight.data.copy_(plain.embedding.weight)
-            model.head.weight.data.copy_(plain.head.weight)
-            model.hidden.load_state_dict(plain.hidden.state_dict())
-        arena = None if adds == "torch" else Arena(model)
-        with products_add(arena) if adds == "products" else contextlib.nullcontext():
-            got = grads_of(model, data)
-        got = {name.replace("embedding.wte", "embedding"): g for name, g in got.items()}
-        assert set(want) <= set(got)
-        assert_close(got, want, adds)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1001,7 +888,6 @@ REFUSED = {
         {"dwte": torch.ones(5, 4, dtype=torch.int32)},
         r"dwte is torch\.int32; expected torch\.float32, torch\.bfloat16 or torch\.float16",
     ),
-    "dwpe a list": ({"dwpe": [1.0]}, "dwpe is list; expected a dense torch tensor"),
     "dout sparse": ({"dout": torch.zeros(2, 3, 4).to_sparse()}, "dout is torch.sparse_coo"),
     "tokens a list": (
         {"tokens": [[0, 1, 2], [2, 2, 4]]},
@@ -1031,10 +917,6 @@ REFUSED = {
     "token too large": (
         {"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])},
         r"token 5 at \(1, 1\) of tokens \(2, 3\) is out of range; expected 0 to 4",
-    ),
-    "token negative": (
-        {"tokens": torch.tensor([[0, 1, -7], [2, 5, 4]], dtype=torch.int32)},
-        r"token -7 at \(0, 2\)",
     ),
     "token beyond 32 bits": (
         {"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])},
@@ -1082,9 +964,6 @@ def test_bad_arguments_are_named_and_nothing_has_changed(device):
             lambda m: m(torch.zeros(2, 5, dtype=torch.int64)),
             r"tokens have shape \(2, 5\); expected \(\.\.\., T\) with T up to 4",
         ),
-        (lambda m: m(torch.tensor(3)), r"tokens have shape \(\); expected \(\.\.\., T\)"),
-        (lambda m: m(torch.zeros(2, 3)), r"tokens are torch\.float32"),
-        (lambda m: m([1, 2]), "tokens are list|expected"),
         (
             lambda m: m(torch.zeros(2, 3, dtype=torch.int64, device="meta")),
             "tokens are on meta, wte on cpu; expected one device",
@@ -1094,7 +973,6 @@ def test_bad_arguments_are_named_and_nothing_has_changed(device):
             r"token 9 at \(0, 1\) of tokens \(1, 2\) is out of range; expected 0 to 8",
         ),
         (lambda m: m.wte(torch.tensor(-1)), r"token -1 at \(\) of tokens \(\) is out of range"),
-        (lambda m: m.wte(torch.zeros(3, dtype=torch.uint8)), r"tokens are torch\.uint8"),
         (
             lambda m: (
                 m.half()
@@ -1220,63 +1098,6 @@ def test_a_capture_with_a_token_out_of_range_is_refused_on_the_host(device):
     with TrainStep(model, loss_fn=loss_fn, replay=ga.training.Replay(policy="require")) as step:
         with pytest.raises((ArgumentError, CaptureError), match=r"token -1 at \(0, 0\)"):
             step(bad)
-
-
-# ---- whole runs ----------------------------------------------------------------------------------
-
-
-def run(device, steps=20, replay="eager", **how):
-    """(losses, weights) after some steps of two micro-batches."""
-    model = Model(**how.pop("model", {})).to(device, how.pop("dtype", F32))
-    opt = AdamW(Arena(model), lr=1e-2, max_norm=1.0)
-    with TrainStep(
-        model,
-        opt,
-        loss_fn,
-        micro_batches=2,
-        replay=ga.training.Replay(policy="require") if replay == "graph" else "eager",
-        **how,
-    ) as step:
-        losses = [step(batch).loss.clone() for batch in micros(steps, device)]
-        return torch.stack(losses), {
-            name: p.detach().clone() for name, p in model.named_parameters()
-        }
-
-
-def same_runs(one, two, what):
-    same(one[0], two[0], f"{what}: losses")
-    for name, w in one[1].items():
-        same(two[1][name], w, f"{what}: {name}")
-
-
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"dtype": BF16, "model": {"tied": True}}, {"model": {"kind": "embedding"}}],
-    ids=str,
-)
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_two_runs_and_a_replayed_one_have_the_same_bits_in_every_weight(device, how):
-    how = how | {"deterministic": True}
-    first = run(device, **how)
-    same_runs(first, run(device, **how), "a second run")
-    same_runs(first, run(device, replay="graph", **how), "replayed")
-    assert first[0][-1] < first[0][0], "it did not learn"
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_captured_backward_reads_tokens_and_sums_anew(device):
-    sums = [t.to(device, BF16) for t in sums_of(6)]
-    eager = [t.clone() for t in sums]
-
-    def fn(dout, tokens):
-        encoder_backward(*sums, dout, tokens)
-
-    with ga.GraphedStep(fn, sums, policy="require") as step:
-        for k, kind in enumerate(KINDS):
-            dout, tokens = normal(B, T, 6, seed=k).to(device), tokens_of(kind).to(device)
-            step(dout, tokens)
-            encoder_backward(*eager, dout, tokens)
-            same_both(sums, eager, f"replay {k}")
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ WIDTHS = (
     64,
     64,
 )  # whole chunks of the arena (64 columns each), so that nothing lies between them
+INDUCTOR = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler for the CPU, and there is none",
+)
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -124,17 +128,6 @@ def test_it_is_the_product_with_the_weights_as_they_lie():
         assert [y.shape[-1] for y in (q, k, v)] == list(WIDTHS)
 
 
-@pytest.mark.parametrize("shape", [(64,), (7, 64), (1, 64), (2, 3, 4, 64), (0, 64)])
-def test_any_number_of_leading_dimensions(shape, joined):
-    model, plain = heads(), heads()
-    arena, x = Arena(model), inputs(shape=shape)
-    with products_add(arena):
-        objective(model(x)).backward()
-        objective(separately(plain, x)).backward()
-        assert len(joined) == 1
-        sums_agree(arena, plain)
-
-
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_autocast_takes_the_product_in_its_dtype(device, joined):
     model, plain, x = heads(device), heads(device), inputs(device)
@@ -226,37 +219,29 @@ def test_a_hook_on_one_of_the_layers_is_called_and_its_change_counts(joined):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "changes, shape, rows",
     [
-        {"bias": ("w_v",)},
-        {"bias": NAMES},
-        {"widths": (128, 64, 65)},
-        {"widths": (64, 65, 64)},
-        {"wide": 32},
+        *(({}, shape, 256) for shape in ((64,), (2, 3, 4, 64), (0, 64))),
+        # Zeros behind the first layer's weight, which lies last: an arena is in reverse order.
+        ({"widths": (100, 64, 64)}, (3, 5, 64), 228),
+        # A bias, or zeros behind weights that do not fill their chunks of the arena, lie between.
+        ({"bias": ("w_v",)}, (3, 64), None),
+        ({"widths": (128, 64, 65)}, (3, 64), None),
+        ({"widths": (64, 65, 64)}, (3, 64), None),
+        ({"wide": 32}, (3, 32), None),
     ],
     ids=str,
 )
-def test_a_bias_or_padding_between_the_weights_falls_back(changes, joined):
-    """Weights that do not fill their chunks of the arena have zeros between them."""
+def test_weights_side_by_side_are_one_product_and_others_are_not(changes, shape, rows, joined):
+    """rows: of the joint weight; None: each layer is called."""
     model, plain = heads(**changes), heads(**changes)
-    arena, x = Arena(model), inputs(shape=(3, changes.get("wide", 64)))
+    arena, x = Arena(model), inputs(shape=shape)
     with products_add(arena):
-        assert fused_forward(model.w_q).joint is None
+        assert (fused_forward(model.w_q).joint is None) == (rows is None)
         objective(model(x)).backward()
         objective(separately(plain, x)).backward()
         sums_agree(arena, plain)
-    assert not joined
-
-
-def test_zeros_behind_the_first_layers_weight_are_no_obstacle(joined):
-    """It lies last: an arena is in reverse order."""
-    model, plain, x = heads(widths=(100, 64, 64)), heads(widths=(100, 64, 64)), inputs()
-    arena = Arena(model)
-    with products_add(arena):
-        objective(model(x)).backward()
-        objective(separately(plain, x)).backward()
-        assert joined == [(228, 64)]
-        sums_agree(arena, plain)
+    assert joined == ([] if rows is None else [(rows, 64)])
 
 
 def test_weights_of_two_dtypes_fall_back():
@@ -366,10 +351,7 @@ def test_every_block_of_the_transformer_has_one_product(joined):
 # ---- torch.compile ----
 
 
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler for the CPU, and there is none",
-)
+@INDUCTOR
 def test_blocks_compile_once_and_add_into_their_own_slices():
     """Two blocks, compiled one by one, run the same code. Values and sums are those of eager."""
     torch._dynamo.reset()
@@ -400,10 +382,7 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler, and there is none",
-)
+@INDUCTOR
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkeypatch, device):
     torch.manual_seed(0)
@@ -566,10 +545,7 @@ def test_only_the_conv1d_of_transformers_is_recognised(conv1d):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler for the CPU, and there is none",
-)
+@INDUCTOR
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_conv1d_compiled_adds_into_its_slice(conv1d, device):
     torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """What RichardsGLU and PolyAttention have in common: kernels where they run, torch elsewhere, and
 any derivative of either; in a captured step, compiled, under autocast, in a checkpoint."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -200,23 +201,25 @@ def test_what_is_made_of_one_another_is_counted_once(device):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())), (a, b)
 
 
+def gradients(layer, x, call=None, block=contextlib.nullcontext):
+    """Of the input and the parameters. call: in the place of the layer; block: around it."""
+    inputs = [x.detach().requires_grad_(), *layer.parameters()]
+    layer.zero_grad()
+    with block():
+        loss = (call or layer)(inputs[0]).pow(2).sum()
+    loss.backward()
+    return [t.grad for t in inputs]
+
+
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):
     torch.manual_seed(4)
     layer, x = make().to(device), torch.randn(2, 5, 6, device=device)
-    found = []
-    for call in (
-        layer,
-        functools.partial(checkpoint, layer, use_reentrant=False),
-        functools.partial(checkpoint, layer, use_reentrant=True),
-    ):
-        inputs = [x.detach().requires_grad_(), *layer.parameters()]
-        layer.zero_grad()
-        call(inputs[0]).pow(2).sum().backward()
-        found.append([t.grad for t in inputs])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+    want = gradients(layer, x)
+    for reentrant in (False, True):
+        again = functools.partial(checkpoint, layer, use_reentrant=reentrant)
+        assert all(map(torch.equal, gradients(layer, x, again), want))
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -224,18 +227,10 @@ def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):
 def test_a_backward_after_the_block_of_its_forward_has_the_same_gradients(device, make):
     torch.manual_seed(6)
     layer, x = make().to(device), torch.randn(2, 5, 6, device=device)
-    found = []
-    for inside in (True, False):
-        inputs = [x.detach().requires_grad_(), *layer.parameters()]
-        layer.zero_grad()
-        with ga.use_backend("torch"):
-            loss = layer(inputs[0]).pow(2).sum()
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        found.append([t.grad for t in inputs])
-    for a, b in zip(*found):
+    behind = gradients(layer, x, block=lambda: ga.use_backend("torch"))
+    with ga.use_backend("torch"):
+        want = gradients(layer, x)
+    for a, b in zip(want, behind):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())), (a, b)
 
 

@@ -208,15 +208,18 @@ def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree
     same(found, launched(inputs, dy, degree, window, how))
 
 
-@pytest.mark.parametrize(
+VERSIONS = pytest.mark.parametrize(
     "how, dtype, d",
     [
-        (V1, torch.float32, 16),
+        (V1, torch.float32, 12),
         (V2, torch.bfloat16, 64),
         pytest.param(V3, torch.bfloat16, 64, marks=pytest.mark.gpu),
     ],
     ids=str,
 )
+
+
+@VERSIONS
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_matter(
     device, how, dtype, d
@@ -234,15 +237,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
     )
 
 
-@pytest.mark.parametrize(
-    "how, dtype, d",
-    [
-        (V1, torch.float32, 12),
-        (V2, torch.bfloat16, 64),
-        pytest.param(V3, torch.bfloat16, 64, marks=pytest.mark.gpu),
-    ],
-    ids=str,
-)
+@VERSIONS
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_gate_multiplies_rows(device, how, dtype, d):
     inputs, dy = given(device, dtype, 2, 70, 3, d)

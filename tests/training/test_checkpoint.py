@@ -7,13 +7,11 @@ import os
 import random
 import re
 import struct
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 import torch
+from helpers import FullDisk
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -156,57 +154,6 @@ def make(kind, **options):
         for group in run.optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"])
     return run
-
-
-OTHER_PROCESS = f"""
-    import os, random, signal, sys, time
-    sys.path[:0] = {[os.path.dirname(__file__)]!r}
-    from test_checkpoint import *
-    torch.set_num_threads(1)
-    model = nn.Linear(256, 256)
-    generator = random.Random(7)
-    parent = input()
-    for victim in range(10):
-        folder = os.path.join(parent, str(victim))
-        ready, done = os.pipe()
-        child = os.fork()
-        for step in range(1, 1000000) if child == 0 else ():
-            with torch.no_grad():
-                model.weight.fill_(step)
-                model.bias.fill_(step)
-            save_checkpoint(checkpoint_path(folder, step), model=model, step=step)
-            prune_checkpoints(folder, keep=2)
-            os.write(done, b"x")
-        os.read(ready, 1)
-        time.sleep(generator.uniform(0, 0.15))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(done)
-        print(1 + sum(len(data) for data in iter(lambda: os.read(ready, 4096), b"")), flush=True)
-    make("adamw").train(1)
-    path = input()
-    run = make("adamw", seed=4)
-    load_checkpoint(path, **run.parts())
-    print(run.train(5), flush=True)
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def other_process():
-    """A process that imports torch while the first tests run.
-
-    It reads a folder, in which it kills ten children that save in a loop, and prints how many saves
-    each finished. Then it reads a path, and prints the losses after a resume."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OTHER_PROCESS)],
-        text=True,
-        bufsize=1,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    yield process
-    process.kill()
-    process.communicate()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -547,56 +494,6 @@ def test_a_folder_that_is_a_file(tmp_path):
         save_checkpoint(checkpoint_path(tmp_path / "runs", 1), model=Net())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL and no fork")
-def test_another_process_killed_at_any_moment_then_resumed(tmp_path, other_process):
-    print(tmp_path, file=other_process.stdin)
-    finished_saves = [int(other_process.stdout.readline()) for _ in range(10)]
-    unfinished = 0
-    for victim, finished in enumerate(finished_saves):
-        folder = tmp_path / str(victim)
-        unfinished += len(list(folder.glob("*.tmp-*")))
-        for path in folder.glob("*.safetensors"):
-            model = nn.Linear(256, 256)
-            step = load_checkpoint(path, model=model)["step"]
-            assert (model.weight == step).all() and (model.bias == step).all()
-        newest = load_checkpoint(latest_checkpoint(folder), model=nn.Linear(256, 256))["step"]
-        assert newest in (finished, finished + 1)
-        save_checkpoint(checkpoint_path(folder, newest + 1), model=nn.Linear(256, 256))
-        prune_checkpoints(folder, keep=1)
-        assert os.listdir(folder) == [checkpoint_path(folder, newest + 1).name]
-    print(f"{unfinished} of 10 kills were in the middle of a save")
-
-    run = make("adamw")
-    run.train(4)
-    path = save_checkpoint(checkpoint_path(tmp_path, 4), **run.parts(), step=4)
-    expected = run.train(5)
-    print(path, file=other_process.stdin)
-    assert other_process.stdout.readline().strip() == str(expected)
-
-
-class Full:
-    """A file on a disk with room for 1,000 bytes more."""
-
-    def __init__(self, file):
-        self.file, self.left = file, 1000
-
-    def write(self, data):
-        self.left -= len(data)
-        if self.left < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
-
-
 def raises(error):
     def function(*args, **kwargs):
         raise error
@@ -608,7 +505,7 @@ def raises(error):
     "module, name, function, error",
     [
         (files, "open", raises(PermissionError(errno.EACCES, "Permission denied")), "Permission"),
-        (files, "open", lambda *args: Full(open(*args)), "No space left on device"),
+        (files, "open", lambda *args: FullDisk(open(*args)), "No space left on device"),
         (os, "fsync", raises(OSError(errno.EIO, "Input/output error")), "Input/output error"),
         (os, "replace", raises(OSError(errno.EIO, "Input/output error")), "Input/output error"),
         (checkpoint_file, "host_bytes", raises(KeyboardInterrupt), None),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import EVERYWHERE, products_add
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gpuaccel as ga
 from gpuaccel.errors import NonFiniteError
@@ -153,18 +152,6 @@ def test_a_closure_that_is_called_several_times_sees_the_new_weights(dtype):
     assert len(want) == 4 and want[3] < want[0]
     bound = 1e-6 if dtype == torch.float32 else 2e-2
     assert losses_of_lbfgs(dtype, with_arena=True) == pytest.approx(want, abs=bound)
-
-
-@pytest.mark.slow
-def test_an_arena_that_is_gone_leaves_no_hook():
-    counts = []
-    for _ in range(4):
-        model = linear("cpu", torch.bfloat16)
-        arena = Arena(model)
-        del model, arena
-        gc.collect()
-        counts.append(len(_global_optimizer_pre_hooks))
-    assert counts[3] == counts[1]
 
 
 def test_fused_layers_take_what_the_layers_take():

@@ -11,45 +11,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import generator
+from savers import VOCAB, llama
 from torch import nn
 
 import gpuaccel as ga
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-VOCAB = 40
 STEPS = 4
 
 
 def tokens(k, rows=4, T=8):
     return torch.randint(3, VOCAB, (rows, T), generator=generator(k))
-
-
-def text(k):
-    return {"input_ids": tokens(k), "labels": tokens(k)}
-
-
-def bert(dropout):
-    """Masked: most labels do not count."""
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=16,
-        hidden_dropout_prob=dropout,
-    )
-
-    def batch(k):
-        x = tokens(k)
-        masked = torch.rand(x.shape, generator=generator(100 + k)) < 0.4
-        masked[:, 0] = True
-        labels = torch.where(masked, x, -100)
-        mask = torch.ones_like(x)
-        return {"input_ids": x.masked_fill(masked, 1), "labels": labels, "attention_mask": mask}
-
-    return transformers.BertForMaskedLM(config), batch
 
 
 def t5(dropout):
@@ -66,13 +39,6 @@ def t5(dropout):
     )
     model = transformers.T5ForConditionalGeneration(config)
     return model, lambda k: {"input_ids": tokens(k), "labels": tokens(50 + k, T=6)}
-
-
-def mamba(dropout):
-    config = transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False
-    )
-    return transformers.MambaForCausalLM(config), text
 
 
 def wav2vec2(dropout):
@@ -132,15 +98,6 @@ def experts(dropout):
 
 def adapters(dropout):
     """peft's: decomposed weights, an adapter of the embedding, a head that is trained as a copy."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
     settings = peft.LoraConfig(
         r=2,
         use_dora=True,
@@ -148,12 +105,12 @@ def adapters(dropout):
         target_modules=["q_proj", "embed_tokens"],
         modules_to_save=["lm_head"],
     )
-    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), settings)
+    model = peft.get_peft_model(llama(), settings)
     model.enable_input_require_grads()
-    return model, text
+    return model, lambda k: {"input_ids": tokens(k), "labels": tokens(k)}
 
 
-MODELS = [bert, t5, mamba, wav2vec2, experts, adapters]
+MODELS = [t5, wav2vec2, experts, adapters]
 
 
 def seed(k):

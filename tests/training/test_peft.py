@@ -1,25 +1,22 @@
 """Adapters of peft train with an Arena, ga.AdamW and a TrainStep, as with torch's AdamW."""
 
 import functools
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import EVERYWHERE, KERNELS, close, generator
+from savers import VOCAB as V
+from savers import llama
 from torch import nn
 
-# Nothing is downloaded. Before transformers and peft are imported.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import gpuaccel as ga
+from gpuaccel.errors import ArgumentError, CaptureError
+from gpuaccel.nn import fused_forward
+from gpuaccel.training import Replay
 
-import gpuaccel as ga  # noqa: E402
-from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.nn import fused_forward  # noqa: E402
-from gpuaccel.training import Replay  # noqa: E402
-
-transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-V, STEPS, MICRO_BATCHES = 40, 4, 2
+STEPS, MICRO_BATCHES = 4, 2
 HOW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -39,22 +36,6 @@ class Mlp(nn.Module):
         for block in self.blocks:
             x = x + block["down"](F.gelu(block["up"](x)))
         return self.head(x)
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=V,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-    )
 
 
 TARGETS = {llama: ["q_proj", "v_proj"], Mlp: ["up", "down"]}

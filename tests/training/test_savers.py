@@ -6,7 +6,6 @@ tests/savers.py has a function for each.
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -162,22 +161,6 @@ def test_a_tensor_takes_as_many_bytes_as_it_has(dtype):
         assert len(file.getvalue()) == len(own.getvalue())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_over_an_arena_is_pickled_with_its_model(dtype):
-    model = llama(dtype=dtype)
-    opt = laid_out(model)
-    opt.zero_grad()
-    other = pickle.loads(pickle.dumps(opt))
-    twin = other.arena.module
-    assert ga.Arena.of(twin) is other.arena and ga.Arena.of(model) is opt.arena
-    for optimizer, module in ((opt, model), (other, twin)):
-        loss_of(module, batch("cpu", 1))[0].backward()
-        optimizer.step()
-    assert bits(twin.state_dict()) == bits(model.state_dict())
-    assert bits(twin.state_dict()) != bits(llama(dtype=dtype).state_dict())
-    assert torch.equal(opt.arena.weights, other.arena.weights)
-
-
 # ---- resuming a run ------------------------------------------------------------------------------
 
 
@@ -211,34 +194,6 @@ def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
     other[0].load_state(tmp_path / "state")
     assert train(*other, 3, 6) == losses
     assert bits(other[1].state_dict()) == bits(run[1].state_dict())
-
-
-@pytest.mark.parametrize("stochastic", [False, True])
-@dtypes
-def test_the_states_of_model_and_optimizer_are_enough_to_go_on(dtype, stochastic, tmp_path):
-    def start(seed):
-        model = llama(dtype=dtype, seed=seed)
-        return model, ga.AdamW(ga.Arena(model), lr=1e-3, stochastic_rounding=stochastic)
-
-    def train(model, opt, first, last):
-        for seed in range(first, last):
-            loss_of(model, batch("cpu", seed))[0].backward()
-            opt.step()
-            opt.zero_grad()
-
-    run, other = start(0), start(1)
-    train(*run, 0, 3)
-    torch.save([part.state_dict() for part in run], tmp_path / "both.pt")
-    for part, state in zip(other, torch.load(tmp_path / "both.pt", weights_only=True)):
-        part.load_state_dict(state)
-    assert torch.equal(run[1].arena.weights, other[1].arena.weights)
-    for each in (run, other):
-        train(*each, 3, 6)
-    assert bits(run[0].state_dict()) == bits(other[0].state_dict())
-    assert torch.equal(run[1].arena.weights, other[1].arena.weights)
-    # torch's optimizer takes the state, too.
-    plain = torch.optim.AdamW(other[1].arena.parameter_groups(1e-2), lr=1e-3)
-    plain.load_state_dict(run[1].state_dict())
 
 
 def test_masters_of_other_weights_do_not_replace_those_of_the_model():

@@ -12,7 +12,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EVERYWHERE
+from helpers import EVERYWHERE, differ
 from torch import nn
 
 from gpuaccel.backends import backend, use_backend
@@ -27,7 +27,7 @@ from gpuaccel.training.data import Batches
 from gpuaccel.training.loop import evaluate, train, warmup_cosine
 from gpuaccel.training.models import Config, Transformer
 from gpuaccel.training.replay import Replay
-from gpuaccel.training.step import TrainStep, split, token_loss
+from gpuaccel.training.step import TrainStep, token_loss
 
 # Autograd adds, or products.
 ADDS = pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["autograd", "products"])
@@ -42,11 +42,6 @@ def make_model(seed=0):
 def make_batches(seed=0, batch=4):
     tokens = torch.randint(0, 19, (4000,), generator=torch.Generator().manual_seed(5))
     return Batches(tokens, batch, 8, seed=seed)
-
-
-def differ(a, b):
-    d = (a - b).abs()
-    return f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
 
 
 def plain_loop(model, opt, batches, steps, micro_batches=1, max_norm=None, scheduler=None):
@@ -229,43 +224,6 @@ def test_a_loss_fn_that_returns_a_mean_is_averaged_over_micro_batches(how):
             step({"x": x, "y": y})
 
 
-def test_a_batch_is_split_evenly_in_whatever_it_comes():
-    x, y = torch.arange(10), torch.arange(20).view(10, 2)
-    for parts in (1, 2, 3, 10):
-        pieces = split((x, y), parts)
-        assert (
-            len(pieces) == parts
-            and max(len(p[0]) for p in pieces) - min(len(p[0]) for p in pieces) <= 1
-        )
-        assert torch.equal(torch.cat([p[0] for p in pieces]), x) and torch.equal(
-            torch.cat([p[1] for p in pieces]), y
-        )
-    assert isinstance(split([x, y], 2)[0], list) and set(split({"a": x, "b": y}, 5)[4]) == {
-        "a",
-        "b",
-    }
-    assert split(x, 2)[1].tolist() == [5, 6, 7, 8, 9]
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(micro_batches=0), "micro_batches is 0; expected a whole number of 1 or more"),
-        (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
-        (dict(max_norm=-1.0), "max_norm is -1.0; expected a number of 0 or more"),
-        (dict(max_norm=float("nan")), "max_norm is nan"),
-    ],
-)
-def test_an_unknown_option_is_refused_and_the_model_stays_ordinary(options, message):
-    model = make_model()
-    places = [p.data_ptr() for p in model.parameters()]
-    with pytest.raises(ArgumentError, match=message):
-        TrainStep(model, **options)
-    assert Arena.of(model) is None
-    assert places == [p.data_ptr() for p in model.parameters()]
-    TrainStep(model).close()
-
-
 @pytest.mark.parametrize("failing", ["the compilation", "the end", "the capture"])
 def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
     """The caller's arena stays; products and hooks go, the optimizer's settings are as before."""
@@ -429,10 +387,6 @@ def test_autocast_and_meter_are_stages_of_a_step():
 # ---- the loop around it ----
 
 
-class Stopped(Exception):
-    pass
-
-
 def run(
     folder, steps, deterministic=False, resume=False, stop_at=None, dtype=torch.float32, every=3
 ):
@@ -501,20 +455,6 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, dtype, killed):
     assert all({"lr", "tokens", "tokens_per_s"} <= set(row) for row in lines) and [
         row["lr"] for row in lines
     ] == [row["lr"] for row in reference]
-
-
-def test_metrics_report_the_first_groups_learning_rate_as_the_step_used_it(tmp_path):
-    model = make_model()
-    arena = Arena(model, lr_scale=lambda name, p: 3.0 if p.dim() >= 2 else 0.5)
-    opt = AdamW(arena, lr=1e-2)
-    rates = [group["lr"] for group in opt.param_groups]
-    assert len(set(rates)) == 2, "with one rate there is nothing to tell apart"
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-    metrics = tmp_path / "run.jsonl"
-    with TrainStep(model, opt, scheduler=scheduler) as step:
-        assert len(list(train(step, make_batches(), 3, log=metrics))) == 3
-    reported = [json.loads(line)["lr"] for line in metrics.read_text().splitlines()]
-    assert reported == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
 
 
 def test_an_error_where_a_batch_is_made_writes_no_checkpoint(tmp_path):
@@ -628,24 +568,6 @@ def test_a_compiled_step_has_one_graph_for_each_shape_and_no_break(how, compiled
             step([tuple(t[:, :T] for t in next(make_batches())) for T in micros])
     torch._dynamo.reset()
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 3
-
-
-@pytest.mark.gpu
-@ADDS
-def test_gpu_step_equals_the_plain_torch_loop(how):
-    model = make_model().cuda()
-    plain = copy.deepcopy(model)
-    batches, same = make_batches(), make_batches()
-    opt, ref = (
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.optim.SGD(plain.parameters(), lr=0.1),
-    )
-    plain_loop(plain, ref, ((x.cuda(), y.cuda()) for x, y in same), 4, 2, 0.5)
-    with TrainStep(model, opt, micro_batches=2, max_norm=0.5, **how) as step:
-        for _ in range(4):
-            step(tuple(t.cuda() for t in next(batches)))
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        assert torch.allclose(p, q, rtol=1e-3, atol=1e-5), f"{name}: {differ(p, q)}"
 
 
 @pytest.mark.gpu
