@@ -769,30 +769,6 @@ class Module:
 @overload
 def compile(
     source: str | None = None,
-    *,
-    path: str | os.PathLike | None = None,
-    name: str,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Kernel: ...
-
-
-@overload
-def compile(
-    source: str | None,
-    name: str,
-    *,
-    path: str | os.PathLike | None = None,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Kernel: ...
-
-
-@overload
-def compile(
-    source: str | None = None,
     name: None = None,
     *,
     path: str | os.PathLike | None = None,
@@ -800,6 +776,18 @@ def compile(
     options: tuple[str, ...] = (),
     **defines: object,
 ) -> Any: ...
+
+
+@overload
+def compile(
+    source: str | None = None,
+    name: str = ...,
+    *,
+    path: str | os.PathLike | None = None,
+    filename: str | None = None,
+    options: tuple[str, ...] = (),
+    **defines: object,
+) -> Kernel: ...
 
 
 def compile(

@@ -269,10 +269,6 @@ def _check_extra(i, tensor):
         )
 
 
-# A constant with the content of uninitialised variables: in such a source it proves nothing.
-_LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
-
-
 class Session:
     """The memory of one checked launch.
 
@@ -401,7 +397,7 @@ class Session:
             shared_lo=base + shared_lo,
             shared_hi=base + shared_hi,
             published=self.published.address,
-            pattern=0 if _LOOKS_UNSET.search(self.text) else fill_pattern(compiler()),
+            pattern=fill_pattern(compiler()),
         )
 
     def moved(self, address: int) -> int:
@@ -551,16 +547,10 @@ class Session:
         in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
         return raw.kind == UNSET_LOCAL and not in_tensor
 
-    def _is_chance(self, raw) -> bool:
-        """True if values match the uninitialised pattern as rarely as a hash's do by chance."""
-        is_float = raw.region >= 0 and "float" in self.members[raw.region][0].dtype
-        is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
-        return raw.kind == UNSET_LOCAL and is_rare and not is_float
-
     def _report(self, raw) -> Report | None:
         """Turn a raw access record into a report, or None if the access is legal."""
         kind = KINDS[raw.kind]
-        if kind == "harmless" or self._is_chance(raw):
+        if kind == "harmless":
             return None
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
@@ -588,9 +578,6 @@ class Session:
             name = _only_name(source, {array.name for array in self.arrays})
             through = f" through {name}" if name else ""
             message = f"{who} {verb} local memory beyond a local array{through}"
-            if array := self.table.local_array(raw.other_thread, raw.value):
-                tensor, element, type_name = array
-                message = f"{who} {verb} {tensor}[{element}]{through}: {tensor} is {type_name}"
         elif raw.kind == NO_LOCAL:
             message = (
                 f"{who} {verb} local memory that is not in use: beyond a local array, or of a "
