@@ -43,6 +43,7 @@ extern "C" __global__ void k(float* out, const float* x)
     if (t == 0) *out = sums[0];
 }
 """
+WARP_TREE = TREE.replace("32", "16").replace("64", "32").replace("threads()", "warp()")
 IN_BRANCH = (
     "if (t < half) sums[t] += sums[t + half];\n        __syncthreads();",
     "if (t < half) { sums[t] += sums[t + half]; __syncthreads(); }",
@@ -215,20 +216,7 @@ extern "C" __global__ void k(int* out, const float* x)
         lambda: torch.tensor([61]).int(),
     ),
     "mshadow: warp-synchronous code without __syncwarp()": Case(
-        """
-extern "C" __global__ void k(float* out, const float* x)
-{
-    __shared__ float sums[32];
-    int t = threadIdx.x;
-    sums[t] = x[t];
-    __syncwarp();
-    for (int half = 16; half > 0; half /= 2) {
-        if (t < half) sums[t] += sums[t + half];
-        {{__syncwarp();}}
-    }
-    if (t == 0) *out = sums[0];
-}
-""",
+        with_mistake(WARP_TREE, "[t + half];\n        __syncwarp();", "[t + half];"),
         *total(32),
         block=32,
     ),
