@@ -6,7 +6,7 @@ text: forty kernels compile ten times faster together.
 
     >>> bug = BUGS["read_past_end"]
     >>> call = bug.call()                          # fresh tensors, a grid, a block
-    >>> good = GOOD["transpose"]
+    >>> good = GOOD["block_scan"]
     >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # compares with torch or numpy
     ...     assert outcome.right, outcome
 """
@@ -802,57 +802,6 @@ def tree(sums):
 
 
 @good("""
-extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
-{
-    __shared__ float sums[128];
-    int t = threadIdx.x;
-    float sum = 0.0f;
-    for (int i = blockIdx.x * 128 + t; i < n; i += gridDim.x * 128) sum += x[i] * x[i];
-    sums[t] = sum;
-    __syncthreads();
-    for (int offset = 64; offset > 0; offset /= 2) {
-        if (t < offset) sums[t] += sums[t + offset];
-        __syncthreads();
-    }
-    if (t == 0) partial[blockIdx.x] = sums[0];
-}
-""")
-def run(kernel, seed, device):
-    for n in (1, 500, 1537):
-        x = normal(rng(seed), n)
-        partial = on(device, np.full(3, np.nan, f32))
-        kernel[3, 128](partial, on(device, x), n)
-        yield Outcome(f"n = {n}", partial.cpu(), cpu(tree(strided_sums(x * x, 3, 128))))
-        yield Outcome(
-            f"n = {n}, whole",
-            partial.cpu().double().sum()[None],
-            cpu((x.astype(np.float64) ** 2).sum()[None]),
-            1e-6,
-        )
-
-
-@good("""
-extern "C" __global__ void transpose(float* out, const float* in, int rows, int columns)
-{
-    __shared__ float tile[32][33];  // 33: a column's elements lie in 32 different banks
-    int x = blockIdx.x * 32 + threadIdx.x, y = blockIdx.y * 32;
-    for (int k = threadIdx.y; k < 32; k += 8)
-        if (x < columns && y + k < rows) tile[k][threadIdx.x] = in[(y + k) * columns + x];
-    __syncthreads();
-    x = blockIdx.y * 32 + threadIdx.x, y = blockIdx.x * 32;
-    for (int k = threadIdx.y; k < 32; k += 8)
-        if (x < rows && y + k < columns) out[(y + k) * rows + x] = tile[threadIdx.x][k];
-}
-""")
-def run(kernel, seed, device):
-    for rows, columns in ((1, 1), (32, 64), (50, 33)):
-        x = normal(rng(seed), rows, columns)
-        out = on(device, np.full((columns, rows), np.nan, f32))
-        kernel[(-(-columns // 32), -(-rows // 32)), (32, 8)](out, on(device, x), rows, columns)
-        yield Outcome(f"{rows} x {columns}", out.cpu(), cpu(x.T))
-
-
-@good("""
 extern "C" __global__ void last_block_sum(
     float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
 {
@@ -860,7 +809,7 @@ extern "C" __global__ void last_block_sum(
     __shared__ bool last;
     int t = threadIdx.x;
     float sum = 0.0f;
-    for (int i = blockIdx.x * 64 + t; i < n; i += gridDim.x * 64) sum += x[i];
+    for (int i = blockIdx.x * 64 + t; i < n; i += gridDim.x * 64) sum += x[i] * x[i];
     sums[t] = sum;
     __syncthreads();
     for (int half = 32; half > 0; half /= 2) {
@@ -887,11 +836,10 @@ def run(kernel, seed, device):
         x = normal(rng(seed), n)
         total, partial = on(device, np.full(1, np.nan, f32)), on(device, np.full(5, np.nan, f32))
         kernel[5, 64](total, partial, arrived, on(device, x), n)
-        of_block = tree(strided_sums(x, 5, 64))
-        all_ = f32(0)
-        for one in of_block:
-            all_ = all_ + one
-        yield Outcome(f"n = {n}", total.cpu(), cpu(np.array([all_], f32)))
+        of_block = tree(strided_sums(x * x, 5, 64))
+        yield Outcome(f"n = {n}", total.cpu(), cpu(of_block.cumsum(dtype=f32)[-1:]))
+        exact = torch.from_numpy(x).double().square().sum().view(1)
+        yield Outcome(f"n = {n}, exact", total.cpu().double(), exact, 1e-6)
         yield Outcome(f"n = {n}, partial", partial.cpu(), cpu(of_block))
         yield Outcome(f"n = {n}, counter", arrived.cpu().clone(), torch.zeros(1, dtype=torch.int32))
 
@@ -1278,40 +1226,36 @@ def run(kernel, seed, device):
 
 @ours("adamw", "adamw_begin")
 def run(kernel, seed, device):
-    def single(x):
-        return float(np.float32(x))
-
-    settings = [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0]]
+    settings = torch.tensor(
+        [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0]], dtype=torch.float64
+    )
     numbers, of, counts = [2, 0, 5, 1], [0, 1, 1, 0], [0.0, 6.0, 2.0**20, 1.0]
     good, bad = [0.5, 2.0, 1.0, 1.0], [math.nan, math.nan, math.nan, 0.0]
-    one = dict(verdicts=[good], firsts=[-1])
-    six = range(6)
-    cases = {
-        "no norm": {},
-        "clipped and divided": dict(one, skip=1, divisor=4.0, found_inf=0.0),
-        "second launch of a step": dict(one, skip=1, count_it=0),
-        "a bad group": dict(
-            verdicts=[good, bad, bad, *[good] * 3],
-            firsts=[-1, 4, 3, -1, -1, -1],
-            groups=six,
-            skip=1,
+    # of each case: the norms, each norm's first bad tensor, group of each tensor, and other settings
+    one, lasting = ([good], [-1], None), [-1] * 299
+    for what, (verdicts, firsts, groups), more in (
+        ("no norm", (None, None, None), {}),
+        ("clipped and divided", one, dict(skip=1, divisor=4.0, found_inf=0.0)),
+        ("second launch of a step", one, dict(skip=1, count_it=0)),
+        ("found by someone else", one, dict(found_inf=1.0)),
+        (
+            "a bad group",
+            ([good, bad, bad, good, good, good], [-1, 4, 3, -1, -1, -1], range(6)),
+            dict(skip=1),
         ),
-        "the last of many": dict(
-            verdicts=[*[good] * 299, bad],
-            firsts=[*[-1] * 299, 8],
-            groups=[0, 1, 2, 3, 4, 299],
-            skip=1,
-            found_inf=0.0,
+        (
+            "the last of many",
+            ([good] * 299 + [bad], [*lasting, 8], [0, 1, 2, 3, 4, 299]),
+            dict(skip=1, found_inf=0.0),
         ),
-        "bad, and let through": dict(
-            verdicts=[good, bad, *[good] * 4], firsts=[-1, 4, *[-1] * 4], groups=[0, 2, 2, 3, 4, 5]
+        (
+            "bad, and let through",
+            ([good, bad, good, good, good, good], [-1, 4, -1, -1, -1, -1], [0, 2, 2, 3, 4, 5]),
+            {},
         ),
-        "found by someone else": dict(one, found_inf=1.0),
-    }
-    for what, case in cases.items():
-        verdicts, firsts, groups = (case.get(key) for key in ("verdicts", "firsts", "groups"))
-        skip, divisor, found_inf = (case.get(key) for key in ("skip", "divisor", "found_inf"))
-        count_it = case.get("count_it", 1)
+    ):
+        skip, count_it = more.get("skip", 0), more.get("count_it", 1)
+        divisor, found_inf = more.get("divisor"), more.get("found_inf")
         steps = torch.tensor(counts, device=device)
         record = torch.tensor([3, 1, 2, 9], dtype=torch.int32, device=device)
         coefficients = torch.full((256, 10), -3.0, device=device)
@@ -1320,61 +1264,41 @@ def run(kernel, seed, device):
         packed = STEPS.pack(*addresses, *rest, *numbers, *[-1] * 252, *of, *rest)
         kernel[1, 256](
             coefficients,
-            torch.tensor(settings, dtype=torch.float64, device=device).flatten(),
+            settings.to(device).flatten(),
             _optional(device, verdicts, torch.float32),
             _optional(device, firsts),
             _optional(device, groups),
             len(verdicts or ()),
-            skip or 0,
-            None if divisor is None else torch.tensor([divisor], device=device),
-            None if found_inf is None else torch.tensor([found_inf], device=device),
+            skip,
+            _optional(device, None if divisor is None else [divisor], torch.float32),
+            _optional(device, None if found_inf is None else [found_inf], torch.float32),
             record,
             count_it,
             packed,
             tensors=[steps],
         )
         skipped = bool(found_inf) or bool(skip and verdicts and bad in verdicts)
-        after = [c + (not skipped) for c in counts]
         first = next((f for v, f in zip(verdicts or (), firsts or ()) if v is bad), -1)
-        yield Outcome(f"{what}: counts", steps.cpu(), torch.tensor(after))
-        yield Outcome(
-            f"{what}: record",
-            record.cpu(),
-            torch.tensor(
-                [3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))],
-                dtype=torch.int32,
-            ),
-        )
-        rows = []
-        for number, group, taken in zip(numbers, of, after):
-            lr, beta1, beta2, eps, decay, sign = settings[group]
-            factor = (
-                sign
-                * (1.0 if verdicts is None else verdicts[groups[number] if groups else 0][0])
-                / (divisor or 1.0)
-            )
-            rows.append(
-                [
-                    factor,
-                    1 - lr * decay,
-                    lr / (1 - beta1**taken) if taken else math.inf,
-                    1 / math.sqrt(single(1 - beta2**taken)) if taken else math.inf,
-                    eps,
-                    beta2,
-                    1 - beta1,
-                    1 - beta2,
-                    float(skipped),
-                    taken,
-                ]
-            )
-        want = torch.tensor(rows, dtype=torch.float64).nan_to_num(-7.0, -8.0)
+        taken = torch.tensor(counts).double() + (not skipped)
+        recorded = [3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))]
+        yield Outcome(f"{what}: counts", steps.cpu().double(), taken)
+        yield Outcome(f"{what}: record", record.cpu(), torch.tensor(recorded).int())
+        lr, beta1, beta2, eps, decay, sign = settings[of].T
+        factors = [(verdicts or [good])[groups[k] if groups else 0][0] for k in numbers]
+        scale = torch.tensor(factors).double() if verdicts else 1.0
+        want = [
+            sign * scale / (divisor or 1.0),
+            1 - lr * decay,
+            lr / (1 - beta1**taken),
+            (1 - beta2**taken).float().double().rsqrt(),
+            *(eps, beta2, 1 - beta1, 1 - beta2),
+            torch.full((4,), float(skipped)),
+            taken,
+        ]
+        want = torch.stack(want, 1).nan_to_num(-7.0, -8.0)
         got = coefficients.cpu()[:4].double().nan_to_num(-7.0, -8.0)
-        yield Outcome(
-            f"{what}: coefficients, over the exact ones",
-            torch.where(want == 0, got, got / want),
-            (want != 0).double(),
-            1e-6,
-        )
+        got = torch.where(want == 0, got, got / want)
+        yield Outcome(f"{what}: coefficients, over the exact", got, (want != 0).double(), 1e-6)
         yield Outcome(f"{what}: unused rows", coefficients.cpu()[4:], torch.full((252, 10), -3.0))
 
 
@@ -1419,11 +1343,7 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 
     Tensors with a tail, misaligned, with a copy, skipped.
     """
-    random, dtype, grad_dtype = (
-        rng(seed),
-        DTYPES[PARAM_T],
-        _grad_dtype(kernel),
-    )
+    random, dtype, grad_dtype = rng(seed), DTYPES[PARAM_T], _grad_dtype(kernel)
     #         elements, elements before it, copy, skip
     kinds = (
         (5, 0, False, False),
@@ -1471,11 +1391,7 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 @ours("adamw", "adamw_v3")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """An arena of six tensors; a launch updates the second to the fifth, and no padding."""
-    random, dtype, grad_dtype = (
-        rng(seed),
-        DTYPES[PARAM_T],
-        _grad_dtype(kernel),
-    )
+    random, dtype, grad_dtype = rng(seed), DTYPES[PARAM_T], _grad_dtype(kernel)
     sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
     chunks, starts = _chunk_table(sizes)
     used = np.zeros(4096 * len(chunks), bool)

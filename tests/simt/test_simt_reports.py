@@ -10,6 +10,7 @@ import torch
 
 import gpuaccel as ga
 
+
 @pytest.fixture(autouse=True)
 def on_the_cpu():
     with ga.use_backend("simt"), ga.checked(seconds=60):
