@@ -1,10 +1,8 @@
 """A kernel compiles for every architecture, knows its parameters, and rejects wrong arguments."""
 
-import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 
 import gpuaccel
 from gpuaccel.backends import use_backend
-from gpuaccel.compiler import nvrtc
 from gpuaccel.compiler.kernel import (
     Kernel,
     check_arguments,
@@ -567,18 +564,6 @@ def test_what_fits_is_taken(scale):
         check_arguments(scale, (None, a, n))
 
 
-def test_a_struct_by_value_is_bytes():
-    kernel = gpuaccel.compile(
-        "struct S { int a; float b; };\n"
-        'extern "C" __global__ void k(float* x, S s) { x[s.a] = s.b; }'
-    )
-    check_arguments(kernel, (None, b"12345678"))
-    with pytest.raises(
-        ArgumentError, match="`S s` is a struct by value and expects bytes, got tuple"
-    ):
-        check_arguments(kernel, (None, (1, 2.0)))
-
-
 @pytest.mark.parametrize(
     "shape, message",
     [
@@ -633,15 +618,6 @@ def test_a_launch_without_a_gpu_runs_on_the_cpu(scale):
 
 
 @pytest.mark.gpu
-def test_gpu_result_is_right_and_only_n_elements_change(scale):
-    x = torch.arange(1000.0, device="cuda")
-    scale[4, 256](x, 3.0, 900)
-    want = torch.arange(1000.0)
-    want[:900] *= 3
-    assert torch.equal(x.cpu(), want)
-
-
-@pytest.mark.gpu
 def test_gpu_arguments_that_need_a_device_to_be_checked(scale):
     x = torch.ones(8, device="cuda")
     wide = gpuaccel.compile('extern "C" __global__ void wide(float4* x, int n) { x[0].x = n; }')
@@ -663,21 +639,6 @@ def test_gpu_arguments_that_need_a_device_to_be_checked(scale):
     assert x.eq(1).all()
     wide[1, 1](x, 5)
     assert x[0].item() == 5
-
-
-@pytest.mark.gpu
-def test_gpu_struct_by_value_of_the_right_size_only():
-    import struct
-
-    kernel = gpuaccel.compile(
-        "struct S { int a; float b; long long c[40]; };\n"
-        'extern "C" __global__ void k(float* x, S s, char d) { x[s.a] = s.b + s.c[39] + d; }'
-    )
-    x = torch.zeros(4, device="cuda")
-    kernel[1, 1](x, struct.pack("if40q", 2, 0.5, *range(40)), 1)
-    assert x.tolist() == [0, 0, 40.5, 0]
-    with pytest.raises(ArgumentError, match="`S s` is 328 bytes, got 8"):
-        kernel[1, 1](x, b"12345678", 1)
 
 
 @pytest.mark.gpu
@@ -785,35 +746,3 @@ def test_gpu_a_launch_is_little_work_for_the_host():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
     assert len(seen) <= 8, seen
     assert acc.eq(2).all()
-
-
-@pytest.mark.gpu
-def test_gpu_second_process_loads_from_the_cache(tmp_path):
-    code = (
-        "import torch\nfrom gpuaccel.compiler import nvrtc\n"
-        "from gpuaccel.ops.accumulate import accumulate_\ncount, real = [], nvrtc._compile\n"
-        "nvrtc._compile = lambda *a: count.append(1) or real(*a)\n"
-        "acc = torch.zeros(8, device='cuda')\naccumulate_(acc, torch.ones(8, device='cuda'))\n"
-        "print(len(count), acc.sum().item())"
-    )
-    seen = []
-    for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "GPUACCEL_CACHE": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert run.returncode == 0, run.stderr
-        seen.append(run.stdout.split()[-2:])
-    assert seen == [["1", "8.0"], ["0", "8.0"]], (
-        f"(programs compiled, sum) of two processes: {seen}"
-    )
-
-
-@pytest.mark.gpu
-def test_gpu_driver_of_this_machine_takes_the_chosen_nvrtc():
-    from gpuaccel.backends import find_driver
-
-    nvrtc.check_driver(find_driver()[0])

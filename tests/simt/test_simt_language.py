@@ -4,10 +4,12 @@ Each test runs in fast and in checked mode, and on a GPU where there is one. The
 model, or simt.h's reading of the programming guide.
 """
 
+import ctypes
 import math
 import operator
 import random
 import re
+import struct
 from fractions import Fraction
 from functools import reduce
 
@@ -28,13 +30,14 @@ def run(device, source, grid, block, *args, shared=0):
     return [a.cpu() for a in there if isinstance(a, torch.Tensor)]
 
 
+class Line(ctypes.Structure):
+    _fields_ = [("v", ctypes.c_double * 16)]
+
+
 # ---- arguments ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_struct_by_value_lies_as_its_type_asks(device):
-    import struct
-
     source = """struct alignas(128) Line { double v[16]; };
     extern "C" __global__ void k(float* x, int n, float4 four, char c, Line line, float2 two) {
         *(float4*)x = four;
@@ -42,10 +45,17 @@ def test_a_struct_by_value_lies_as_its_type_asks(device):
         x[20] = n; x[21] = c; x[22] = two.x; x[23] = two.y;
     }"""
     values = [float(i) for i in range(16)]
-    four, line = struct.pack("4f", 1, 2, 3, 4), struct.pack("16d", *values)
-    two = struct.pack("2f", 7, 8)
-    (got,) = run(device, source, 1, 1, torch.zeros(24), 5, four, 6, line, two)
-    assert got.tolist() == [1, 2, 3, 4, *(2 * v for v in values), 5, 6, 7, 8]
+    four, two = struct.pack("4f", 1, 2, 3, 4), struct.pack("2f", 7, 8)
+    line = struct.pack("16d", *values)
+    for given in (line, Line.from_buffer_copy(line)):
+        (got,) = run(device, source, 1, 1, torch.zeros(24), 5, four, 6, given, two)
+        assert got.tolist() == [1, 2, 3, 4, *(2 * v for v in values), 5, 6, 7, 8]
+    for wrong, message in (
+        ((1, 2.0), "is a struct by value and expects bytes, got tuple"),
+        (b"12345678", "is 128 bytes, got 8"),
+    ):
+        with pytest.raises(ga.errors.ArgumentError, match=f"`Line line` {message}"):
+            run(device, source, 1, 1, torch.zeros(24), 5, four, 6, wrong, two)
 
 
 # ---- the same types, the same overloads ----------------------------------------------------------
@@ -327,23 +337,10 @@ MATH2 = {
     "remainder": (math.remainder, 0.5, 9),
     "nextafter": (None, -9, 9),
 }
-EXACT = {
-    "ceil",
-    "fabs",
-    "floor",
-    "logb",
-    "nearbyint",
-    "rint",
-    "round",
-    "sqrt",
-    "trunc",
-    "copysign",
-    "fdim",
-    "fmax",
-    "fmin",
-    "fmod",
-    "remainder",
-}
+EXACT = set(
+    "ceil fabs floor logb nearbyint rint round sqrt trunc copysign fdim fmax fmin fmod "
+    "remainder".split()
+)
 MATH_SOURCE = """
 extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wide,
 const float* first, const float* second) {
@@ -1292,46 +1289,33 @@ def test_a_shuffle_of_odd_width_says_so(on_the_cpu):
 # ---- casts ---------------------------------------------------------------------------------------
 
 CAST = """
-extern "C" __global__ void cast(int* out, unsigned char* bytes, const float* x, int n) {
+extern "C" __global__ void cast(
+    int* out, unsigned char* bytes, signed char* signs, const float* x, int n) {
     int i = threadIdx.x;
     if (i >= n) return;
-    out[i] = (int)x[i];  // CAST
-    bytes[i] = (unsigned char)out[i];
-}"""
-WITHIN = [0.0, -0.5, 1.9, -1.9, 255.0, -3e4, 2147483520.0, -(2.0**31)]
-# What a type of 8 bits cannot hold, but the 32 bits that a GPU converts to can.
-SMALL = """
-extern "C" __global__ void cast(unsigned char* bytes, signed char* signs, const float* x, int n) {
-    int i = threadIdx.x;
-    if (i >= n) return;
+    out[i] = (int)x[i];
     bytes[i] = (unsigned char)fabsf(x[i]);
     signs[i] = (signed char)x[i];
 }"""
+WITHIN = [0.0, -0.5, 1.9, -1.9, 255.0, -3e4, 300.5, -300.5, 2147483520.0, -(2.0**31)]
 
 
 @pytest.mark.parametrize("number", [2.0**31, -2147483904.0, 1e30, math.inf, math.nan])
 def test_a_cast_to_an_integer_that_cannot_hold_the_number_is_a_note(number):
+    source = CAST.replace("bytes[i] =", "// bytes[i] =").replace("signs[i] =", "// signs[i] =")
     x = torch.tensor([*WITHIN, number])
     out = torch.zeros(len(x)).int()
-    line = CAST[: CAST.index("// CAST")].count("\n") + 1
-    message = f"line {line}: thread 8 of block 0 casts {number:g} to 'int'"
+    message = f"line 6: thread {len(WITHIN)} of block 0 casts {number:g} to 'int'"
     with pytest.warns(UserWarning, match=re.escape(message)):
-        run("cpu", CAST, 1, 32, out, torch.zeros(len(x)).byte(), x, len(x))
+        run("cpu", source, 1, 32, out, out.byte(), out.char(), x, len(x))
 
 
-def test_a_cast_within_range_is_no_note(recwarn):
-    x = torch.tensor(WITHIN)
+def test_a_cast_within_the_32_bits_of_a_gpu_is_no_note_and_fewer_bits_are_the_lower_ones(recwarn):
+    x = torch.tensor(WITHIN[:-1])
     out = torch.zeros(len(x)).int()
-    out, _, _ = run("cpu", CAST, 1, 32, out, torch.zeros(len(x)).byte(), x, len(x))
-    assert out.tolist() == [int(number) for number in WITHIN]
-    assert not recwarn.list
-
-
-def test_a_cast_to_fewer_than_32_bits_keeps_the_lower_ones(recwarn):
-    x = torch.tensor([300.5, -300.5, 70000.0, 2e9])
-    bytes, signs = torch.zeros(4).byte(), torch.zeros(4, dtype=torch.int8)
-    bytes, signs, _ = run("cpu", SMALL, 1, 32, bytes, signs, x, 4)
-    assert bytes.tolist() == [int(abs(number)) % 256 for number in x.tolist()]
+    out, small, signs, _ = run("cpu", CAST, 1, 32, out, out.byte(), out.char(), x, len(x))
+    assert out.tolist() == [int(number) for number in x.tolist()]
+    assert small.tolist() == [int(abs(number)) % 256 for number in x.tolist()]
     assert all((int(a) - b) % 256 == 0 for a, b in zip(x.tolist(), signs.tolist()))
     assert not recwarn.list
 
