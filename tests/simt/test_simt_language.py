@@ -16,7 +16,7 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
-from simt_pairs import check_bits
+from simt_pairs import ROUND, check_bits, rounded
 
 import gpuaccel as ga
 
@@ -561,24 +561,20 @@ def test_bits(device):
             )
 
 
-MODES, INTEGERS = (
-    ("rn", "rz", "ru", "rd"),
-    {"int": (True, 32), "uint": (False, 32), "ll": (True, 64), "ull": (False, 64)},
-)
+INTEGERS = {"int": (True, 32), "uint": (False, 32), "ll": (True, 64), "ull": (False, 64)}
 TO_INTEGER = {
     f"__{source}2{target}_{mode}": (source, target, mode)
     for source in ("float", "double")
     for target in INTEGERS
-    for mode in MODES
+    for mode in ROUND
 }
 FROM_INTEGER = {
     f"__{source}2{target}_{mode}": (source, target, mode)
     for target in ("float", "double")
     for source in INTEGERS
-    for mode in MODES
+    for mode in ROUND
     if target == "float" or source in ("ll", "ull")
 }
-ROUND = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}
 CONVERT = """
 extern "C" __global__ void convert(long long* whole, double* real, float* narrow, const double* x,
 const long long* w, int n) {
@@ -597,20 +593,15 @@ const long long* w, int n) {
         f"real[{k} * n + i] = {name}(as_{source});"
         for k, (name, (source, *_)) in enumerate(FROM_INTEGER.items())
     ]
-    + [f"narrow[{k} * n + i] = __double2float_{mode}(as_double);" for k, mode in enumerate(MODES)]
+    + [f"narrow[{k} * n + i] = __double2float_{mode}(as_double);" for k, mode in enumerate(ROUND)]
 )
 
 
-def rounded(exact, mode, kind):
-    """A Python number as `kind`: the nearest, or its neighbour in the rounding's direction."""
-    with np.errstate(over="ignore"):
-        near = np.array(exact).astype(kind)[()]
-        side = {"ru": math.inf, "rd": -math.inf, "rz": math.inf if exact < 0 else -math.inf}.get(
-            mode
-        )
-        if side and float(near) != exact and (float(near) < exact) == (side > 0):
-            near = np.nextafter(near, kind(side))
-    return float(near)
+def square_root(x):
+    """The first bits of an exact root, and one more where there are others."""
+    scaled = x.numerator * 4**400
+    root = math.isqrt(scaled // x.denominator)
+    return Fraction(2 * root + (root**2 * x.denominator != scaled), 2**401)
 
 
 DIRECTED = {
@@ -619,7 +610,7 @@ DIRECTED = {
     "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y,
     "rcp": lambda x, y: 1 / x,
-    "sqrt": None,
+    "sqrt": lambda x, y: square_root(abs(x)),
     "fma": lambda x, y: x * y + x,
 }
 DIRECTED_SOURCE = """
@@ -633,32 +624,8 @@ extern "C" __global__ void k(float* f, double* d, const float* fx, const float* 
 }"""
 
 
-def compared(name, x, y, value):
-    """-1, 0 or 1: a float compared with the exact result of an operation on two Fractions."""
-    if np.isinf(value):
-        return 1 if value > 0 else -1
-    value = Fraction(float(value))
-    if name != "sqrt":
-        exact = DIRECTED[name](x, y)
-        return (value > exact) - (value < exact)
-    return -1 if value < 0 else (value**2 > abs(x)) - (value**2 < abs(x))
-
-
-def is_last_on_its_side(name, mode, x, y, result):
-    """Whether a result is exact, or the last float on the side that the mode names."""
-    side = compared(name, x, y, result)
-    if mode == "rz":
-        mode = "rd" if compared(name, x, y, np.float64(0)) < 0 else "ru"
-    if side == 0:
-        return True
-    with np.errstate(over="ignore", under="ignore"):
-        if mode == "rd":
-            return side < 0 < compared(name, x, y, np.nextafter(result, type(result)(np.inf)))
-        return compared(name, x, y, np.nextafter(result, type(result)(-np.inf))) < 0 < side
-
-
 def test_directed_rounding_is_exact(device):
-    """Against fractions: rd is at most the exact number, and the next float is not."""
+    """Against fractions."""
     draw = random.Random(5)
     n = 128
     modes = ("rd", "ru", "rz")
@@ -701,11 +668,10 @@ def test_directed_rounding_is_exact(device):
         *(fx, fy, dx, dy, n),
     )
     for k, (name, mode) in enumerate((name, mode) for name in DIRECTED for mode in modes):
-        for results, xs, ys in ((f, fx, fy), (d, dx, dy)):
-            for result, x, y in zip(results[k].numpy(), xs.tolist(), ys.tolist()):
-                fractions = Fraction(x), Fraction(y)
-                right = is_last_on_its_side(name, mode, *fractions, result)
-                assert right, (name, mode, x, y, result)
+        for kind, results, xs, ys in (("float", f, fx, fy), ("double", d, dx, dy)):
+            for result, x, y in zip(results[k].tolist(), xs.tolist(), ys.tolist()):
+                expected = rounded(DIRECTED[name](Fraction(x), Fraction(y)), kind, mode)
+                assert result == expected, (name, mode, x, y, result, expected)
 
 
 LANES = {
@@ -825,29 +791,22 @@ def test_conversions(device):
             if math.isnan(value):
                 expected = 0 if source == "float" and bits == 32 else 2 ** (bits - 1)
             else:
-                expected = max(
-                    low,
-                    min(
-                        high,
-                        ROUND[mode](value)
-                        if math.isfinite(value)
-                        else int(math.copysign(2**65, value)),
-                    ),
-                )
+                limit = int(math.copysign(2**65, value))
+                whole_number = ROUND[mode](value) if math.isfinite(value) else limit
+                expected = max(low, min(high, whole_number))
             assert (got - expected) % 2**bits == 0, f"{name}({value!r}): {got}, expected {expected}"
     for k, (name, (source, target, mode)) in enumerate(FROM_INTEGER.items()):
         has_sign, bits = INTEGERS[source]
         for got, value in zip(real[k].tolist(), w):
             exact = signed(value, bits) if has_sign else value % 2**bits
-            expected = rounded(exact, mode, np.float32 if target == "float" else np.float64)
+            expected = rounded(Fraction(exact), target, mode)
             assert got == expected, f"{name}({exact}): {got!r}, expected {expected!r}"
-    for k, mode in enumerate(MODES):
+    for k, mode in enumerate(ROUND):
         for got, value in zip(narrow[k].tolist(), x):
-            expected = rounded(value, mode, np.float32)
+            finite = math.isfinite(value)
+            expected = rounded(Fraction(value), "float", mode) if finite else value
             both_nan = math.isnan(got) and math.isnan(value)
-            assert got == expected or both_nan, (
-                f"__double2float_{mode}({value!r}): {got!r}, expected {expected!r}"
-            )
+            assert got == expected or both_nan, f"__double2float_{mode}({value!r}): {got!r}"
 
 
 # ---- warps ---------------------------------------------------------------------------------------
@@ -925,24 +884,56 @@ def test_shuffles(device):
     check_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
 
 
-VOTES = """
+def matching(lanes, values, key, own):
+    """The mask of the lanes whose value has the same key as the lane's own; % is C's."""
+    return sum(1 << lane for lane, v in zip(lanes, values) if key(v) == key(own))
+
+
+def unsigned(values):
+    return [v % 2**32 for v in values]
+
+
+# Expression -> what Python says, of the mask's lanes, their values, and the lane's own value.
+VOTES = {
+    "__ballot_sync(mask, value & 4)": lambda lanes, v, own: matching(lanes, v, lambda x: x & 4, 4),
+    "__any_sync(mask, value > 95)": lambda lanes, v, own: max(v) > 95,
+    "__all_sync(mask, value > -60)": lambda lanes, v, own: min(v) > -60,
+    "__match_any_sync(mask, value % 3)": lambda lanes, v, own: matching(
+        lanes, v, lambda x: math.fmod(x, 3), own
+    ),
+    "__match_any_sync(mask, value % 2 ? 0.5f : -0.0f)": lambda lanes, v, own: matching(
+        lanes, v, lambda x: x % 2, own
+    ),
+    "__match_any_sync(mask, value % 5 + (1ll << 40))": lambda lanes, v, own: matching(
+        lanes, v, lambda x: math.fmod(x, 5), own
+    ),
+    "__match_any_sync(mask, value % 2 * 0.25)": lambda lanes, v, own: matching(
+        lanes, v, lambda x: math.fmod(x, 2), own
+    ),
+    "__match_all_sync(mask, value / 1000, &all)": lambda lanes, v, own: (
+        sum(1 << lane for lane in lanes) * (len({int(x / 1000) for x in v}) == 1)
+    ),
+    "all": lambda lanes, v, own: len({int(x / 1000) for x in v}) == 1,
+    "__match_all_sync(mask, (unsigned long long)value << 32, &all)": lambda lanes, v, own: (
+        sum(1 << lane for lane in lanes) * (len(set(v)) == 1)
+    ),
+    "all + 0": lambda lanes, v, own: len(set(v)) == 1,
+    "__reduce_add_sync(mask, value)": lambda lanes, v, own: sum(v),
+    "__reduce_min_sync(mask, value)": lambda lanes, v, own: min(v),
+    "__reduce_max_sync(mask, value)": lambda lanes, v, own: max(v),
+    "__reduce_add_sync(mask, value * 100000007u)": lambda lanes, v, own: sum(v) * 100000007,
+    "__reduce_min_sync(mask, (unsigned)value)": lambda lanes, v, own: min(unsigned(v)),
+    "__reduce_max_sync(mask, (unsigned)value)": lambda lanes, v, own: max(unsigned(v)),
+    "__reduce_and_sync(mask, value | 1u)": lambda lanes, v, own: reduce(int.__and__, v) | 1,
+    "__reduce_or_sync(mask, (unsigned)value)": lambda lanes, v, own: reduce(int.__or__, v),
+    "__reduce_xor_sync(mask, (unsigned)value)": lambda lanes, v, own: reduce(int.__xor__, v),
+    "__shfl_sync(mask, value, __ffs(mask) - 1)": lambda lanes, v, own: v[0],
+    "__shfl_sync(mask, value, 31 - __clz(mask))": lambda lanes, v, own: v[-1],
+}
+VOTES_SOURCE = """
 __device__ void together(unsigned mask, int value, int* out, int n) {
-    int all, all_wide;
-    unsigned results[] = {
-        __ballot_sync(mask, value & 4), (unsigned)__any_sync(mask, value > 95),
-        (unsigned)__all_sync(mask, value > -60),
-        __match_any_sync(mask, value % 3), __match_any_sync(mask, value % 2 ? 0.5f : -0.0f),
-        __match_any_sync(mask, value % 5 + (1ll << 40)), __match_any_sync(mask, value % 2 * 0.25),
-        __match_all_sync(mask, value / 1000, &all), (unsigned)all,
-        __match_all_sync(mask, (unsigned long long)value << 32, &all_wide), (unsigned)all_wide,
-        (unsigned)__reduce_add_sync(mask, value), (unsigned)__reduce_min_sync(mask, value),
-        (unsigned)__reduce_max_sync(mask, value), __reduce_add_sync(mask, value * 100000007u),
-        __reduce_min_sync(mask, (unsigned)value), __reduce_max_sync(mask, (unsigned)value),
-        __reduce_and_sync(mask, value | 1u), __reduce_or_sync(mask, (unsigned)value),
-        __reduce_xor_sync(mask, (unsigned)value),
-        (unsigned)__shfl_sync(mask, value, __ffs(mask) - 1), (unsigned)__shfl_sync(mask, value,
-        31 - __clz(mask))};
-    for (int k = 0; k < COUNT; k++) out[k * n] = results[k];
+    int all;
+    %s
 }
 
 extern "C" __global__ void votes(int* out, const int* masks, const int* values, const int* groups,
@@ -960,82 +951,31 @@ int n) {
             together(mask, values[t] + group - k, out + t, n);
         }
     }
-}"""
-
-
-def vote_model(lanes, values):
-    """What `together` gives each lane. lanes: those of the mask; values: theirs."""
-    mask, unsigned = sum(1 << lane for lane in lanes), [v % 2**32 for v in values]
-
-    def matching(keys, lane):
-        return sum(1 << other for other, key in zip(lanes, keys) if key == keys[lanes.index(lane)])
-
-    quotients, odd = [int(v / 1000) for v in values], [v % 2 for v in values]
-    rest = {
-        k: [int(math.fmod(v, k)) for v in values] for k in (2, 3, 5)
-    }  # C's %, which keeps the sign
-    bitwise = (
-        reduce(int.__and__, unsigned) | 1,
-        reduce(int.__or__, unsigned),
-        reduce(int.__xor__, unsigned),
-    )
-    one, same = len(set(quotients)) == 1, len(set(unsigned)) == 1
-    ballot = sum(1 << lane for lane, v in zip(lanes, unsigned) if v & 4)
-    common = [ballot, any(v > 95 for v in values), all(v > -60 for v in values)]
-    totals = [
-        mask * one,
-        one,
-        mask * same,
-        same,
-        sum(values),
-        min(values),
-        max(values),
-        sum(v * 100000007 for v in unsigned),
-        min(unsigned),
-        max(unsigned),
-        *bitwise,
-        values[0],
-        values[-1],
-    ]
-    keys = rest[3], odd, rest[5], rest[2]
-    return {
-        lane: [signed(int(r), 32) for r in (*common, *(matching(k, lane) for k in keys), *totals)]
-        for lane in lanes
-    }
+}""" % "\n    ".join(f"out[{k} * n] = (int)({call});" for k, call in enumerate(VOTES))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_votes_matches_and_reductions_with_partial_masks(device, seed):
     """Each warp splits into up to three groups in different branches; a fourth exits at once."""
-    draw, n, count = random.Random(seed), 4 * 80, 22
-    groups, values = (
-        [draw.choice([0, 1, 2, 3]) for _ in range(n)],
-        [draw.choice([7, draw.randint(-60, 100)]) for _ in range(n)],
-    )
+    draw, n = random.Random(seed), 4 * 80
+    groups = [draw.choice([0, 1, 2, 3]) for _ in range(n)]
+    values = [draw.choice([7, draw.randint(-60, 100)]) for _ in range(n)]
     if seed:
-        groups, values = (
-            [1 + t % 3 // 2 for t in range(n)],
-            [7 if t % 80 < 32 else 0 for t in range(n)],
-        )
+        groups = [1 + t % 3 // 2 for t in range(n)]
+        values = [7 if t % 80 < 32 else 0 for t in range(n)]
     warp = [(t // 80, t % 80 // 32) for t in range(n)]
-    members = {
-        t: [u for u in range(n) if warp[u] == warp[t] and groups[u] == groups[t]] for t in range(n)
-    }
+    members = [
+        [u for u in range(n) if warp[u] == warp[t] and groups[u] == groups[t]] for t in range(n)
+    ]
     masks = [signed(sum(1 << u % 80 % 32 for u in members[t]), 32) for t in range(n)]
     inputs = [torch.tensor(v, dtype=torch.int32) for v in (masks, values, groups)]
-    out, *_ = run(
-        device, VOTES.replace("COUNT", str(count)), 4, 80, torch.zeros(count, n).int(), *inputs, n
-    )
+    out, *_ = run(device, VOTES_SOURCE, 4, 80, torch.zeros(len(VOTES), n).int(), *inputs, n)
+    final = [value + (group > 1) for value, group in zip(values, groups)]  # of the last round
     for t in range(n):
-        final = [values[u] + (1 if groups[u] > 1 else 0) for u in members[t]]  # of the last round
-        expected = (
-            vote_model([u % 80 % 32 for u in members[t]], final)[t % 80 % 32]
-            if groups[t]
-            else [0] * count
-        )
-        assert out[:, t].tolist() == expected, (
-            f"thread {t}, group {groups[t]}, mask {masks[t] & FULL:#x}"
-        )
+        lanes, theirs = [u % 80 % 32 for u in members[t]], [final[u] for u in members[t]]
+        for (call, model), got in zip(VOTES.items(), out[:, t].tolist()):
+            expected = signed(int(model(lanes, theirs, final[t])), 32) if groups[t] else 0
+            assert got == expected, f"{call}: {got}, expected {expected}, thread {t}"
 
 
 # ---- blocks: barriers and shared memory ----------------------------------------------------------
