@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
 from ..headers import CURAND_STUBS, curand_folder, wheel_roots
-from ..source import without_comments
 
 # The second makes ptxas report registers and spills. The third lets constexpr functions run on the
 # device; host_code.py removes all other functions without an annotation.
@@ -326,7 +325,7 @@ def _compile(source, filename, flags, expressions):
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
             log = read_text("ProgramLog")
             if status:
-                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log, source)}", log)
+                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log)}", log)
             symbols = {}
             for expression in expressions:
                 symbol = ctypes.c_char_p()
@@ -354,29 +353,8 @@ HINTS = {
 }
 
 
-# The line that the message names, and the blanks in front of its code and of the caret.
-_NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\n([ \t]*)\^', re.M)
-
-
-def _lines_without_semicolon(log: str, source: str) -> list[str]:
-    """The compiler reports a missing ; at the next token, which may be in a later line."""
-    from ..simt.build import text_line
-
-    code = without_comments(source, strings=True)
-    hints = []
-    for file, line, indent, caret in _NO_SEMICOLON.findall(log):
-        before = int(line) - 1
-        while before and not (text_line(code, file, before) or "").strip():
-            before -= 1
-        text = (text_line(code, file, before) or "").rstrip()
-        if before and len(caret) == len(indent) and not text.endswith((";", "{", "}")):
-            hints.append(f"line {before} has no ; at its end")
-    return hints
-
-
-def _hint(log: str, source: str) -> str:
-    hints = _lines_without_semicolon(log, source)
-    hints += [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
+def _hint(log: str) -> str:
+    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
     return "".join(f"\nhint: {hint}" for hint in hints)
 
 

@@ -263,24 +263,6 @@ def test_a_mistake_is_shown_with_file_line_and_caret():
     assert caught.value.log in text and caught.value.log
 
 
-@pytest.mark.parametrize(
-    "body, line",
-    [
-        ("int i = 0\n  x[i] = 1;", 2),
-        ("int i = 0 // an index\n\n  // of x\n  x[i] = 1;", 2),
-        ("int i = 0;\n  x[i] = 1\n}", 3),
-        ("int i = 0;\n  float y = x[i] /* first */\n  x[i] = y; }", 3),
-        ("int i = 0 x[i] = 1; }", None),
-    ],
-)
-def test_the_line_without_its_semicolon_is_named(body, line):
-    text = 'extern "C" __global__ void k(float* x) {\n  ' + body + ("" if "}" in body else "\n}")
-    with pytest.raises(CompileError) as caught:
-        ga.compile(text, filename="mine.cu")
-    hints = [row for row in str(caught.value).splitlines() if row.startswith("hint: line")]
-    assert hints == ([f"hint: line {line} has no ; at its end"] if line else []), caught.value
-
-
 @pytest.mark.gpu
 def test_gpu_the_same_program_compiled_twice_keeps_its_report(cache):
     """NVRTC's own cache (from 12.9, with a driver) returns a cubin without ptxas's report."""

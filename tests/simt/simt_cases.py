@@ -32,7 +32,7 @@ from gpuaccel.ops.rounding import reference_random_bits, reference_round
 from gpuaccel.ops.token_sort import MAX_TOKENS, reference_segments
 from gpuaccel.optim import AdamW
 from gpuaccel.optim.update_rule import STEPS, Job, launch_update, list_launches
-from gpuaccel.source import kernel_names, without_comments
+from gpuaccel.source import closing, kernel_names, without_comments
 
 # ---- planted bugs --------------------------------------------------------------------------------
 
@@ -88,16 +88,6 @@ def program(sources: list[str]) -> tuple[str, list[int]]:
     return "".join(sources), before
 
 
-def closing(text, at):
-    """Index of the parenthesis that closes the one at `at`."""
-    depth = 0
-    for i in range(at, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    raise ValueError(text[at : at + 40])
-
-
 _FUNCTION = re.compile(
     r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?"
     r"(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\("
@@ -109,13 +99,8 @@ def functions(source):
     """Name -> [(start, end)] of a file's functions; overloads share a name."""
     text, places = without_comments(source), {}
     for m in _FUNCTION.finditer(text):
-        opening = text.index("{", closing(text, m.end() - 1))
-        depth = 0
-        for i in range(opening, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                break
-        places.setdefault(m[1], []).append((m.start(), i + 1))
+        body = text.index("{", closing(text, m.end() - 1))
+        places.setdefault(m[1], []).append((m.start(), closing(text, body)))
     return places
 
 
@@ -177,6 +162,10 @@ def bug(source, call, *expects, **more):
 
 def ramp(n, dtype=torch.float32):
     return torch.arange(1, n + 1).to(dtype)
+
+
+def ints(n):
+    return torch.zeros(n, dtype=torch.int32)
 
 
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
@@ -255,15 +244,7 @@ extern "C" __global__ void atomic_past_end(int* bins, const int* x, int n)
     if (i < n) atomicAdd(&bins[x[i]], 1);  // BUG: one value is larger than the bins there are
 }
 """,
-    lambda: Call(
-        1,
-        128,
-        (
-            torch.zeros(256, dtype=torch.int32),
-            torch.where(torch.arange(128) == 77, 300, 5).int(),
-            128,
-        ),
-    ),
+    lambda: Call(1, 128, (ints(256), torch.where(ramp(128) == 78, 300, 5).int(), 128)),
     Expect(OUTSIDE, tensor="bins", element=300, thread=(77, 0, 0), block=(0, 0, 0)),
 )
 
@@ -422,7 +403,7 @@ extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
     if (threadIdx.x < 32) bins[threadIdx.x] = local[threadIdx.x];
 }
 """,
-    lambda: Call(1, 64, (torch.zeros(32, dtype=torch.int32), torch.arange(64, dtype=torch.int32))),
+    lambda: Call(1, 64, (ints(32), torch.arange(64).int())),
     Expect(UNSET, tensor="local", element=0, thread=(0, 0, 0), block=(0, 0, 0)),
 )
 
@@ -477,9 +458,7 @@ extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arri
     }
 }
 """,
-    lambda: Call(
-        4, 32, (torch.zeros(1), torch.zeros(4), torch.zeros(1, dtype=torch.int32), ramp(128))
-    ),
+    lambda: Call(4, 32, (torch.zeros(1), torch.zeros(4), ints(1), ramp(128))),
     Expect(RACE, other="OTHER", tensor="partial", block=(3, 0, 0)),
 )
 
@@ -589,16 +568,7 @@ extern "C" __global__ void division_by_zero(int* out, const int* x, const int* b
     if (i < n) out[i] = x[i] / by[i];                           // BUG: by[77] is 0
 }
 """,
-    lambda: Call(
-        2,
-        64,
-        (
-            torch.zeros(128, dtype=torch.int32),
-            ramp(128, torch.int32),
-            (torch.arange(128) - 77).int(),
-            128,
-        ),
-    ),
+    lambda: Call(2, 64, (ints(128), ramp(128).int(), (ramp(128) - 78).int(), 128)),
     Expect(("division by zero",), thread=(13, 0, 0), block=(1, 0, 0)),
 )
 
@@ -610,7 +580,7 @@ extern "C" __global__ void shift_too_far(int* out, int n)
     if (i < n) out[i] = (int)(1u << i);                         // BUG: 32 and more
 }
 """,
-    lambda: Call(1, 64, (torch.zeros(40, dtype=torch.int32), 40)),
+    lambda: Call(1, 64, (ints(40), 40)),
     Expect(("shift",), thread=(32, 0, 0), block=(0, 0, 0)),
 )
 
@@ -633,9 +603,7 @@ bug(
 extern "C" __global__ void large_local_array(int* out, const int* place)
 { volatile char kept[1 << 21]; kept[place[0]] = 1; out[threadIdx.x] = kept[place[1]]; }     // BUG
 """,
-    lambda: Call(
-        1, 32, (torch.zeros(32, dtype=torch.int32), torch.tensor([0, 2000000], dtype=torch.int32))
-    ),
+    lambda: Call(1, 32, (ints(32), torch.tensor([0, 2000000]).int())),
     Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)),
 )
 
@@ -924,15 +892,9 @@ def _grad_dtype(kernel):
 
 def _pair_of(random, n, dtype, device, skip):
     """(acc, grad) of n elements that start `skip` elements behind an allocation, and their sum."""
-    acc, grad = (
-        torch.from_numpy(normal(random, n + skip)),
-        torch.from_numpy(normal(random, n + skip)).to(dtype),
-    )
-    return (
-        acc.to(device, copy=True)[skip:],
-        grad.to(device, copy=True)[skip:],
-        (acc + grad.float())[skip:],
-    )
+    acc, grad = (torch.from_numpy(normal(random, n + skip)).to(d) for d in (torch.float32, dtype))
+    moved = (t.to(device, copy=True)[skip:] for t in (acc, grad))
+    return *moved, (acc + grad.float())[skip:]
 
 
 @ours("fill", "fill")
@@ -1012,10 +974,8 @@ def run(kernel, seed, device):
         x = normal(rng(seed), n)
         out = torch.full((blocks + 1,), -1.0, device=device)
         kernel[blocks, 256](out, on(device, x), n)
-        want = [
-            np.sum(np.square(x.astype(np.float64))[[i for i in range(n) if i // 256 % blocks == b]])
-            for b in range(blocks)
-        ]
+        block = np.arange(n) // 256 % blocks
+        want = [np.square(x.astype(np.float64))[block == b].sum() for b in range(blocks)]
         yield Outcome(f"n = {n}, {blocks} blocks", out.cpu(), torch.tensor([*want, -1.0]), 1e-6)
 
 
@@ -1032,34 +992,20 @@ def run(kernel, seed, device):
 
 @ours("clip", "scale_v1")
 def run(kernel, seed, device):
-    for n, by, left in (
-        (1, 0.5, False),
-        (255, 0.3, False),
-        (257, 1.0, True),
-        (1000, 1 - 2**-24, True),
-        (1000, 1 - 2**-22, False),
-    ):
+    for n, by in ((1, 0.5), (255, 0.3), (257, 1.0), (1000, 1 - 2**-24), (1000, 1 - 2**-22)):
         x, scale = torch.from_numpy(normal(rng(seed), n)), torch.tensor([by])
         y = x.to(device, copy=True)
         kernel[-(-n // 256), 256](y, scale.to(device), n)
-        yield Outcome(f"n = {n}, scale {by}", y.cpu(), x if left else x * scale)
+        yield Outcome(f"n = {n}, scale {by}", y.cpu(), x if by > 1 - 1e-7 else x * scale)
 
 
 def _mixed_tensors(seed, device):
     """Of every dtype, with tails, at odd addresses, empty."""
-    random = rng(seed)
-    shapes = (
-        (9000, torch.float32, 1),
-        (4096, torch.bfloat16, 0),
-        (5, torch.float16, 0),
-        (0, torch.float32, 0),
-        (4097, torch.float32, 0),
-        (4100, torch.float16, 1),
-        (8192, torch.bfloat16, 3),
-    )
+    random, sizes, skips = rng(seed), (9000, 4096, 5, 0, 4097, 4100, 8192), (1, 0, 0, 0, 0, 1, 3)
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
     return [
         torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-        for n, dtype, skip in shapes
+        for n, dtype, skip in zip(sizes, (fp32, bf16, fp16, fp32, fp32, fp16, bf16), skips)
     ]
 
 
@@ -1219,9 +1165,7 @@ def run(kernel, seed, device):
         yield Outcome(f"{count} numbers", out.cpu(), torch.tensor(values, dtype=torch.float64))
     out = torch.zeros(300, dtype=torch.float64, device=device)
     kernel[1, 32](out, 100, struct.pack("256d", *range(256)))
-    yield Outcome(
-        "with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0], dtype=torch.float64)
-    )
+    yield Outcome("with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0]).double())
 
 
 @ours("adamw", "adamw_begin")
@@ -1322,19 +1266,27 @@ def _updated(c, old, number, amsgrad, stochastic):
         exact = torch.from_numpy(
             _fma(-c[2], m / _fma(np.sqrt(vmax if amsgrad else v), c[3], c[4]), w)
         )
-        rounded = (
-            reference_round(exact, reference_random_bits(SEED, number, len(w), int(c[9])))
-            if stochastic
-            else exact.bfloat16()
-        )
+        rounded = exact.bfloat16()
+        if stochastic:
+            bits = reference_random_bits(SEED, number, len(w), int(c[9]))
+            rounded = reference_round(exact, bits)
         new = [
-            (rounded if old[5] is None else exact.bfloat16()) if dtype == torch.bfloat16 else exact,
+            rounded.to(dtype) if dtype == torch.bfloat16 and old[5] is None else exact.to(dtype),
             old[1],
             *[torch.from_numpy(t).to(dtype) for t in (m, v)],
             torch.from_numpy(vmax).to(dtype) if amsgrad else old[4],
             rounded if old[5] is not None else None,
         ]
     return new
+
+
+def _coefficients(held):
+    """Rows of coefficients of tensors, some of which skip this step."""
+    rows = [
+        (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, skipped, 5 + i)
+        for i, skipped in enumerate(held)
+    ]
+    return np.array(rows, np.float32)
 
 
 @ours("adamw", "adamw_v2")
@@ -1344,30 +1296,20 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     Tensors with a tail, misaligned, with a copy, skipped.
     """
     random, dtype, grad_dtype = rng(seed), DTYPES[PARAM_T], _grad_dtype(kernel)
-    #         elements, elements before it, copy, skip
-    kinds = (
-        (5, 0, False, False),
-        (4096, 0, True, False),
-        (4097, 0, False, False),
-        (4200, 1, True, False),
-        (4096, 0, False, True),
-        (300, 0, True, True),
-    )
-    coefficients, jobs = np.zeros((len(kinds), 10), np.float32), []
-    for i, (n, skip, copied, held) in enumerate(kinds):
-        coefficients[i] = (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, held, 5 + i)
+    coefficients, jobs = _coefficients((0, 0, 0, 0, 1, 1)), []
+    # elements, elements before it, copy
+    for n, skip, copied in (
+        *((5, 0, False), (4096, 0, True), (4097, 0, False)),
+        *((4200, 1, True), (4096, 0, False), (300, 0, True)),
+    ):
         tensors = [torch.from_numpy(normal(random, n + skip)) for _ in range(3)]
         tensors += [torch.from_numpy(np.square(normal(random, n + skip))) for _ in range(2)]
         tensors = [
             t.to(d).to(device, copy=True)[skip:]
             for t, d in zip(tensors, (dtype, grad_dtype, dtype, dtype, dtype))
         ]
-        copy = (
-            torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:]
-            if copied
-            else None
-        )
-        jobs.append((*tensors, copy))
+        copy = torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:]
+        jobs.append((*tensors, copy if copied else None))
     before = [[None if t is None else t.cpu().clone() for t in j] for j in jobs]
     step = torch.zeros(())
     # The first one is empty, so that a tensor's place is not its number among the launch's.
@@ -1392,22 +1334,14 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """An arena of six tensors; a launch updates the second to the fifth, and no padding."""
     random, dtype, grad_dtype = rng(seed), DTYPES[PARAM_T], _grad_dtype(kernel)
-    sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
+    sizes, coefficients, ahead = (7, 4096, 5000, 3, 4097, 9), _coefficients((0, 0, 0, 1, 0, 0)), 1
     chunks, starts = _chunk_table(sizes)
     used = np.zeros(4096 * len(chunks), bool)
     for n, at in zip(sizes, starts):
         used[4096 * at : 4096 * at + n] = True
-    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(3)] + [
-        torch.from_numpy(np.square(normal(random, len(used))) * used) for _ in range(2)
-    ]
+    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(5)]
+    flats = [*flats[:3], flats[3].square(), flats[4].square()]
     flats = [t.to(d) for t, d in zip(flats, (dtype, grad_dtype, dtype, dtype, dtype))]
-    coefficients = np.array(
-        [
-            (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, helds[i], 5 + i)
-            for i in range(len(sizes))
-        ],
-        np.float32,
-    )
     for copied in (True, False):
         flat = [*flats, (7 * torch.from_numpy(used)).bfloat16() if copied else None]
         there = [None if t is None else t.to(device, copy=True) for t in flat]
@@ -1425,16 +1359,8 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
         want = [None if t is None else t.clone() for t in flat]
         for i in range(1, 5):
             here = slice(4096 * starts[i], 4096 * starts[i] + sizes[i])
-            for t, new in zip(
-                want,
-                _updated(
-                    coefficients[i],
-                    [None if t is None else t[here] for t in flat],
-                    i,
-                    AMSGRAD,
-                    STOCHASTIC,
-                ),
-            ):
+            old = [None if t is None else t[here] for t in flat]
+            for t, new in zip(want, _updated(coefficients[i], old, i, AMSGRAD, STOCHASTIC)):
                 if t is not None:
                     t[here] = new
         for name, got, new in zip(TENSORS, there, want):

@@ -20,7 +20,6 @@ from simt_cases import (
     Expect,
     Outcome,
     alone,
-    closing,
     functions,
     good_kernel,
     kernel_alone,
@@ -37,7 +36,7 @@ import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.compiler.kernel import kernel_root
 from gpuaccel.learn import BLOCK, EXERCISES
-from gpuaccel.source import kernel_names, without_comments
+from gpuaccel.source import closing, kernel_names, without_comments
 
 CLANG = find_compiler()[0] is not None and find_compiler()[0].kind in ("clang", "zig")
 # What differs when clang++ compiles: bug -> what is reported then.
@@ -375,7 +374,7 @@ def changes(source):
     for m in re.finditer(
         rf"\batomic({'|'.join(ATOMICS)})\(", text
     ):  # the value before comes back, as from the atomic
-        end = closing(text, m.end() - 1)
+        end = closing(text, m.end() - 1) - 1
         (_, split), (after, stop) = parts(text[m.end() : end], ",")
         target, value = (
             text[m.end() : m.end() + split].strip(),
@@ -390,12 +389,12 @@ def changes(source):
             f"{place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())",
         )
     for m in re.finditer(r"\bif \(", text):
-        end = closing(text, m.end() - 1)
+        end = closing(text, m.end() - 1) - 1
         leaves = re.match(r"\s*return;", text[end + 1 :])
         for start, stop in parts(text[m.end() : end], "||" if leaves else "&&"):
             yield m.end() + start, m.end() + stop, "false" if leaves else "true"
     for m in re.finditer(r"\bfor \(", text):
-        head = text[m.end() : closing(text, m.end() - 1)]
+        head = text[m.end() : closing(text, m.end() - 1) - 1]
         (_, _), (start, stop), _ = parts(head, ";")
         for a, b in parts(head[start:stop], "&&"):
             if " < " in head[start + a : start + b]:
