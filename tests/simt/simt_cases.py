@@ -146,12 +146,6 @@ def with_headers(path):
     )
 
 
-def kernel_alone(file, name, **macros):
-    """A kernel of kernels_cu without the other functions of its file and of its headers."""
-    source = alone(name, with_headers(kernel_root() / f"{file}.cu"))
-    return ga.Kernel.from_source(source, name, f"kernels_cu/{file}.cu", macros, learner=False)
-
-
 BUGS: dict[str, Bug] = {}
 
 
@@ -1604,14 +1598,29 @@ VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16"}],
 }
 
-VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
-# (file, kernel, GRAD_T): one dtype only where the file does not have the macro.
-OURS_BY_DTYPE = [
-    (file, name, grad_t)
+# (file, kernel, macros), of each kernel with both dtypes of gradients, where its file has the macro.
+OUR_VARIANTS = [
+    (file, name, {"GRAD_T": grad_t})
     for file, name in OURS
     for grad_t in ("float", "bf16")
     if grad_t == "float" or "GRAD_T" in (kernel_root() / f"{file}.cu").read_text()
+] + [
+    (*key, {"GRAD_T": "bf16"} | macros) for key, variants in VARIANTS.items() for macros in variants
 ]
+
+
+def our_kernel(file, name, macros, options=()):
+    """(a kernel of kernels_cu, its case)."""
+    more = {key: value for key, value in macros.items() if key != "GRAD_T"}
+    run = functools.partial(OURS[file, name], **more)
+    if not more or options:
+        return ga.Kernel(file, name, options=options, **macros), run
+    # A program of its own compiles faster without the file's other functions.
+    source = alone(name, with_headers(kernel_root() / f"{file}.cu"))
+    path = f"kernels_cu/{file}.cu"
+    return ga.Kernel.from_source(source, name, path, macros, learner=False), run
+
+
 GOOD_TEXT = program([case.source for case in GOOD.values()])[0]
 
 

@@ -9,10 +9,10 @@ import torch
 from simt_cases import (
     BUGS,
     GOOD,
+    OUR_VARIANTS,
     OURS,
-    OURS_BY_DTYPE,
-    VARIED,
     good_kernel,
+    our_kernel,
     program,
     same_bits,
 )
@@ -30,10 +30,6 @@ def simt():
     """Fast mode on the CPU, also on a machine with a GPU."""
     with ga.use_backend("simt"), ga.checked(False):
         yield
-
-
-def ours(file, name, grad_t, **more):
-    return ga.Kernel(file, name, GRAD_T=grad_t, **more)
 
 
 # ---- against the reference -----------------------------------------------------------------------
@@ -121,19 +117,9 @@ def test_gpu_and_cpu_give_the_same_bits(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file, name, grad_t", OURS_BY_DTYPE)
-def test_gpu_and_cpu_give_the_same_bits_for_our_own_kernels(file, name, grad_t):
-    for gpu, cpu in both(OURS[file, name], ours(file, name, grad_t, options=NO_FMA), 0):
-        assert gpu.right and cpu.right and same_bits(gpu.got, cpu.got), f"{gpu}; {cpu}"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("file, name, macros", VARIED, ids=str)
-def test_gpu_and_cpu_give_the_same_bits_with_other_macros(file, name, macros):
-    def run(kernel, seed, device):
-        return OURS[file, name](kernel, seed, device, **macros)
-
-    kernel = ours(file, name, "bf16", options=NO_FMA, **macros)
+@pytest.mark.parametrize("file, name, macros", OUR_VARIANTS, ids=str)
+def test_gpu_and_cpu_give_the_same_bits_for_our_own_kernels(file, name, macros):
+    kernel, run = our_kernel(file, name, macros, options=NO_FMA)
     for gpu, cpu in both(run, kernel, 0):
         assert gpu.right and cpu.right and same_bits(gpu.got, cpu.got), f"{gpu}; {cpu}"
 
