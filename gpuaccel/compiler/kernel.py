@@ -106,16 +106,10 @@ _STANDARD_HEADERS = (
 )
 
 
-def is_device_header(name: str) -> bool:
-    """True if a CUDA header declares names that kernels use and standard.cuh lacks."""
-    return (
-        re.match(
-            r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline", name
-        )
-        is not None
-    )
-
-
+# Headers of CUDA that declare names which kernels use and standard.cuh lacks.
+_DEVICE_HEADERS = re.compile(
+    r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline"
+)
 # Headers that a source may include for its host code -> what device code that needs them names.
 _IF_USED = {
     r"cub/": r"\bcub\b",
@@ -243,7 +237,7 @@ def whole_program(
         # From the end, so that earlier positions stay valid.
         for match in reversed(list(INCLUDE.finditer(plain))):
             header = match[1]
-            if is_device_header(header) or any(
+            if _DEVICE_HEADERS.match(header) or any(
                 os.path.isfile(os.path.join(folder, header)) for folder in folders
             ):
                 continue
@@ -1175,10 +1169,12 @@ class Launch:
                 return None
             from ..simt import checking
 
-            launch = (loaded.program, kernel.name, self.shape, kernel.params, args, values, tensors)
+            program, shape = loaded.program, self.shape
+            facts = program, kernel.name, shape, kernel.params, args, values, tensors, pack
+            call = checking.Call(*facts)
             if trace:
-                return checking.record(*launch, pack, kernel.text, kernel.filename)
-            checking.run(*launch, pack)
+                return checking.record(call, kernel.text, kernel.filename)
+            checking.run(call)
 
 
 def _enter(index):

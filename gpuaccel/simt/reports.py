@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import KernelError
-from .build import text_line
+from .build import SIMT_HEADERS, text_line
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,7 @@ class Report:
 
 
 # Files of the runtime, whose lines mean nothing to the user.
-RUNTIME_FILES = (
-    "runtime.h",
-    "simt.h",
-    "half.h",
-    "cooperative_groups.h",
-    "exports",
-    "namespace",
-)
+RUNTIME_FILES = (*SIMT_HEADERS, "exports", "namespace")
 DW_OP_ADDR = 3
 
 
