@@ -6,7 +6,7 @@ A case is a correct kernel and one mistake in it.
 import pytest
 import torch
 from simt_cases import GOOD, good_kernel
-from simt_pairs import Case, counts_on_page, launched
+from simt_pairs import Case, counts_on_page, launched, with_mistake
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -23,6 +23,34 @@ def alternating(n):
     return torch.where(torch.arange(n) % 3 == 0, -1.0, 1.0)
 
 
+def flagged(n):
+    """Arguments and result of FLAG with n threads."""
+    return (lambda: (torch.zeros(n), torch.zeros(n), ints(1))), (lambda: torch.arange(float(n)))
+
+
+# Block 1 waits for what block 0 writes.
+FLAG = """
+extern "C" __global__ void k(float* out, float* data, volatile int* flag)
+{
+    int t = threadIdx.x;
+    if (blockIdx.x == 0) {
+        data[t] = t;
+        __threadfence();
+        __syncthreads();
+        if (t == 0) *flag = 1;
+    } else {
+        if (t == 0) while (*flag == 0) { }
+        __syncthreads();
+        out[t] = data[t];
+    }
+}
+"""
+FENCE_OF_ONE = (
+    FLAG.replace("        __threadfence();\n", "")
+    .replace("*flag = 1;", "{ __threadfence(); atomicExch(flag, 1); }")
+    .replace("*flag == 0", "atomicAdd(flag, 0) == 0")
+    .replace("volatile ", "")
+)
 BENIGN = "the results of this launch do not depend on which comes first"
 
 
@@ -242,25 +270,7 @@ extern "C" __global__ void k(int* out, const int* x, {{volatile}} unsigned long 
         block=32,
     ),
     "a volatile flag of an earlier block": Case(
-        """
-extern "C" __global__ void k(float* out, float* data, volatile int* flag)
-{
-    int t = threadIdx.x;
-    if (blockIdx.x == 0) {
-        data[t] = t;
-        __threadfence();
-        __syncthreads();
-        if (t == 0) *flag = 1;
-    } else {
-        {{if (t == 0) while (*flag == 0) { }}}
-        __syncthreads();
-        out[t] = data[t];
-    }
-}
-""",
-        lambda: (torch.zeros(64), torch.zeros(64), ints(1)),
-        lambda: torch.arange(64.0),
-        grid=2,
+        with_mistake(FLAG, "if (t == 0) while (*flag == 0) { }", ""), *flagged(64), grid=2
     ),
     "the first of many flags": Case(
         """
@@ -288,47 +298,15 @@ extern "C" __global__ void k(int* out, int* data, volatile int* flags)
         block=1,
     ),
     "one thread's fence for its block": Case(
-        """
-extern "C" __global__ void k(float* out, float* data, int* flag)
-{
-    int t = threadIdx.x;
-    if (blockIdx.x == 0) {
-        data[t] = t;
-        {{__syncthreads();}}
-        if (t == 0) {
-            __threadfence();
-            atomicExch(flag, 1);
-        }
-    } else {
-        if (t == 0) while (atomicAdd(flag, 0) == 0) { }
-        __syncthreads();
-        out[t] = data[t];
-    }
-}
-""",
-        lambda: (torch.zeros(64), torch.zeros(64), ints(1)),
-        lambda: torch.arange(64.0),
+        with_mistake(FENCE_OF_ONE, "data[t] = t;\n        __syncthreads();", "data[t] = t;"),
+        *flagged(64),
         grid=2,
     ),
     "a lane that waits for its warp": Case(
-        """
-extern "C" __global__ void k(float* out, float* data, volatile int* flag)
-{
-    int t = threadIdx.x;
-    if (blockIdx.x == 0) {
-        data[t] = t;
-        __threadfence();
-        __syncwarp();
-        if (t == 0) *flag = 1;
-    } else {
-        if (t == 0) while (*flag == 0) { }
-        {{__syncwarp();}}
-        out[t] = data[t];
-    }
-}
-""",
-        lambda: (torch.zeros(32), torch.zeros(32), ints(1)),
-        lambda: torch.arange(32.0),
+        with_mistake(
+            FLAG.replace("__syncthreads", "__syncwarp"), "{ }\n        __syncwarp();", "{ }"
+        ),
+        *flagged(32),
         grid=2,
         block=32,
     ),
