@@ -4,7 +4,7 @@ import re
 import shutil
 import struct
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -261,7 +261,6 @@ def params(declaration, before="", **defines):
     "declared, pointer, code, dtypes, align",
     [
         ("float* x", True, None, (torch.float32,), 4),
-        ("const float * __restrict__ x", True, None, (torch.float32,), 4),
         ("float *const x", True, None, (torch.float32,), 4),
         ("float x[16]", True, None, (torch.float32,), 4),
         ("const float x[4][4]", True, None, (torch.float32,), 4),
@@ -286,8 +285,6 @@ def params(declaration, before="", **defines):
         ("const float* const* x", True, None, (torch.int64, torch.uint64), 8),
         ("Thing* x", True, None, None, 1),
         ("int x", False, "i", None, None),
-        ("const int x", False, "i", None, None),
-        ("unsigned int x", False, "I", None, None),
         ("long x", False, "q", None, None),
         ("size_t x", False, "Q", None, None),
         ("unsigned short int x", False, "H", None, None),
@@ -296,11 +293,9 @@ def params(declaration, before="", **defines):
         ("short signed int x", False, "h", None, None),
         ("char signed x", False, "b", None, None),
         ("char unsigned* x", True, None, (torch.uint8, torch.bool), 1),
-        ("int64_t x", False, "q", None, None),
         ("uint32_t x", False, "I", None, None),
         ("float x", False, "f", None, None),
         ("bool x", False, "?", None, None),
-        ("Sources x", False, None, None, None),
         ("const __grid_constant__ Sources x", False, None, None, None),
         ("float4 x", False, None, None, None),
     ],
@@ -659,24 +654,16 @@ def test_gpu_two_threads_launch_one_kernel(scale):
         'extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }'
     )
     torch.cuda.synchronize()
-    wrong = []
 
     def work(i):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(2000):
-                    add[1, 4](tensors[i], i + 1)
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:  # shown by the assertion below
-            wrong.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(2000):
+                add[1, 4](tensors[i], i + 1)
+            torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     torch.cuda.synchronize()
-    assert not wrong, wrong
     assert [t.tolist() for t in tensors] == [[2000.0 * (i + 1)] * 4 for i in range(4)]
 
 
@@ -687,21 +674,9 @@ def test_gpu_a_launch_may_be_the_first_thing_a_thread_does(scale):
     scale[1, 256](x, 1.0, 256)
     torch.cuda.synchronize()
     fresh = gpuaccel.compile(SCALE.replace("*=", "+="))
-    for work in (
-        lambda: scale[1, 256](x, 2.0, 256),
-        lambda: fresh[1, 256](y, 2.0, 256),
-    ):
-        wrong = []
-
-        def run(work=work):
-            try:
-                work()
-            except Exception as error:  # shown by the assertion below
-                wrong.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start(), thread.join()
-        assert not wrong, wrong
+    for kernel, values in ((scale, x), (fresh, y)):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(kernel[1, 256], values, 2.0, 256).result()
     assert x.eq(2).all() and y.eq(3).all()
 
 
