@@ -403,15 +403,15 @@ def overloaded_names(source: str, defines: dict[str, str] | None = None) -> set[
     return {name for name in names if names.count(name) > 1}
 
 
-def kernel_expressions(source: str, defines: dict[str, str] | None = None) -> dict[str, str]:
+def kernel_expressions(source: str) -> dict[str, str]:
     """Kernel -> its qualified name in C++, of those whose symbol is not their name.
 
     Kernels with `extern "C"`, and templates, are not among them.
     """
     if source.count("__global__") == source.count('extern "C" __global__'):
         return {}
-    text = active_text(source, GPU_MACROS | (defines or {}))
-    overloaded = overloaded_names(source, defines)
+    text = active_text(source, GPU_MACROS)
+    overloaded = overloaded_names(source)
     expressions = {}
     for declaration in _declarations(text):
         before = text[: declaration.start]
@@ -425,9 +425,9 @@ def kernel_expressions(source: str, defines: dict[str, str] | None = None) -> di
     return expressions
 
 
-def template_expression(source: str, name: str, defines: dict[str, str] | None = None) -> str:
+def template_expression(source: str, name: str) -> str:
     """The qualified name of a template's instance: `ours::scale<float>` of `scale<float>`."""
-    text = active_text(source, defines)
+    text = active_text(source)
     for declaration in _declarations(text):
         if declaration.name == base_name(name) and declaration.template is not None:
             return "::".join([*namespaces(text, declaration.start), name])
@@ -493,12 +493,12 @@ def signature(source: str, name: str, defines: dict[str, str]) -> list[Param]:
 MACRO_DEPTH = 8
 
 
-def launch_bound(source: str, name: str, defines: dict[str, str]) -> int | None:
+def launch_bound(source: str, name: str) -> int | None:
     """The most threads per block that the __launch_bounds__ of kernel `name` allow.
 
     None without __launch_bounds__, or where it is not a plain number.
     """
-    declaration, macros = _declaration(source, name, defines)
+    declaration, macros = _declaration(source, name, {})
     bound = declaration.bound
     for _ in range(MACRO_DEPTH):
         bound = str(macros.get(bound.strip(), bound)).strip()

@@ -432,7 +432,7 @@ class Kernel:
         self._texts = {text: self._ready}
         self._use(text)
         # A replacement is launched with as many threads, whatever its own bounds are.
-        self.bound = launch_bound(self.source, name, self.defines) or 1024
+        self.bound = launch_bound(self.source, name) or 1024
 
     def _use(self, text):
         self.text = text
@@ -448,10 +448,9 @@ class Kernel:
         }
         self.params = signature(self.source, self.name, self.defines)
         # Name -> its name in C++, of those that NVRTC has to find.
-        self.expressions = kernel_expressions(self.source, self.defines)
+        self.expressions = kernel_expressions(self.source)
         if not self.name.isidentifier():
-            instance = template_expression(self.source, self.name, self.defines)
-            self.expressions[self.name] = instance
+            self.expressions[self.name] = template_expression(self.source, self.name)
         self.plan = tuple((p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params)
         self.usual_values = usual_values(self.plan, "cuda")
         self._ready = self._texts.setdefault(text, {})
@@ -568,7 +567,6 @@ class Kernel:
                 self.source,
                 self.filename,
                 target,
-                {},
                 self.options,
                 (*self.expressions.values(), *self.variables.expressions),
             )

@@ -5,7 +5,7 @@ It needs no GPU and no driver.
     from gpuaccel import nvrtc
     nvrtc.library()                                   # which NVRTC, and its path
     # Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
-    cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
+    cubin, log, symbols = nvrtc.compile_cubin(source, "x.cu", "sm_90")
 
 Why by path, through ctypes: `cuda.bindings.nvrtc` takes whichever libnvrtc the process has loaded.
 With torch's CUDA 13 wheels beside NVRTC 12 the compiler would then depend on the order of imports.
@@ -194,7 +194,6 @@ def compile_cubin(
     source: str,
     filename: str,
     arch: str,
-    defines: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
     expressions: tuple[str, ...] = (),
 ) -> tuple[bytes, str, dict[str, str]]:
@@ -205,14 +204,14 @@ def compile_cubin(
             bring headers, as -I does for an #include, nothing is kept.
         filename: what error messages call it
         arch: e.g. "sm_90"
-        defines, options: macros and further options for NVRTC
+        options: further options for NVRTC
         expressions: qualified names of kernels in C++, and `&name` of variables: the symbol of each
             is in the result; a template's instance is thereby compiled
 
     Raises:
         CompileError: with file, line and caret as NVRTC prints them.
     """
-    flags = _flags(source, arch, defines or {}, options)
+    flags = _flags(source, arch, options)
     facts = json.dumps([source, filename, flags, library().version, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
 
@@ -230,11 +229,10 @@ def compile_cubin(
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M)
 
 
-def _flags(source, arch, defines, options) -> list[str]:
+def _flags(source, arch, options) -> list[str]:
     # NVRTC 12.9 and newer have their own cache on machines with a driver; it lacks ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
-    macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
+    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options]
     if _INCLUDE.search(source):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
@@ -245,7 +243,7 @@ def _flags(source, arch, defines, options) -> list[str]:
 
 def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] = ()) -> str:
     """PTX of a whole program, with a `.loc` for each source line. The cache keeps none."""
-    flags = _flags(source, arch, {}, (*options, "-lineinfo"))
+    flags = _flags(source, arch, (*options, "-lineinfo"))
     return _compile(source, filename, flags, ())[1]
 
 

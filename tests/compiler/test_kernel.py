@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(BOUND) second(T* x) {}
 """
     assert str(signature(source, "first", {})[0]) == "float* x"
     assert str(signature(source, "second", {})[0]) == "double* x"
-    assert [launch_bound(source, name, {}) for name in ("first", "second")] == [64, 128]
+    assert [launch_bound(source, name) for name in ("first", "second")] == [64, 128]
     assert str(params("T* x", "#undef T\n#define T double", T="float")[0]) == "double* x"
     for before in (
         "using T = float; template <class Q> struct H { using T = double; };",
