@@ -1,8 +1,10 @@
 """A .cu file on the CPU gives the results of its reference, and on a GPU bit-identical ones."""
 
+import functools
 import pathlib
 import sys
 import time
+import timeit
 
 import pytest
 import torch
@@ -79,16 +81,12 @@ def test_one_worker_and_many_give_the_same_bits(simt, monkeypatch):
 @pytest.mark.parametrize("cases", [GOOD, BUGS], ids=["correct", "planted bugs"])
 def test_every_case_compiles_for_gpus(cases, arch):
     """NVRTC accepts all the planted bugs: a compiler finds none of them."""
-    compiles_for(arch, program([case.source for case in cases.values()])[0])
-
-
-def compiles_for(arch, text):
-    """All kernels of a text compile for an architecture, as one program."""
-    names = ga.compiler.kernel_names(text)
-    kernel = ga.Kernel.from_source(text, names[0])
+    kernel = ga.Kernel.from_source(
+        program([c.source for c in cases.values()])[0], next(iter(cases))
+    )
     cubin, report, _ = nvrtc.compile_cubin(kernel.source, kernel.filename, arch)
     assert cubin[:4] == b"\x7fELF"
-    for name in names:
+    for name in cases:
         assert nvrtc.resources(cubin, report, name, arch).registers > 0, name
 
 
@@ -137,35 +135,16 @@ def test_gpu_with_contraction_stays_close():
 # ---- what makes it fast (without absolute times) -------------------------------------------------
 
 
-def calls_of(work):
-    """The Python functions that are entered."""
-    seen = []
-    sys.setprofile(
-        lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None
-    )
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
-def least(work, runs=10):
-    """The least processor seconds of several runs; other programs can only add."""
-    best = float("inf")
-    for _ in range(runs):
-        start = time.process_time()
-        work()
-        best = min(best, time.process_time() - start)
-    return best
-
-
 def test_a_launch_enters_few_python_functions(simt):
     kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }')
-    x = torch.zeros(32)
+    x, seen = torch.zeros(32), []
     launch = kernel[1, 32]
     launch(x)
-    seen = calls_of(lambda: launch(x))
+    sys.setprofile(lambda frame, event, _: event == "call" and seen.append(frame.f_code.co_name))
+    try:
+        launch(x)
+    finally:
+        sys.setprofile(None)
     assert x.eq(2).all() and len(seen) <= 25, seen
 
 
@@ -182,6 +161,8 @@ def test_threads_that_do_not_wait_are_a_loop(simt, monkeypatch):
         launch = ga.compile(source, WAIT=wait)[1024, 256]
         launch(out, x)
         assert torch.equal(out, x + 1)
-        seconds[wait] = least(lambda: launch(out, x))
+        # Other programs can only add.
+        work, clock = functools.partial(launch, out, x), time.process_time
+        seconds[wait] = min(timeit.repeat(work, timer=clock, repeat=10, number=1))
     print(seconds)
     assert 2 * seconds[""] < seconds["__syncthreads()"], seconds
