@@ -604,14 +604,15 @@ def square_root(x):
     return Fraction(2 * root + (root**2 * x.denominator != scaled), 2**401)
 
 
+# p: f or d; f: f or nothing
 DIRECTED = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "rcp": lambda x, y: 1 / x,
-    "sqrt": lambda x, y: square_root(abs(x)),
-    "fma": lambda x, y: x * y + x,
+    "__{p}add_{mode}({x}, {y})": lambda x, y: x + y,
+    "__{p}sub_{mode}({x}, {y})": lambda x, y: x - y,
+    "__{p}mul_{mode}({x}, {y})": lambda x, y: x * y,
+    "__{p}div_{mode}({x}, {y})": lambda x, y: x / y,
+    "__{p}rcp_{mode}({x})": lambda x, y: 1 / x,
+    "__{p}sqrt_{mode}(fabs({x}))": lambda x, y: square_root(abs(x)),
+    "__fma{f}_{mode}({x}, {y}, {x})": lambda x, y: x * y + x,
 }
 DIRECTED_SOURCE = """
 extern "C" __global__ void k(float* f, double* d, const float* fx, const float* fy,
@@ -626,48 +627,27 @@ extern "C" __global__ void k(float* f, double* d, const float* fx, const float* 
 
 def test_directed_rounding_is_exact(device):
     """Against fractions."""
-    draw = random.Random(5)
-    n = 128
-    modes = ("rd", "ru", "rz")
+    draw, n = random.Random(5), 128
+
+    def number(most):
+        return draw.choice((-1, 1)) * draw.uniform(1, 2) * 2.0 ** draw.randint(-most, most)
+
     inputs = []
-    for exponents in (40, 300):
-        numbers = [
-            [
-                draw.choice((-1, 1))
-                * draw.uniform(1, 2)
-                * 2.0 ** draw.randint(-exponents, exponents)
-                for _ in range(n)
-            ]
-            for _ in range(2)
-        ]
+    for most, dtype in ((40, torch.float32), (300, torch.float64)):
         # Ties, results that are exact, tiny and huge ones.
-        numbers[0][:8] = [1.0, 3.0, 1.0, 0.1, 1e-38, 3e38, -3e38, 4.0]
-        numbers[1][:8] = [2.0**-60, 3.0, -1.0, 0.2, 3.0, 3e38, 3e38, 2.0]
-        inputs += numbers
-    fx, fy = (torch.tensor(values, dtype=torch.float32) for values in inputs[:2])
-    dx, dy = (torch.tensor(values, dtype=torch.float64) for values in inputs[2:])
-    lines = []
-    for k, (name, mode) in enumerate((name, mode) for name in DIRECTED for mode in modes):
-        for out, prefix, x, y in (("f", "f", "x", "y"), ("d", "d", "a", "b")):
-            call = f"__{prefix}{name}_{mode}({x}, {y})"
-            if name == "rcp":
-                call = f"__{prefix}rcp_{mode}({x})"
-            elif name == "sqrt":
-                call = f"__{prefix}sqrt_{mode}(fabs({x}))"
-            elif name == "fma":
-                call = f"__fma{prefix if out == 'f' else ''}_{mode}({x}, {y}, {x})"
-            lines.append(f"{out}[{k} * n + i] = {call};")
-    count = len(DIRECTED) * len(modes)
-    f, d, *_ = run(
-        device,
-        DIRECTED_SOURCE % "\n    ".join(lines),
-        1,
-        n,
-        torch.zeros(count, n),
-        torch.zeros(count, n).double(),
-        *(fx, fy, dx, dy, n),
-    )
-    for k, (name, mode) in enumerate((name, mode) for name in DIRECTED for mode in modes):
+        x = [1.0, 3.0, 1.0, 0.1, 1e-38, 3e38, -3e38, 4.0, *(number(most) for _ in range(n - 8))]
+        y = [2.0**-60, 3.0, -1.0, 0.2, 3.0, 3e38, 3e38, 2.0, *(number(most) for _ in range(n - 8))]
+        inputs += [torch.tensor(x, dtype=dtype), torch.tensor(y, dtype=dtype)]
+    fx, fy, dx, dy = inputs
+    calls = [(name, mode) for name in DIRECTED for mode in ("rd", "ru", "rz")]
+    lines = [
+        f"{p}[{k} * n + i] = {name.format(p=p, f=suffix, mode=mode, x=x, y=y)};"
+        for k, (name, mode) in enumerate(calls)
+        for p, suffix, x, y in (("f", "f", "x", "y"), ("d", "", "a", "b"))
+    ]
+    source, zeros = DIRECTED_SOURCE % "\n    ".join(lines), torch.zeros(len(calls), n)
+    f, d, *_ = run(device, source, 1, n, zeros, zeros.double(), *inputs, n)
+    for k, (name, mode) in enumerate(calls):
         for kind, results, xs, ys in (("float", f, fx, fy), ("double", d, dx, dy)):
             for result, x, y in zip(results[k].tolist(), xs.tolist(), ys.tolist()):
                 expected = rounded(DIRECTED[name](Fraction(x), Fraction(y)), kind, mode)
@@ -849,38 +829,19 @@ def test_shuffles(device):
     out = torch.full((6, ARGUMENTS, 4, n), -1, dtype=torch.int32)
     typed, real = torch.zeros(5, n, dtype=torch.int64), torch.zeros(2, n, dtype=torch.float64)
     out, typed, real = run(device, SHUFFLES % dict(arguments=ARGUMENTS), 1, n, out, typed, real)
-    kinds = "idx", "up", "down", "xor"
-
-    def read(w, a, kind, t):
-        # The third warp has 8 lanes.
-        is_left = t >= 64 and w > 3
-        return -1 if is_left else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
-
-    expected = [
-        read(w, a, kind, t)
-        for w in range(6)
-        for a in range(ARGUMENTS)
-        for kind in kinds
-        for t in range(n)
-    ]
-    expected = torch.tensor(expected).int().view_as(out)
-    wrong = (out != expected).nonzero()
-    assert not len(wrong), (
-        f"(log2 of width, argument, kind, thread) = {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
-    )
+    for t in range(n):
+        for w in range(6):
+            for a in range(ARGUMENTS):
+                # The third warp has 8 lanes.
+                is_left = t >= 64 and w > 3
+                expected = [
+                    -1 if is_left else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
+                    for kind in ("idx", "up", "down", "xor")
+                ]
+                assert out[w, a, :, t].tolist() == expected, f"width {1 << w}, {a}, thread {t}"
     o = torch.arange(n) ^ 5
-    check_bits(
-        typed,
-        torch.stack(
-            [
-                1000000007 * o - 2**40,
-                o + (18000000000000000000 - 2**64),
-                4000000000 + o,
-                -5 - o,
-                o << 33,
-            ]
-        ),
-    )
+    words = 1000000007 * o - 2**40, o + (18000000000000000000 - 2**64), 4000000000 + o, -5 - o
+    check_bits(typed, torch.stack([*words, o << 33]))
     check_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
 
 
@@ -1012,33 +973,14 @@ extern "C" __global__ void barriers(int* out, unsigned* active, int n) {
 
 def test_barriers_and_shared_memory(device):
     for n in (64, 50, 33, 1):
-        out, active = run(
-            device,
-            BARRIERS,
-            5,
-            (16, 4),
-            torch.zeros(5, 64, 12).int(),
-            torch.zeros(5, 64).int(),
-            n,
-            shared=256,
-        )
+        zeros = torch.zeros(5, 64, 12).int()
+        out, active = run(device, BARRIERS, 5, (16, 4), zeros, zeros[..., 0].clone(), n, shared=256)
         for b in range(5):
             for t in range(n):
                 u = n - 1 - t
-                expected = [
-                    b,
-                    u * u,
-                    u + 1,
-                    u,
-                    3 * u,
-                    b,
-                    u + b,
-                    t,
-                    sum(v % 3 == b for v in range(n)),
-                    n <= 40,
-                    b < n,
-                    2,
-                ]
+                shared = [b, u * u, u + 1, u, 3 * u, b, u + b]
+                votes = [sum(v % 3 == b for v in range(n)), n <= 40, b < n]
+                expected = [*shared, t, *votes, 2]
                 assert out[b, t].tolist() == expected, f"n = {n}, thread {t} of block {b}"
             if device == "cpu":  # on a GPU: who runs together just now
                 assert [a & FULL for a in active[b, :n].tolist()] == [
@@ -1103,43 +1045,23 @@ def test_atomics_from_many_blocks(device, request):
     """With whole numbers the order does not matter. In fast mode two workers run the threads."""
     n, draw = 64 * 256 if "checked" not in request.node.name else 1024, random.Random(4)
     v = [draw.randint(-500, 500) for _ in range(n)]
-    i = torch.tensor([0, 0, 0, 1000, -1000, -1, 0, 0, 0, 0], dtype=torch.int32)
-    u = torch.tensor(
-        [0, 0, -1, 0, 0, 5000, 0], dtype=torch.int32
-    )  # 5000: atomicDec begins out of its range
+    i = torch.tensor([0, 0, 0, 1000, -1000, -1, 0, 0, 0, 0]).int()
+    # atomicDec begins out of its range, with 5000.
+    u = torch.tensor([0, 0, -1, 0, 0, 5000, 0]).int()
     l, w = torch.tensor([2**62, -(2**62), -1, 0, 0]), torch.tensor([0, -1, 0, 0, 0])
-    old = torch.zeros(n, dtype=torch.int32)
-    i, u, l, w, f, d, s, old, taken, _ = run(
-        device,
-        ATOMICS,
-        n // 256,
-        256,
-        i,
-        u,
-        l,
-        w,
-        torch.zeros(2),
-        torch.zeros(1).double(),
-        torch.zeros(4).short(),
-        old,
-        old,
-        torch.tensor(v, dtype=torch.int32),
-    )
-    xor, xor_u, xor_l = (
-        reduce(int.__xor__, part) for part in (v, [x * 77 % 2**32 for x in v], [x << 20 for x in v])
-    )
+    real = torch.zeros(2), torch.zeros(1).double(), torch.zeros(4).short()
+    old = torch.zeros(n).int()
+    inputs = i, u, l, w, *real, old, old, torch.tensor(v).int()
+    i, u, l, w, f, d, s, old, taken, _ = run(device, ATOMICS, n // 256, 256, *inputs)
+    xor, xor_u, xor_l = (reduce(int.__xor__, (x * by for x in v)) for by in (1, 77, 2**20))
     unsigned, wide = [x % 2**32 for x in v], [x % 2**64 for x in v]
-    assert sorted(old.tolist()) == list(range(n))  # each old value was seen once
-    assert sorted([*taken.tolist(), i[8].item()]) == list(
-        range(n + 1)
-    )  # nothing exchanged was lost
-    assert (
-        i[:8].tolist() == [n, sum(v), -sum(v), min(v), max(v), 0, 2**31 - 1, xor] and i[9] == 3 * n
-    )
-    assert u.tolist() == [
-        signed(x, 32)
-        for x in (sum(v), -sum(v), min(unsigned), max(unsigned), n % 1000, -n % 1000, xor_u)
-    ]
+    assert sorted(old.tolist()) == list(range(n)), "each old value was seen once"
+    exchanged = sorted([*taken.tolist(), i[8].item()])
+    assert exchanged == list(range(n + 1)), "nothing exchanged was lost"
+    assert i[:8].tolist() == [n, sum(v), -sum(v), min(v), max(v), 0, 2**31 - 1, xor]
+    assert i[9] == 3 * n
+    sums = sum(v), -sum(v), min(unsigned), max(unsigned), n % 1000, -n % 1000, xor_u
+    assert u.tolist() == [signed(x, 32) for x in sums]
     assert l.tolist() == [min(v) << 33, max(v) << 33, 0, -1, xor_l]
     assert w.tolist() == [signed(x, 64) for x in (sum(v) << 33, min(wide), max(wide), 5, sum(v))]
     assert f.tolist() == [sum(x & 15 for x in v), 2.5] and d.item() == sum(v) * 0.25
