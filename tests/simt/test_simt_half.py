@@ -180,15 +180,8 @@ def test_conversions(mode, name):
         {integers}
         back[i] = __int2$H_rn(3 * i) + $T(i);
     }}"""
-    out, whole, back, *_ = run(
-        source,
-        torch.zeros(4, count, dtype=dtype),
-        torch.zeros(8, count, dtype=torch.int64),
-        torch.zeros(count, dtype=dtype),
-        x,
-        count=count,
-        name=name,
-    )
+    zeros, words = torch.zeros(4, count, dtype=dtype), torch.zeros(8, count, dtype=torch.int64)
+    out, whole, back, *_ = run(source, zeros, words, zeros[0], x, count=count, name=name)
     for i, value in enumerate(x.tolist()):
         for k, direction in enumerate(ROUND):
             expected = rounded(Fraction(value), kind, direction)
@@ -226,15 +219,8 @@ def test_pairs_shuffles_and_atomics_as_in_a_reduction(mode, name):
     x = (torch.arange(512) % 3 == 0).to(dtype)
     # A half is a number in Python, a bf16 its two bytes.
     scale = 1.0 if name == "__half" else b"\x80\x3f"
-    total, pair, *_ = run(
-        source,
-        torch.zeros(1, dtype=dtype),
-        torch.zeros(4, dtype=dtype),
-        x,
-        scale,
-        count=256,
-        name=name,
-    )
+    zeros = torch.zeros(4, dtype=dtype)
+    total, pair, *_ = run(source, zeros[:1], zeros, x, scale, count=256, name=name)
     exact = x.view(-1, 2).float().sum(0).tolist()
     assert total.item() == exact[0]
     assert pair.tolist() == [*exact, *x[2 * 254 :][:2].tolist()]
