@@ -1169,7 +1169,7 @@ def run(kernel, seed, device):
     )
     numbers, of, counts = [2, 0, 5, 1], [0, 1, 1, 0], [0.0, 6.0, 2.0**20, 1.0]
     good, bad = [0.5, 2.0, 1.0, 1.0], [math.nan, math.nan, math.nan, 0.0]
-    # of each case: the norms, each norm's first bad tensor, group of each tensor, and other settings
+    # The norms, each norm's first bad tensor, the group of each tensor, and other settings.
     one, lasting = ([good], [-1], None), [-1] * 299
     for what, (verdicts, firsts, groups), more in (
         ("no norm", (None, None, None), {}),
@@ -1598,13 +1598,14 @@ VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16"}],
 }
 
-# (file, kernel, macros), of each kernel with both dtypes of gradients, where its file has the macro.
+# (file, kernel, macros): of each kernel with both dtypes of gradients, where its file has them.
 OUR_VARIANTS = [
     (file, name, {"GRAD_T": grad_t})
     for file, name in OURS
     for grad_t in ("float", "bf16")
     if grad_t == "float" or "GRAD_T" in (kernel_root() / f"{file}.cu").read_text()
-] + [
+]
+OUR_VARIANTS += [
     (*key, {"GRAD_T": "bf16"} | macros) for key, variants in VARIANTS.items() for macros in variants
 ]
 
