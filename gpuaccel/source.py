@@ -7,6 +7,7 @@ signature(source, "accumulate_v1", {"GRAD_T": "float"})
 """
 
 import ast
+import contextlib
 import functools
 import operator
 import re
@@ -36,18 +37,6 @@ SCALARS = {
     "bf16": (None, (torch.bfloat16,)),
     "fp16": ("e", (torch.float16,)),
     "void": (None, None),
-}
-VECTOR_BASES = {
-    "float": "float",
-    "double": "double",
-    "int": "int",
-    "uint": "unsigned",
-    "longlong": "long long",
-    "char": "char",
-    "uchar": "unsigned char",
-    "short": "short",
-    "ushort": "unsigned short",
-    "ulonglong": "unsigned long long",
 }
 
 
@@ -414,15 +403,15 @@ def overloaded_names(source: str, defines: dict[str, str] | None = None) -> set[
     return {name for name in names if names.count(name) > 1}
 
 
-def kernel_expressions(source: str, defines: dict[str, str] | None = None) -> dict[str, str]:
+def kernel_expressions(source: str) -> dict[str, str]:
     """Kernel -> its qualified name in C++, of those whose symbol is not their name.
 
     Kernels with `extern "C"`, and templates, are not among them.
     """
     if source.count("__global__") == source.count('extern "C" __global__'):
         return {}
-    text = active_text(source, GPU_MACROS | (defines or {}))
-    overloaded = overloaded_names(source, defines)
+    text = active_text(source, GPU_MACROS)
+    overloaded = overloaded_names(source)
     expressions = {}
     for declaration in _declarations(text):
         before = text[: declaration.start]
@@ -436,9 +425,9 @@ def kernel_expressions(source: str, defines: dict[str, str] | None = None) -> di
     return expressions
 
 
-def template_expression(source: str, name: str, defines: dict[str, str] | None = None) -> str:
+def template_expression(source: str, name: str) -> str:
     """The qualified name of a template's instance: `ours::scale<float>` of `scale<float>`."""
-    text = active_text(source, defines)
+    text = active_text(source)
     for declaration in _declarations(text):
         if declaration.name == base_name(name) and declaration.template is not None:
             return "::".join([*namespaces(text, declaration.start), name])
@@ -504,12 +493,12 @@ def signature(source: str, name: str, defines: dict[str, str]) -> list[Param]:
 MACRO_DEPTH = 8
 
 
-def launch_bound(source: str, name: str, defines: dict[str, str]) -> int | None:
+def launch_bound(source: str, name: str) -> int | None:
     """The most threads per block that the __launch_bounds__ of kernel `name` allow.
 
     None without __launch_bounds__, or where it is not a plain number.
     """
-    declaration, macros = _declaration(source, name, defines)
+    declaration, macros = _declaration(source, name, {})
     bound = declaration.bound
     for _ in range(MACRO_DEPTH):
         bound = str(macros.get(bound.strip(), bound)).strip()
@@ -638,6 +627,8 @@ SYNONYMS = {
     "uint": "unsigned",
     "uchar": "unsigned char",
     "ushort": "unsigned short",
+    "longlong": "long long",
+    "ulonglong": "unsigned long long",
     "ptrdiff_t": "long long",
     "intptr_t": "long long",
     "uintptr_t": "unsigned long long",
@@ -649,24 +640,15 @@ SYNONYMS = {
 }
 
 
-# Two halves in one word: a pointer to them takes tensors of the half type.
-PAIRS = {
-    "half2": "fp16",
-    "__half2": "fp16",
-    "nv_bfloat162": "bf16",
-    "__nv_bfloat162": "bf16",
-}
-_LITERAL = re.compile(r"[+-]?\s*(?:\d+[uUlL]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?[fF]?)")
-
-
 def _default(text: str) -> int | float | None:
     """The value of a C literal that is a number; None for anything else."""
     if text in ("true", "false"):
         return int(text == "true")
-    if not _LITERAL.fullmatch(text):
-        return None
-    digits = re.sub(r"[\suUlLfF]", "", text)
-    return int(digits) if re.fullmatch(r"[+-]?\d+", digits) else float(digits)
+    digits = re.sub(r"(?<=[\d.])[uUlLfF]+$", "", text.replace(" ", ""))
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(digits)
+    return None
 
 
 def _problem(declared: str) -> str | None:
@@ -704,18 +686,17 @@ def _param(declared, macros):
         parts = [word for word in parts if word != "signed" or "char" in base]
         base = " ".join(sorted(parts, key=("signed", *_INTEGERS).index)) or "int"
     base = SYNONYMS.get(base, base)
-    vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
-    if vector and vector[1] in VECTOR_BASES:
-        code, dtypes = SCALARS[VECTOR_BASES[vector[1]]]
-        size = struct.calcsize(code)
-        lanes = int(vector[2])
-        align = size if lanes == 3 else min(size * lanes, 16)
-        return Param(name, ctype, stars > 0, None, dtypes, align)
     if stars > 1:
         # A table of pointers is a tensor of addresses.
         return Param(name, ctype, True, None, (torch.int64, torch.uint64), 8)
-    if base in PAIRS:
-        return Param(name, ctype, stars > 0, None, SCALARS[PAIRS[base]][1], 4)
+    if vector := re.fullmatch(r"(\w+?)([234])", base):
+        element, lanes = SYNONYMS.get(vector[1], vector[1]), int(vector[2])
+        code, dtypes = SCALARS.get(element, (None, None))
+        # Two halves are in one word; half4 and bool2 are structs of the source's own.
+        if lanes == 2 if element in ("bf16", "fp16") else code not in (None, "?"):
+            size = struct.calcsize(code or "e")
+            align = size if lanes == 3 else min(size * lanes, 16)
+            return Param(name, ctype, stars > 0, None, dtypes, align)
     code, dtypes = SCALARS.get(base, (None, None))
     if code:
         align = struct.calcsize(code)

@@ -106,16 +106,10 @@ _STANDARD_HEADERS = (
 )
 
 
-def is_device_header(name: str) -> bool:
-    """True if a CUDA header declares names that kernels use and standard.cuh lacks."""
-    return (
-        re.match(
-            r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline", name
-        )
-        is not None
-    )
-
-
+# Headers of CUDA that declare names which kernels use and standard.cuh lacks.
+_DEVICE_HEADERS = re.compile(
+    r"cuda_(?:fp|bf)\d|cooperative_groups|cuda/|nv/|mma\.h|curand_|cub/|cuda_pipeline"
+)
 # Headers that a source may include for its host code -> what device code that needs them names.
 _IF_USED = {
     r"cub/": r"\bcub\b",
@@ -243,7 +237,7 @@ def whole_program(
         # From the end, so that earlier positions stay valid.
         for match in reversed(list(INCLUDE.finditer(plain))):
             header = match[1]
-            if is_device_header(header) or any(
+            if _DEVICE_HEADERS.match(header) or any(
                 os.path.isfile(os.path.join(folder, header)) for folder in folders
             ):
                 continue
@@ -438,7 +432,7 @@ class Kernel:
         self._texts = {text: self._ready}
         self._use(text)
         # A replacement is launched with as many threads, whatever its own bounds are.
-        self.bound = launch_bound(self.source, name, self.defines) or 1024
+        self.bound = launch_bound(self.source, name) or 1024
 
     def _use(self, text):
         self.text = text
@@ -454,10 +448,9 @@ class Kernel:
         }
         self.params = signature(self.source, self.name, self.defines)
         # Name -> its name in C++, of those that NVRTC has to find.
-        self.expressions = kernel_expressions(self.source, self.defines)
+        self.expressions = kernel_expressions(self.source)
         if not self.name.isidentifier():
-            instance = template_expression(self.source, self.name, self.defines)
-            self.expressions[self.name] = instance
+            self.expressions[self.name] = template_expression(self.source, self.name)
         self.plan = tuple((p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params)
         self.usual_values = usual_values(self.plan, "cuda")
         self._ready = self._texts.setdefault(text, {})
@@ -574,7 +567,6 @@ class Kernel:
                 self.source,
                 self.filename,
                 target,
-                {},
                 self.options,
                 (*self.expressions.values(), *self.variables.expressions),
             )
@@ -769,30 +761,6 @@ class Module:
 @overload
 def compile(
     source: str | None = None,
-    *,
-    path: str | os.PathLike | None = None,
-    name: str,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Kernel: ...
-
-
-@overload
-def compile(
-    source: str | None,
-    name: str,
-    *,
-    path: str | os.PathLike | None = None,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Kernel: ...
-
-
-@overload
-def compile(
-    source: str | None = None,
     name: None = None,
     *,
     path: str | os.PathLike | None = None,
@@ -800,6 +768,18 @@ def compile(
     options: tuple[str, ...] = (),
     **defines: object,
 ) -> Any: ...
+
+
+@overload
+def compile(
+    source: str | None = None,
+    name: str = ...,
+    *,
+    path: str | os.PathLike | None = None,
+    filename: str | None = None,
+    options: tuple[str, ...] = (),
+    **defines: object,
+) -> Kernel: ...
 
 
 def compile(
@@ -1187,10 +1167,12 @@ class Launch:
                 return None
             from ..simt import checking
 
-            launch = (loaded.program, kernel.name, self.shape, kernel.params, args, values, tensors)
+            program, shape = loaded.program, self.shape
+            facts = program, kernel.name, shape, kernel.params, args, values, tensors, pack
+            call = checking.Call(*facts)
             if trace:
-                return checking.record(*launch, pack, kernel.text, kernel.filename)
-            checking.run(*launch, pack)
+                return checking.record(call, kernel.text, kernel.filename)
+            checking.run(call)
 
 
 def _enter(index):

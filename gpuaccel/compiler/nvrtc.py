@@ -5,7 +5,7 @@ It needs no GPU and no driver.
     from gpuaccel import nvrtc
     nvrtc.library()                                   # which NVRTC, and its path
     # Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
-    cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
+    cubin, log, symbols = nvrtc.compile_cubin(source, "x.cu", "sm_90")
 
 Why by path, through ctypes: `cuda.bindings.nvrtc` takes whichever libnvrtc the process has loaded.
 With torch's CUDA 13 wheels beside NVRTC 12 the compiler would then depend on the order of imports.
@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
 from ..headers import CURAND_STUBS, curand_folder, wheel_roots
-from ..source import without_comments
 
 # The second makes ptxas report registers and spills. The third lets constexpr functions run on the
 # device; host_code.py removes all other functions without an annotation.
@@ -195,7 +194,6 @@ def compile_cubin(
     source: str,
     filename: str,
     arch: str,
-    defines: dict[str, str] | None = None,
     options: tuple[str, ...] = (),
     expressions: tuple[str, ...] = (),
 ) -> tuple[bytes, str, dict[str, str]]:
@@ -206,14 +204,14 @@ def compile_cubin(
             bring headers, as -I does for an #include, nothing is kept.
         filename: what error messages call it
         arch: e.g. "sm_90"
-        defines, options: macros and further options for NVRTC
+        options: further options for NVRTC
         expressions: qualified names of kernels in C++, and `&name` of variables: the symbol of each
             is in the result; a template's instance is thereby compiled
 
     Raises:
         CompileError: with file, line and caret as NVRTC prints them.
     """
-    flags = _flags(source, arch, defines or {}, options)
+    flags = _flags(source, arch, options)
     facts = json.dumps([source, filename, flags, library().version, expressions])
     key = hashlib.sha256(facts.encode()).hexdigest()
 
@@ -231,11 +229,10 @@ def compile_cubin(
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M)
 
 
-def _flags(source, arch, defines, options) -> list[str]:
+def _flags(source, arch, options) -> list[str]:
     # NVRTC 12.9 and newer have their own cache on machines with a driver; it lacks ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
-    macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
+    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options]
     if _INCLUDE.search(source):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
@@ -246,7 +243,7 @@ def _flags(source, arch, defines, options) -> list[str]:
 
 def compile_ptx(source: str, filename: str, arch: str, options: tuple[str, ...] = ()) -> str:
     """PTX of a whole program, with a `.loc` for each source line. The cache keeps none."""
-    flags = _flags(source, arch, {}, (*options, "-lineinfo"))
+    flags = _flags(source, arch, (*options, "-lineinfo"))
     return _compile(source, filename, flags, ())[1]
 
 
@@ -326,7 +323,7 @@ def _compile(source, filename, flags, expressions):
             status = lib.nvrtcCompileProgram(program, len(flags), arguments)
             log = read_text("ProgramLog")
             if status:
-                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log, source)}", log)
+                raise CompileError(f"{filename} does not compile:\n{log}{_hint(log)}", log)
             symbols = {}
             for expression in expressions:
                 symbol = ctypes.c_char_p()
@@ -354,29 +351,8 @@ HINTS = {
 }
 
 
-# The line that the message names, and the blanks in front of its code and of the caret.
-_NO_SEMICOLON = re.compile(r'^(.+?)\((\d+)\): error: expected a ";"\n([ \t]*).*\n([ \t]*)\^', re.M)
-
-
-def _lines_without_semicolon(log: str, source: str) -> list[str]:
-    """The compiler reports a missing ; at the next token, which may be in a later line."""
-    from ..simt.build import text_line
-
-    code = without_comments(source, strings=True)
-    hints = []
-    for file, line, indent, caret in _NO_SEMICOLON.findall(log):
-        before = int(line) - 1
-        while before and not (text_line(code, file, before) or "").strip():
-            before -= 1
-        text = (text_line(code, file, before) or "").rstrip()
-        if before and len(caret) == len(indent) and not text.endswith((";", "{", "}")):
-            hints.append(f"line {before} has no ; at its end")
-    return hints
-
-
-def _hint(log: str, source: str) -> str:
-    hints = _lines_without_semicolon(log, source)
-    hints += [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
+def _hint(log: str) -> str:
+    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
     return "".join(f"\nhint: {hint}" for hint in hints)
 
 

@@ -16,13 +16,15 @@ import re
 import struct
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy
 import torch
 
 from ..errors import ArgumentError
-from .build import OVERFLOWS, ZEROED, compiler, fill_pattern, text_line
+from .build import OVERFLOWS, ZEROED, Program, compiler, fill_pattern, text_line
 from .build import program as built
 from .driver import FAULTS, fault_report, launch, members, symbols
 from .reports import Report, coordinates, error, thread_words
@@ -108,9 +110,7 @@ class Checks(ctypes.Structure):
     ]
 
 
-C_EVENT = numpy.dtype(
-    "u4, u4, u2, u2, u1, u1, u2, i8",
-)
+C_EVENT = numpy.dtype("u4, u4, u2, u2, u1, u1, u2, i8")
 C_EVENT.names = "pc", "block", "thread", "region", "kind", "bytes", "unused", "offset"
 # Bytes of a struct publication in checks.cpp.
 PUBLICATION = 36
@@ -269,10 +269,6 @@ def _check_extra(i, tensor):
         )
 
 
-# A constant with the content of uninitialised variables: in such a source it proves nothing.
-_LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
-
-
 class Session:
     """The memory of one checked launch.
 
@@ -377,14 +373,9 @@ class Session:
         self.regions = (Region * len(ranges))()
         address = self.cells.address
         for region, r, size in zip(self.regions, ranges, cells):
-            region.lo = r.lo
-            region.hi = r.hi
-            region.zone = r.zone
-            region.below = r.below
-            region.above = r.above
+            for field in ("lo", "hi", "zone", "below", "above", "granule", "readonly"):
+                setattr(region, field, getattr(r, field))
             region.kind = r.arrays[0].kind
-            region.granule = r.granule
-            region.readonly = r.readonly
             region.cells = address
             array = r.arrays[0]
             if array.kind == SHARED and array.dtype:
@@ -401,7 +392,7 @@ class Session:
             shared_lo=base + shared_lo,
             shared_hi=base + shared_hi,
             published=self.published.address,
-            pattern=0 if _LOOKS_UNSET.search(self.text) else fill_pattern(compiler()),
+            pattern=fill_pattern(compiler()),
         )
 
     def moved(self, address: int) -> int:
@@ -551,16 +542,10 @@ class Session:
         in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
         return raw.kind == UNSET_LOCAL and not in_tensor
 
-    def _is_chance(self, raw) -> bool:
-        """True if values match the uninitialised pattern as rarely as a hash's do by chance."""
-        is_float = raw.region >= 0 and "float" in self.members[raw.region][0].dtype
-        is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
-        return raw.kind == UNSET_LOCAL and is_rare and not is_float
-
     def _report(self, raw) -> Report | None:
         """Turn a raw access record into a report, or None if the access is legal."""
         kind = KINDS[raw.kind]
-        if kind == "harmless" or self._is_chance(raw):
+        if kind == "harmless":
             return None
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
@@ -588,9 +573,6 @@ class Session:
             name = _only_name(source, {array.name for array in self.arrays})
             through = f" through {name}" if name else ""
             message = f"{who} {verb} local memory beyond a local array{through}"
-            if array := self.table.local_array(raw.other_thread, raw.value):
-                tensor, element, type_name = array
-                message = f"{who} {verb} {tensor}[{element}]{through}: {tensor} is {type_name}"
         elif raw.kind == NO_LOCAL:
             message = (
                 f"{who} {verb} local memory that is not in use: beyond a local array, or of a "
@@ -599,17 +581,11 @@ class Session:
         elif kind == "out of bounds":
             type_name = (raw.type or b"").decode().strip("'").replace(" [", "[")
             tensor, row = _indexed_name(source, raw.column)
+            array = f"{tensor}{row}" if tensor else "a shared or local array"
+            message = f"{who} accesses {array}, beyond its end"
             if type_name:
                 element = raw.value
-                message = f"{who} accesses element {element} of an array of type {type_name}"
-                if tensor:
-                    message = (
-                        f"{who} accesses {tensor}{row}[{element}]: {tensor}{row} is {type_name}"
-                    )
-            else:
-                message = f"{who} accesses a shared or local array beyond its end"
-                if tensor:
-                    message += f", in {tensor}{row}[...]"
+                message = f"{who} accesses {array}[{element}]: {array} is {type_name}"
         elif raw.kind == UNSET_LOCAL and raw.region >= 0:
             message = f"{who} writes an uninitialised local variable to {place}"
         elif raw.kind == UNSET_LOCAL:
@@ -839,22 +815,43 @@ def _only_name(source: str, known: set[str]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _launch(program, name, shape, params, args, values, extra, pack, trace):
+class Call(NamedTuple):
+    """A launch with the checks on.
+
+    Attributes:
+        params: the kernel's parameters
+        args: what the caller gave for them
+        values: what would be packed for them without the checks
+        extra: tensors whose addresses are in a struct or a table
+        pack: function of the values to pack; returns the address that the executor takes
+    """
+
+    program: Program
+    name: str
+    shape: tuple[int, int, int, int, int, int, int]
+    params: Sequence
+    args: Sequence
+    values: Sequence
+    extra: Sequence
+    pack: Callable[[Sequence], int]
+
+
+def _launch(call: Call, trace: bool):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
-    arguments = name, shape, params, args, values, extra, pack
+    program = call.program
     printed: list[str] = []
     state = _State(program)
-    session, fault, mistakes, notes = _launch_once(program, *arguments, trace, printed)
+    session, fault, mistakes, notes = _launch_once(call, trace, printed)
     left = _State(program)
 
     def again(variant=(), **options):
         """Repeat the first launch, with other options or another build of the kernel."""
         if not variant:
             state.restore()
-            return _launch_once(program, *arguments, False, **options)
+            return _launch_once(call, False, **options)
         build = built(program.text, program.filename, program.names, True, variant)
         state.copy_to(build)
-        return _launch_once(build, *arguments, False, **options)
+        return _launch_once(call._replace(program=build), False, **options)
 
     if fault is not None and session.is_far():
         # An overflow is reported only as the cause of a wild index: hashes overflow on purpose.
@@ -935,21 +932,7 @@ def _places(mistakes):
     return {(report.kind, report.file, report.line) for report in mistakes}
 
 
-def _launch_once(
-    program,
-    name,
-    shape,
-    params,
-    args,
-    values,
-    extra,
-    pack,
-    trace,
-    printed,
-    flip=False,
-    pattern=None,
-    first=None,
-):
+def _launch_once(call: Call, trace: bool, printed, flip=False, pattern=None, first=None):
     """Launch once. Return the session, its fault or None, its mistakes and its notes.
 
     Args:
@@ -959,6 +942,7 @@ def _launch_once(
         pattern: content of variables that are not set; None: as the program was built, 0: unknown
         first: an earlier launch; racing reads get the values of another thread order
     """
+    program, name, shape, params, args, values, extra, pack = call
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
     if pattern is not None:
@@ -988,36 +972,24 @@ def _launch_once(
     return session, fault, mistakes, notes
 
 
-def run(program, name: str, shape, params, args, values, extra, pack):
+def run(call: Call):
     """Launch a kernel with the checks on.
-
-    Args:
-        params: the kernel's parameters
-        args: what the caller gave for them
-        values: what would be packed for them without the checks
-        extra: tensors whose addresses are in a struct or a table
-        pack: function of the values to pack; returns the address that the executor takes
 
     Raises:
         KernelError: and changes no tensor, when the kernel makes a mistake.
     """
-    session, mistakes, notes = _launch(
-        program, name, shape, params, args, values, extra, pack, trace=False
-    )
+    session, mistakes, notes = _launch(call, trace=False)
     for note in notes:
-        warnings.warn(f"{name}: {note.file}, line {note.line}: {note.message}", stacklevel=4)
+        warnings.warn(f"{call.name}: {note.file}, line {note.line}: {note.message}", stacklevel=4)
     if mistakes:
-        raise error(program, name, mistakes, checked=True)
+        raise error(call.program, call.name, mistakes, checked=True)
     session.copy_back(constant=bool(notes))
 
 
-def record(
-    program, name: str, shape, params, args, values, extra, pack, source: str, filename: str
-) -> Trace:
+def record(call: Call, source: str, filename: str) -> Trace:
     """Launch as `run` does, record each access, and copy nothing back."""
-    session, mistakes, notes = _launch(
-        program, name, shape, params, args, values, extra, pack, trace=True
-    )
+    session, mistakes, notes = _launch(call, trace=True)
+    shape = call.shape
     raw = session.events[: session.checks.events]
     accessed = {int(i) for i in numpy.unique(raw["region"])}
     tensors = {i for i, arrays in enumerate(session.members) if arrays[0].kind == GLOBAL}
@@ -1039,20 +1011,17 @@ def record(
     lines = numpy.array([session.table.locate(int(pc) - 1)[1] or 0 for pc in places], "i4")
     thread = raw["block"].astype("i8") * math.prod(shape[3:6]) + raw["thread"]
     events = numpy.zeros(len(raw), EVENT)
+    for name in ("block", "thread", "offset", "bytes", "kind"):
+        events[name] = raw[name]
     events["line"] = lines[place] if len(places) else 0
-    events["block"] = raw["block"]
-    events["thread"] = raw["thread"]
     events["tensor"] = index[raw["region"]]
-    events["offset"] = raw["offset"]
-    events["bytes"] = raw["bytes"]
-    events["kind"] = raw["kind"]
     events["pc"] = place
     events["visit"] = _occurrence(thread, place)
     events["step"] = _occurrence(thread)
     return Trace(
-        kernel=name,
-        grid=tuple(shape[:3]),
-        block=tuple(shape[3:6]),
+        kernel=call.name,
+        grid=shape[:3],
+        block=shape[3:6],
         tensors=traced,
         events=events,
         source=source,

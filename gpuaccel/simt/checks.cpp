@@ -621,28 +621,21 @@ static inline uint32_t bytes_of(char* first, size_t size, char* cell, uint32_t g
 
 // Whether an access hits what is between two functions' variables, where a called function's frame
 // pointer and return address are kept, or what is above the kernel: then a local array was left.
-// pc, distance: of code of the function with the array, and from its frame's end to the access
-static bool is_between_frames(char* address, size_t size, uint32_t* pc, int64_t* distance) {
+static bool is_between_frames(char* address, size_t size) {
     void** frame = (void**)__builtin_frame_address(0);
     for (void** below = 0; frame > below; frame = (void**)frame[0]) {
-        *distance = address - (char*)(frame + 2);
         if (address + size <= (char*)frame) return false;
-        if (*distance < 0) return true;
-        char* back = (char*)frame[1];
-        *pc = back >= now->base && back < now->end ? offset(back) : 0;
+        if (address < (char*)(frame + 2)) return true;
         below = frame;
     }
     return true;
 }
 
-// function, distance: see is_between_frames; certain: no thread ever had it as a local variable
-static void leave_locals(worker* w, char* address, size_t size, int kind, void* pc, bool certain,
-                         uint32_t function = 0, int64_t distance = 0) {
+// certain: no thread ever had it as a local variable
+static void leave_locals(worker* w, char* address, size_t size, int kind, void* pc, bool certain) {
     if (simt_report* r = report(REPORT_NO_LOCAL, pc)) {
         place(r, -1, address, size, kind);
         r->mask = certain;
-        r->other_thread = function;
-        r->value = distance;
     }
     simt_stop(w, SIMT_CHECK, pc, address, 0);
 }
@@ -652,26 +645,22 @@ static inline __attribute__((always_inline))
 bool is_quiet_local(worker* w, char* address, size_t size, int kind) {
     char* stack = (char*)__builtin_frame_address(0);
     char* end = w->stacks + ((stack - w->stacks) / SLOT + 1) * SLOT;
-    uint32_t function;
-    int64_t distance;
     return address >= stack && address < end && (is_write(kind) || !holds_pattern(address, size))
-        && !is_between_frames(address, size, &function, &distance);
+        && !is_between_frames(address, size);
 }
 
 // A local variable or array.
 __attribute__((noinline))
 static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
     char* stack = (char*)__builtin_frame_address(0);
-    uint32_t function;
-    int64_t distance;
     if (!simt_same_stack(w, address, stack)) {
         if (!simt_was_used(w, address)) leave_locals(w, address, size, kind, pc, true);
         if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
     } else if (address < stack) {
         // Below all frames in use.
         leave_locals(w, address, size, kind, pc, false);
-    } else if (is_between_frames(address, size, &function, &distance)) {
-        leave_locals(w, address, size, kind, pc, true, function, distance);
+    } else if (is_between_frames(address, size)) {
+        leave_locals(w, address, size, kind, pc, true);
     } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
         if (now->flip) invert(address, size);

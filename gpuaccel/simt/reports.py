@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import KernelError
-from .build import text_line
+from .build import SIMT_HEADERS, text_line
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,7 @@ class Report:
 
 
 # Files of the runtime, whose lines mean nothing to the user.
-RUNTIME_FILES = (
-    "runtime.h",
-    "simt.h",
-    "half.h",
-    "cooperative_groups.h",
-    "exports",
-    "namespace",
-)
+RUNTIME_FILES = (*SIMT_HEADERS, "exports", "namespace")
 DW_OP_ADDR = 3
 
 
@@ -166,41 +159,6 @@ class Symbols:
         while lines and lines[0] == line:
             del lines[0]
         return tuple(lines)
-
-    def local_array(self, pc: int, distance: int) -> tuple[str, int, str] | None:
-        """(name, index, type) of what is at a distance from a frame's end, in its one local array.
-
-        None where the function has none or several, or its debug information does not say.
-
-        Args:
-            pc: a return address in the function
-            distance: bytes, negative inside of the frame
-        """
-        from elftools.dwarf.dwarf_expr import DWARFExprParser
-
-        # On other machines the debug information does not count from the frame's end.
-        if not pc or self._elf["e_machine"] != "EM_X86_64":
-            return None
-        dwarf = self._elf.get_dwarf_info()
-        parser = DWARFExprParser(dwarf.structs)
-        arrays = []
-        for unit in dwarf.iter_CUs():
-            for function in unit.iter_DIEs():
-                if function.tag != "DW_TAG_subprogram" or not any(
-                    start < pc <= end for start, end in _addresses_of(function, unit, dwarf)
-                ):
-                    continue
-                for die in _descendants(function):
-                    location = die.attributes.get("DW_AT_location")
-                    array = location and _array_of(die)
-                    if array and isinstance(location.value, list):
-                        (operation, *more) = parser.parse_expr(location.value)
-                        if operation.op_name == "DW_OP_fbreg" and not more:
-                            arrays.append((operation.args[0], *array))
-        if len(arrays) != 1:
-            return None
-        start, name, count, size, type_name = arrays[0]
-        return name, (distance - start) // size, f"{type_name}[{count}]"
 
     def locate(self, offset: int) -> tuple[str | None, int | None]:
         """(file, line) of the machine code at this offset into the library, or (None, None)."""
@@ -314,33 +272,6 @@ def _linked(die):
     """The type of a variable, an array's elements or a typedef; None if there is none."""
     link = next((link for link in TYPE_LINKS if link in die.attributes), None)
     return die.get_DIE_from_attribute(link) if link else None
-
-
-def _descendants(die):
-    """Yield the DIEs inside of a function, including its blocks and inlined calls."""
-    for child in die.iter_children():
-        yield child
-        yield from _descendants(child)
-
-
-def _array_of(die) -> tuple[str, int, int, str] | None:
-    """(name, number of elements, bytes of one, type) of a one-dimensional array variable."""
-    name = None
-    while die is not None and die.tag != "DW_TAG_array_type":
-        if die.tag in ELEMENT_TAGS:
-            return None
-        if name is None and "DW_AT_name" in die.attributes:
-            name = die.attributes["DW_AT_name"].value.decode()
-        die = _linked(die)
-    if die is None or name is None:
-        return None
-    counts = [
-        dimension.attributes["DW_AT_upper_bound"].value + 1
-        for dimension in die.iter_children()
-        if isinstance(getattr(dimension.attributes.get("DW_AT_upper_bound"), "value", None), int)
-    ]
-    size, type_name, _ = _element_type(_linked(die))
-    return (name, counts[0], size, type_name) if len(counts) == 1 else None
 
 
 def _use(die, used: bytearray, offset: int):

@@ -1,13 +1,12 @@
 """A kernel compiles for every architecture, knows its parameters, and rejects wrong arguments."""
 
-import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 import gpuaccel
 from gpuaccel.backends import use_backend
-from gpuaccel.compiler import nvrtc
 from gpuaccel.compiler.kernel import (
     Kernel,
     check_arguments,
@@ -73,34 +71,21 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
         assert r.shared_bytes <= 48 * 1024
 
 
-@pytest.mark.parametrize(
-    "file, constants",
-    [
-        ("accumulate", {"CHUNK": CHUNK, "THREADS": THREADS, "MAX_TENSORS": MAX_TENSORS}),
-        ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
-        (
-            "optimizer",
-            {
-                "CHUNK": CHUNK,
-                "MAX_TENSORS": update_rule.MAX_TENSORS,
-                "MAX_UPDATES": update_rule.MAX_UPDATES,
-            },
-        ),
-        ("settings", {"MAX_VALUES": update_rule.MAX_VALUES}),
-        ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
-        (
-            "encoder",
-            {
-                "PIECE": segments.PIECE,
-                "THREADS": encoder.THREADS,
-                "QUADS": encoder.QUADS,
-                "COMBINE": encoder.COMBINE,
-                "SPAN": encoder.SPAN,
-            },
-        ),
-    ],
-)
-def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
+CONSTANTS = {
+    "accumulate": dict(CHUNK=CHUNK, THREADS=THREADS, MAX_TENSORS=MAX_TENSORS),
+    "clip": dict(CHUNK=CHUNK, THREADS=SQUARES_THREADS, MAX_TENSORS=clip.MAX_TENSORS),
+    "optimizer": dict(CHUNK=CHUNK)
+    | {name: getattr(update_rule, name) for name in ("MAX_TENSORS", "MAX_UPDATES")},
+    "settings": dict(MAX_VALUES=update_rule.MAX_VALUES),
+    "segments": dict(PIECE=segments.PIECE, THREADS=segments.THREADS),
+    "encoder": dict(PIECE=segments.PIECE)
+    | {name: getattr(encoder, name) for name in ("THREADS", "QUADS", "COMBINE", "SPAN")},
+}
+
+
+@pytest.mark.parametrize("file", CONSTANTS)
+def test_the_launcher_and_the_kernels_agree_on_their_constants(file):
+    constants = CONSTANTS[file]
     (path,) = kernel_root().glob(f"{file}.cu*")
     source = without_comments(path.read_text())
     for name, value in constants.items():
@@ -116,32 +101,27 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
 
 
 @pytest.mark.parametrize(
-    "kernel, sizes",
+    "kernel, pack",
     [
-        (accumulate_kernel("accumulate_v3", torch.float32), [ADDRESSES.pack]),
+        (accumulate_kernel("accumulate_v3", torch.float32), ADDRESSES.pack),
         *[
-            (clip.clip_kernel(name, 2.0, most), [clip._pack_tensors[most]])
+            (clip.clip_kernel(name, 2.0, most), clip._pack_tensors[most])
             for name in ("squares_v2", "scale_v2")
             for most in (clip.MAX_TENSORS, clip.MANY_TENSORS)
         ],
-        (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
-        (AdamW.rule.kernel("begin"), [update_rule.STEPS.pack]),
-        (
-            AdamW.rule.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")),
-            [AdamW.rule.update_struct.pack],
-        ),
+        (update_rule.settings_kernel(), update_rule.VALUES.pack),
+        (AdamW.rule.kernel("begin"), update_rule.STEPS.pack),
+        (AdamW.rule.kernel("v2", ("AMSGRAD", 1)), AdamW.rule.update_struct.pack),
     ],
     ids=lambda k: getattr(k, "name", ""),
 )
-def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
+def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, pack):
     """To the byte as the host compiler lays them out. A launch takes at most 4 KiB of arguments,
     with CUDA 12.1 up to 32,764 bytes."""
-    found = [size for _, size in kernel.load("fast").structs]
-    assert found == [pack.__self__.size for pack in sizes], (
-        f"{kernel.name}: {found} bytes in the kernel"
-    )
+    ((_, size),) = kernel.load("fast").structs
+    assert size == pack.__self__.size
     many = kernel.defines.get("MAX_TENSORS") == str(clip.MANY_TENSORS)
-    assert sum(found) + 8 * len(kernel.params) <= (32764 if many else 4096)
+    assert size + 8 * len(kernel.params) <= (32764 if many else 4096)
 
 
 def test_an_update_rule_reads_its_structs_from_the_source():
@@ -152,21 +132,12 @@ def test_an_update_rule_reads_its_structs_from_the_source():
 
 
 def test_a_kernel_that_keeps_too_much_reports_its_spills():
-    body = (
-        "".join(f"float v{i} = x[{i} * n]; " for i in range(120))
-        + "__syncthreads(); "
-        + "".join(f"x[{i} * n + 1] = v{i} * v{(i * 7) % 120}; " for i in range(120))
-    )
-    kernel = gpuaccel.compile(
-        f'extern "C" __global__ void __launch_bounds__(1024, 2) fat(float* x, int n) {{ {body} }}'
-    )
+    reads = "".join(f"float v{i} = x[{i} * n]; " for i in range(120))
+    writes = "".join(f"x[{i} * n + 1] = v{i} * v{(i * 7) % 120}; " for i in range(120))
+    head = 'extern "C" __global__ void __launch_bounds__(1024, 2) fat(float* x, int n) '
+    kernel = gpuaccel.compile(f"{head}{{ {reads} __syncthreads(); {writes} }}")
     r = kernel.resources("sm_90")
-    assert (
-        r.registers <= 32
-        and r.spill_store_bytes > 0
-        and r.spill_load_bytes > 0
-        and r.stack_bytes > 0
-    )
+    assert r.registers <= 32 and min(r.spill_store_bytes, r.spill_load_bytes, r.stack_bytes) > 0
 
 
 def test_a_string_becomes_a_kernel_with_the_common_helpers():
@@ -232,9 +203,7 @@ def test_headers_of_kernels_cu_are_included_once_and_in_order(headers):
     names = re.findall(r'^#line 1 "(.*)"$', kernel.source, re.M)
     ours = [f"kernels_cu/{name}.cuh" for name in ("common", "one", "two")]
     assert names == [*ours, "<source>"]
-    before = kernel.source
     (headers / "one.cuh").write_text("#define ONE 2\n__device__ float one() { return ONE; }\n")
-    assert gpuaccel.compile(WITH_HEADERS).source != before, "the cache key does not see the header"
     with use_backend("simt"):
         x = torch.zeros(1)
         gpuaccel.compile(WITH_HEADERS)[1, 1](x)
@@ -274,7 +243,6 @@ def params(declaration, before="", **defines):
     "declared, pointer, code, dtypes, align",
     [
         ("float* x", True, None, (torch.float32,), 4),
-        ("const float * __restrict__ x", True, None, (torch.float32,), 4),
         ("float *const x", True, None, (torch.float32,), 4),
         ("float x[16]", True, None, (torch.float32,), 4),
         ("const float x[4][4]", True, None, (torch.float32,), 4),
@@ -286,16 +254,19 @@ def params(declaration, before="", **defines):
         ("bf16* x", True, None, (torch.bfloat16,), 2),
         ("__nv_bfloat16* x", True, None, (torch.bfloat16,), 2),
         ("half* x", True, None, (torch.float16,), 2),
+        ("half2* x", True, None, (torch.float16,), 4),
+        ("const __nv_bfloat162* x", True, None, (torch.bfloat16,), 4),
+        ("half4* x", True, None, None, 1),
+        ("bool2* x", True, None, None, 1),
         ("void* x", True, None, None, 1),
         ("unsigned char* x", True, None, (torch.uint8, torch.bool), 1),
         ("const unsigned int* x", True, None, (torch.uint32, torch.int32), 4),
         ("signed char* x", True, None, (torch.int8,), 1),
         ("float** x", True, None, (torch.int64, torch.uint64), 8),
+        ("float4** x", True, None, (torch.int64, torch.uint64), 8),
         ("const float* const* x", True, None, (torch.int64, torch.uint64), 8),
         ("Thing* x", True, None, None, 1),
         ("int x", False, "i", None, None),
-        ("const int x", False, "i", None, None),
-        ("unsigned int x", False, "I", None, None),
         ("long x", False, "q", None, None),
         ("size_t x", False, "Q", None, None),
         ("unsigned short int x", False, "H", None, None),
@@ -304,11 +275,9 @@ def params(declaration, before="", **defines):
         ("short signed int x", False, "h", None, None),
         ("char signed x", False, "b", None, None),
         ("char unsigned* x", True, None, (torch.uint8, torch.bool), 1),
-        ("int64_t x", False, "q", None, None),
         ("uint32_t x", False, "I", None, None),
         ("float x", False, "f", None, None),
         ("bool x", False, "?", None, None),
-        ("Sources x", False, None, None, None),
         ("const __grid_constant__ Sources x", False, None, None, None),
         ("float4 x", False, None, None, None),
     ],
@@ -430,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(BOUND) second(T* x) {}
 """
     assert str(signature(source, "first", {})[0]) == "float* x"
     assert str(signature(source, "second", {})[0]) == "double* x"
-    assert [launch_bound(source, name, {}) for name in ("first", "second")] == [64, 128]
+    assert [launch_bound(source, name) for name in ("first", "second")] == [64, 128]
     assert str(params("T* x", "#undef T\n#define T double", T="float")[0]) == "double* x"
     for before in (
         "using T = float; template <class Q> struct H { using T = double; };",
@@ -460,29 +429,23 @@ X = torch.ones(8)
     "arguments, message",
     [
         ((), r"scale takes 3 arguments \(float\* x, float a, int n\), got 0"),
-        ((X, 1.0), r"takes 3 arguments .* got 2"),
         ((X, 1.0, 8, 1), "got 4"),
         (
             (X.double(), 1.0, 8),
             r"parameter `float\* x` expects dtype torch.float32, got torch.float64",
         ),
-        ((X.bfloat16(), 1.0, 8), "expects dtype torch.float32, got torch.bfloat16"),
         (
             (torch.ones(8, 2)[:, 0], 1.0, 8),
             r"`float\* x` expects a contiguous tensor, got shape \(8,\) with strides \(2,\)",
         ),
         ((X, 1.0, 8), r"`float\* x` expects a tensor on a GPU, got one on cpu"),
         (([1.0], 1.0, 8), r"`float\* x` expects a torch tensor, got list"),
-        ((123456, 1.0, 8), "expects a torch tensor, got int"),
         (
             (None, X, 8),
             r"`float a` is passed by value and expects a number, got a tensor of shape \(8,\)",
         ),
         ((None, "1", 8), "`float a` expects a number, got '1'"),
-        ((None, None, 8), "`float a` expects a number, got None"),
-        ((None, 1j, 8), "`float a` expects a number"),
         ((None, 1.0, 8.0), "`int n` expects a whole number, got 8.0"),
-        ((None, 1.0, torch.tensor(8)), "`int n` is passed by value"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_is_expected(scale, arguments, message):
@@ -557,26 +520,11 @@ def test_a_kernel_without_parameters_or_without_pointers_has_usual_values_too():
     assert usual(kernel, "cuda", ()) == (None, [])
     kernel = gpuaccel.compile('extern "C" __global__ void k(int n) {}')
     assert usual(kernel, "cuda", (3,)) == (None, [3])
-    assert usual(kernel, "cuda", (3.5,)) is None
 
 
 def test_what_fits_is_taken(scale):
-    import numpy as np
-
     for a, n in ((1, 8), (1.5, True), (np.float32(2), np.int64(8)), (float("nan"), 0), (-1, -1)):
         check_arguments(scale, (None, a, n))
-
-
-def test_a_struct_by_value_is_bytes():
-    kernel = gpuaccel.compile(
-        "struct S { int a; float b; };\n"
-        'extern "C" __global__ void k(float* x, S s) { x[s.a] = s.b; }'
-    )
-    check_arguments(kernel, (None, b"12345678"))
-    with pytest.raises(
-        ArgumentError, match="`S s` is a struct by value and expects bytes, got tuple"
-    ):
-        check_arguments(kernel, (None, (1, 2.0)))
 
 
 @pytest.mark.parametrize(
@@ -587,18 +535,14 @@ def test_a_struct_by_value_is_bytes():
             "scale: grid is 0; expected 1 to 3 whole numbers from 1 to 2147483647, 65535, 65535",
         ),
         ((-1, 32), "grid is -1"),
-        ((1.5, 32), "grid is 1.5"),
-        (("1", 32), "grid is '1'"),
         (((), 32), r"grid is \(\)"),
         (((1, 1, 1, 1), 32), "grid is"),
         (((1, 65536), 32), "grid is"),
-        ((2**31, 32), "grid is"),
         ((1, 0), "block is 0"),
         ((1, 1025), "block is 1025"),
         ((1, (1, 1, 65)), "block is"),
         ((1, (32, 33)), r"block is \(32, 33\), 1056 threads; a block has 1024 at most"),
         ((1, 32, 300_000), "shared_bytes is 300000; expected .* of bytes, 0 to 232,448"),
-        ((1, 32, -1), "shared_bytes is -1"),
         ((1, 32, "x"), "shared_bytes is 'x'"),
     ],
 )
@@ -620,25 +564,13 @@ def test_brackets_take_grid_and_block(scale):
 
 def test_a_launch_without_a_gpu_runs_on_the_cpu(scale):
     for name in ("torch", "simt"):
-        x = torch.arange(1000.0)
+        x = torch.ones(1000)
         with use_backend(name):
             scale[4, 256](x, 3.0, 900)
-        assert (
-            x[:900].eq(torch.arange(900.0) * 3).all()
-            and x[900:].eq(torch.arange(900.0, 1000)).all()
-        )
+        assert x[:900].eq(3).all() and x[900:].eq(1).all()
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_gpu_result_is_right_and_only_n_elements_change(scale):
-    x = torch.arange(1000.0, device="cuda")
-    scale[4, 256](x, 3.0, 900)
-    want = torch.arange(1000.0)
-    want[:900] *= 3
-    assert torch.equal(x.cpu(), want)
 
 
 @pytest.mark.gpu
@@ -663,21 +595,6 @@ def test_gpu_arguments_that_need_a_device_to_be_checked(scale):
     assert x.eq(1).all()
     wide[1, 1](x, 5)
     assert x[0].item() == 5
-
-
-@pytest.mark.gpu
-def test_gpu_struct_by_value_of_the_right_size_only():
-    import struct
-
-    kernel = gpuaccel.compile(
-        "struct S { int a; float b; long long c[40]; };\n"
-        'extern "C" __global__ void k(float* x, S s, char d) { x[s.a] = s.b + s.c[39] + d; }'
-    )
-    x = torch.zeros(4, device="cuda")
-    kernel[1, 1](x, struct.pack("if40q", 2, 0.5, *range(40)), 1)
-    assert x.tolist() == [0, 0, 40.5, 0]
-    with pytest.raises(ArgumentError, match="`S s` is 328 bytes, got 8"):
-        kernel[1, 1](x, b"12345678", 1)
 
 
 @pytest.mark.gpu
@@ -719,24 +636,16 @@ def test_gpu_two_threads_launch_one_kernel(scale):
         'extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }'
     )
     torch.cuda.synchronize()
-    wrong = []
 
     def work(i):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(2000):
-                    add[1, 4](tensors[i], i + 1)
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:  # shown by the assertion below
-            wrong.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(2000):
+                add[1, 4](tensors[i], i + 1)
+            torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     torch.cuda.synchronize()
-    assert not wrong, wrong
     assert [t.tolist() for t in tensors] == [[2000.0 * (i + 1)] * 4 for i in range(4)]
 
 
@@ -747,21 +656,9 @@ def test_gpu_a_launch_may_be_the_first_thing_a_thread_does(scale):
     scale[1, 256](x, 1.0, 256)
     torch.cuda.synchronize()
     fresh = gpuaccel.compile(SCALE.replace("*=", "+="))
-    for work in (
-        lambda: scale[1, 256](x, 2.0, 256),
-        lambda: fresh[1, 256](y, 2.0, 256),
-    ):
-        wrong = []
-
-        def run(work=work):
-            try:
-                work()
-            except Exception as error:  # shown by the assertion below
-                wrong.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start(), thread.join()
-        assert not wrong, wrong
+    for kernel, values in ((scale, x), (fresh, y)):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(kernel[1, 256], values, 2.0, 256).result()
     assert x.eq(2).all() and y.eq(3).all()
 
 
@@ -785,35 +682,3 @@ def test_gpu_a_launch_is_little_work_for_the_host():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
     assert len(seen) <= 8, seen
     assert acc.eq(2).all()
-
-
-@pytest.mark.gpu
-def test_gpu_second_process_loads_from_the_cache(tmp_path):
-    code = (
-        "import torch\nfrom gpuaccel.compiler import nvrtc\n"
-        "from gpuaccel.ops.accumulate import accumulate_\ncount, real = [], nvrtc._compile\n"
-        "nvrtc._compile = lambda *a: count.append(1) or real(*a)\n"
-        "acc = torch.zeros(8, device='cuda')\naccumulate_(acc, torch.ones(8, device='cuda'))\n"
-        "print(len(count), acc.sum().item())"
-    )
-    seen = []
-    for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "GPUACCEL_CACHE": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert run.returncode == 0, run.stderr
-        seen.append(run.stdout.split()[-2:])
-    assert seen == [["1", "8.0"], ["0", "8.0"]], (
-        f"(programs compiled, sum) of two processes: {seen}"
-    )
-
-
-@pytest.mark.gpu
-def test_gpu_driver_of_this_machine_takes_the_chosen_nvrtc():
-    from gpuaccel.backends import find_driver
-
-    nvrtc.check_driver(find_driver()[0])

@@ -6,7 +6,7 @@ text: forty kernels compile ten times faster together.
 
     >>> bug = BUGS["read_past_end"]
     >>> call = bug.call()                          # fresh tensors, a grid, a block
-    >>> good = GOOD["transpose"]
+    >>> good = GOOD["block_scan"]
     >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # compares with torch or numpy
     ...     assert outcome.right, outcome
 """
@@ -32,7 +32,7 @@ from gpuaccel.ops.rounding import reference_random_bits, reference_round
 from gpuaccel.ops.token_sort import MAX_TOKENS, reference_segments
 from gpuaccel.optim import AdamW
 from gpuaccel.optim.update_rule import STEPS, Job, launch_update, list_launches
-from gpuaccel.source import kernel_names, without_comments
+from gpuaccel.source import closing, kernel_names, without_comments
 
 # ---- planted bugs --------------------------------------------------------------------------------
 
@@ -88,16 +88,6 @@ def program(sources: list[str]) -> tuple[str, list[int]]:
     return "".join(sources), before
 
 
-def closing(text, at):
-    """Index of the parenthesis that closes the one at `at`."""
-    depth = 0
-    for i in range(at, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    raise ValueError(text[at : at + 40])
-
-
 _FUNCTION = re.compile(
     r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?"
     r"(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\("
@@ -109,13 +99,8 @@ def functions(source):
     """Name -> [(start, end)] of a file's functions; overloads share a name."""
     text, places = without_comments(source), {}
     for m in _FUNCTION.finditer(text):
-        opening = text.index("{", closing(text, m.end() - 1))
-        depth = 0
-        for i in range(opening, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                break
-        places.setdefault(m[1], []).append((m.start(), i + 1))
+        body = text.index("{", closing(text, m.end() - 1))
+        places.setdefault(m[1], []).append((m.start(), closing(text, body)))
     return places
 
 
@@ -161,12 +146,6 @@ def with_headers(path):
     )
 
 
-def kernel_alone(file, name, **macros):
-    """A kernel of kernels_cu without the other functions of its file and of its headers."""
-    source = alone(name, with_headers(kernel_root() / f"{file}.cu"))
-    return ga.Kernel.from_source(source, name, f"kernels_cu/{file}.cu", macros, learner=False)
-
-
 BUGS: dict[str, Bug] = {}
 
 
@@ -177,6 +156,10 @@ def bug(source, call, *expects, **more):
 
 def ramp(n, dtype=torch.float32):
     return torch.arange(1, n + 1).to(dtype)
+
+
+def ints(n):
+    return torch.zeros(n, dtype=torch.int32)
 
 
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
@@ -255,15 +238,7 @@ extern "C" __global__ void atomic_past_end(int* bins, const int* x, int n)
     if (i < n) atomicAdd(&bins[x[i]], 1);  // BUG: one value is larger than the bins there are
 }
 """,
-    lambda: Call(
-        1,
-        128,
-        (
-            torch.zeros(256, dtype=torch.int32),
-            torch.where(torch.arange(128) == 77, 300, 5).int(),
-            128,
-        ),
-    ),
+    lambda: Call(1, 128, (ints(256), torch.where(ramp(128) == 78, 300, 5).int(), 128)),
     Expect(OUTSIDE, tensor="bins", element=300, thread=(77, 0, 0), block=(0, 0, 0)),
 )
 
@@ -422,7 +397,7 @@ extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
     if (threadIdx.x < 32) bins[threadIdx.x] = local[threadIdx.x];
 }
 """,
-    lambda: Call(1, 64, (torch.zeros(32, dtype=torch.int32), torch.arange(64, dtype=torch.int32))),
+    lambda: Call(1, 64, (ints(32), torch.arange(64).int())),
     Expect(UNSET, tensor="local", element=0, thread=(0, 0, 0), block=(0, 0, 0)),
 )
 
@@ -477,9 +452,7 @@ extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arri
     }
 }
 """,
-    lambda: Call(
-        4, 32, (torch.zeros(1), torch.zeros(4), torch.zeros(1, dtype=torch.int32), ramp(128))
-    ),
+    lambda: Call(4, 32, (torch.zeros(1), torch.zeros(4), ints(1), ramp(128))),
     Expect(RACE, other="OTHER", tensor="partial", block=(3, 0, 0)),
 )
 
@@ -589,16 +562,7 @@ extern "C" __global__ void division_by_zero(int* out, const int* x, const int* b
     if (i < n) out[i] = x[i] / by[i];                           // BUG: by[77] is 0
 }
 """,
-    lambda: Call(
-        2,
-        64,
-        (
-            torch.zeros(128, dtype=torch.int32),
-            ramp(128, torch.int32),
-            (torch.arange(128) - 77).int(),
-            128,
-        ),
-    ),
+    lambda: Call(2, 64, (ints(128), ramp(128).int(), (ramp(128) - 78).int(), 128)),
     Expect(("division by zero",), thread=(13, 0, 0), block=(1, 0, 0)),
 )
 
@@ -610,7 +574,7 @@ extern "C" __global__ void shift_too_far(int* out, int n)
     if (i < n) out[i] = (int)(1u << i);                         // BUG: 32 and more
 }
 """,
-    lambda: Call(1, 64, (torch.zeros(40, dtype=torch.int32), 40)),
+    lambda: Call(1, 64, (ints(40), 40)),
     Expect(("shift",), thread=(32, 0, 0), block=(0, 0, 0)),
 )
 
@@ -633,9 +597,7 @@ bug(
 extern "C" __global__ void large_local_array(int* out, const int* place)
 { volatile char kept[1 << 21]; kept[place[0]] = 1; out[threadIdx.x] = kept[place[1]]; }     // BUG
 """,
-    lambda: Call(
-        1, 32, (torch.zeros(32, dtype=torch.int32), torch.tensor([0, 2000000], dtype=torch.int32))
-    ),
+    lambda: Call(1, 32, (ints(32), torch.tensor([0, 2000000]).int())),
     Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)),
 )
 
@@ -802,57 +764,6 @@ def tree(sums):
 
 
 @good("""
-extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
-{
-    __shared__ float sums[128];
-    int t = threadIdx.x;
-    float sum = 0.0f;
-    for (int i = blockIdx.x * 128 + t; i < n; i += gridDim.x * 128) sum += x[i] * x[i];
-    sums[t] = sum;
-    __syncthreads();
-    for (int offset = 64; offset > 0; offset /= 2) {
-        if (t < offset) sums[t] += sums[t + offset];
-        __syncthreads();
-    }
-    if (t == 0) partial[blockIdx.x] = sums[0];
-}
-""")
-def run(kernel, seed, device):
-    for n in (1, 500, 1537):
-        x = normal(rng(seed), n)
-        partial = on(device, np.full(3, np.nan, f32))
-        kernel[3, 128](partial, on(device, x), n)
-        yield Outcome(f"n = {n}", partial.cpu(), cpu(tree(strided_sums(x * x, 3, 128))))
-        yield Outcome(
-            f"n = {n}, whole",
-            partial.cpu().double().sum()[None],
-            cpu((x.astype(np.float64) ** 2).sum()[None]),
-            1e-6,
-        )
-
-
-@good("""
-extern "C" __global__ void transpose(float* out, const float* in, int rows, int columns)
-{
-    __shared__ float tile[32][33];  // 33: a column's elements lie in 32 different banks
-    int x = blockIdx.x * 32 + threadIdx.x, y = blockIdx.y * 32;
-    for (int k = threadIdx.y; k < 32; k += 8)
-        if (x < columns && y + k < rows) tile[k][threadIdx.x] = in[(y + k) * columns + x];
-    __syncthreads();
-    x = blockIdx.y * 32 + threadIdx.x, y = blockIdx.x * 32;
-    for (int k = threadIdx.y; k < 32; k += 8)
-        if (x < rows && y + k < columns) out[(y + k) * rows + x] = tile[threadIdx.x][k];
-}
-""")
-def run(kernel, seed, device):
-    for rows, columns in ((1, 1), (32, 64), (50, 33)):
-        x = normal(rng(seed), rows, columns)
-        out = on(device, np.full((columns, rows), np.nan, f32))
-        kernel[(-(-columns // 32), -(-rows // 32)), (32, 8)](out, on(device, x), rows, columns)
-        yield Outcome(f"{rows} x {columns}", out.cpu(), cpu(x.T))
-
-
-@good("""
 extern "C" __global__ void last_block_sum(
     float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
 {
@@ -860,7 +771,7 @@ extern "C" __global__ void last_block_sum(
     __shared__ bool last;
     int t = threadIdx.x;
     float sum = 0.0f;
-    for (int i = blockIdx.x * 64 + t; i < n; i += gridDim.x * 64) sum += x[i];
+    for (int i = blockIdx.x * 64 + t; i < n; i += gridDim.x * 64) sum += x[i] * x[i];
     sums[t] = sum;
     __syncthreads();
     for (int half = 32; half > 0; half /= 2) {
@@ -887,11 +798,10 @@ def run(kernel, seed, device):
         x = normal(rng(seed), n)
         total, partial = on(device, np.full(1, np.nan, f32)), on(device, np.full(5, np.nan, f32))
         kernel[5, 64](total, partial, arrived, on(device, x), n)
-        of_block = tree(strided_sums(x, 5, 64))
-        all_ = f32(0)
-        for one in of_block:
-            all_ = all_ + one
-        yield Outcome(f"n = {n}", total.cpu(), cpu(np.array([all_], f32)))
+        of_block = tree(strided_sums(x * x, 5, 64))
+        yield Outcome(f"n = {n}", total.cpu(), cpu(of_block.cumsum(dtype=f32)[-1:]))
+        exact = torch.from_numpy(x).double().square().sum().view(1)
+        yield Outcome(f"n = {n}, exact", total.cpu().double(), exact, 1e-6)
         yield Outcome(f"n = {n}, partial", partial.cpu(), cpu(of_block))
         yield Outcome(f"n = {n}, counter", arrived.cpu().clone(), torch.zeros(1, dtype=torch.int32))
 
@@ -976,15 +886,9 @@ def _grad_dtype(kernel):
 
 def _pair_of(random, n, dtype, device, skip):
     """(acc, grad) of n elements that start `skip` elements behind an allocation, and their sum."""
-    acc, grad = (
-        torch.from_numpy(normal(random, n + skip)),
-        torch.from_numpy(normal(random, n + skip)).to(dtype),
-    )
-    return (
-        acc.to(device, copy=True)[skip:],
-        grad.to(device, copy=True)[skip:],
-        (acc + grad.float())[skip:],
-    )
+    acc, grad = (torch.from_numpy(normal(random, n + skip)).to(d) for d in (torch.float32, dtype))
+    moved = (t.to(device, copy=True)[skip:] for t in (acc, grad))
+    return *moved, (acc + grad.float())[skip:]
 
 
 @ours("fill", "fill")
@@ -1064,10 +968,8 @@ def run(kernel, seed, device):
         x = normal(rng(seed), n)
         out = torch.full((blocks + 1,), -1.0, device=device)
         kernel[blocks, 256](out, on(device, x), n)
-        want = [
-            np.sum(np.square(x.astype(np.float64))[[i for i in range(n) if i // 256 % blocks == b]])
-            for b in range(blocks)
-        ]
+        block = np.arange(n) // 256 % blocks
+        want = [np.square(x.astype(np.float64))[block == b].sum() for b in range(blocks)]
         yield Outcome(f"n = {n}, {blocks} blocks", out.cpu(), torch.tensor([*want, -1.0]), 1e-6)
 
 
@@ -1084,34 +986,20 @@ def run(kernel, seed, device):
 
 @ours("clip", "scale_v1")
 def run(kernel, seed, device):
-    for n, by, left in (
-        (1, 0.5, False),
-        (255, 0.3, False),
-        (257, 1.0, True),
-        (1000, 1 - 2**-24, True),
-        (1000, 1 - 2**-22, False),
-    ):
+    for n, by in ((1, 0.5), (255, 0.3), (257, 1.0), (1000, 1 - 2**-24), (1000, 1 - 2**-22)):
         x, scale = torch.from_numpy(normal(rng(seed), n)), torch.tensor([by])
         y = x.to(device, copy=True)
         kernel[-(-n // 256), 256](y, scale.to(device), n)
-        yield Outcome(f"n = {n}, scale {by}", y.cpu(), x if left else x * scale)
+        yield Outcome(f"n = {n}, scale {by}", y.cpu(), x if by > 1 - 1e-7 else x * scale)
 
 
 def _mixed_tensors(seed, device):
     """Of every dtype, with tails, at odd addresses, empty."""
-    random = rng(seed)
-    shapes = (
-        (9000, torch.float32, 1),
-        (4096, torch.bfloat16, 0),
-        (5, torch.float16, 0),
-        (0, torch.float32, 0),
-        (4097, torch.float32, 0),
-        (4100, torch.float16, 1),
-        (8192, torch.bfloat16, 3),
-    )
+    random, sizes, skips = rng(seed), (9000, 4096, 5, 0, 4097, 4100, 8192), (1, 0, 0, 0, 0, 1, 3)
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
     return [
         torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-        for n, dtype, skip in shapes
+        for n, dtype, skip in zip(sizes, (fp32, bf16, fp16, fp32, fp32, fp16, bf16), skips)
     ]
 
 
@@ -1271,47 +1159,41 @@ def run(kernel, seed, device):
         yield Outcome(f"{count} numbers", out.cpu(), torch.tensor(values, dtype=torch.float64))
     out = torch.zeros(300, dtype=torch.float64, device=device)
     kernel[1, 32](out, 100, struct.pack("256d", *range(256)))
-    yield Outcome(
-        "with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0], dtype=torch.float64)
-    )
+    yield Outcome("with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0]).double())
 
 
 @ours("adamw", "adamw_begin")
 def run(kernel, seed, device):
-    def single(x):
-        return float(np.float32(x))
-
-    settings = [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0]]
+    settings = torch.tensor(
+        [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0]], dtype=torch.float64
+    )
     numbers, of, counts = [2, 0, 5, 1], [0, 1, 1, 0], [0.0, 6.0, 2.0**20, 1.0]
     good, bad = [0.5, 2.0, 1.0, 1.0], [math.nan, math.nan, math.nan, 0.0]
-    one = dict(verdicts=[good], firsts=[-1])
-    six = range(6)
-    cases = {
-        "no norm": {},
-        "clipped and divided": dict(one, skip=1, divisor=4.0, found_inf=0.0),
-        "second launch of a step": dict(one, skip=1, count_it=0),
-        "a bad group": dict(
-            verdicts=[good, bad, bad, *[good] * 3],
-            firsts=[-1, 4, 3, -1, -1, -1],
-            groups=six,
-            skip=1,
+    # The norms, each norm's first bad tensor, the group of each tensor, and other settings.
+    one, lasting = ([good], [-1], None), [-1] * 299
+    for what, (verdicts, firsts, groups), more in (
+        ("no norm", (None, None, None), {}),
+        ("clipped and divided", one, dict(skip=1, divisor=4.0, found_inf=0.0)),
+        ("second launch of a step", one, dict(skip=1, count_it=0)),
+        ("found by someone else", one, dict(found_inf=1.0)),
+        (
+            "a bad group",
+            ([good, bad, bad, good, good, good], [-1, 4, 3, -1, -1, -1], range(6)),
+            dict(skip=1),
         ),
-        "the last of many": dict(
-            verdicts=[*[good] * 299, bad],
-            firsts=[*[-1] * 299, 8],
-            groups=[0, 1, 2, 3, 4, 299],
-            skip=1,
-            found_inf=0.0,
+        (
+            "the last of many",
+            ([good] * 299 + [bad], [*lasting, 8], [0, 1, 2, 3, 4, 299]),
+            dict(skip=1, found_inf=0.0),
         ),
-        "bad, and let through": dict(
-            verdicts=[good, bad, *[good] * 4], firsts=[-1, 4, *[-1] * 4], groups=[0, 2, 2, 3, 4, 5]
+        (
+            "bad, and let through",
+            ([good, bad, good, good, good, good], [-1, 4, -1, -1, -1, -1], [0, 2, 2, 3, 4, 5]),
+            {},
         ),
-        "found by someone else": dict(one, found_inf=1.0),
-    }
-    for what, case in cases.items():
-        verdicts, firsts, groups = (case.get(key) for key in ("verdicts", "firsts", "groups"))
-        skip, divisor, found_inf = (case.get(key) for key in ("skip", "divisor", "found_inf"))
-        count_it = case.get("count_it", 1)
+    ):
+        skip, count_it = more.get("skip", 0), more.get("count_it", 1)
+        divisor, found_inf = more.get("divisor"), more.get("found_inf")
         steps = torch.tensor(counts, device=device)
         record = torch.tensor([3, 1, 2, 9], dtype=torch.int32, device=device)
         coefficients = torch.full((256, 10), -3.0, device=device)
@@ -1320,61 +1202,41 @@ def run(kernel, seed, device):
         packed = STEPS.pack(*addresses, *rest, *numbers, *[-1] * 252, *of, *rest)
         kernel[1, 256](
             coefficients,
-            torch.tensor(settings, dtype=torch.float64, device=device).flatten(),
+            settings.to(device).flatten(),
             _optional(device, verdicts, torch.float32),
             _optional(device, firsts),
             _optional(device, groups),
             len(verdicts or ()),
-            skip or 0,
-            None if divisor is None else torch.tensor([divisor], device=device),
-            None if found_inf is None else torch.tensor([found_inf], device=device),
+            skip,
+            _optional(device, None if divisor is None else [divisor], torch.float32),
+            _optional(device, None if found_inf is None else [found_inf], torch.float32),
             record,
             count_it,
             packed,
             tensors=[steps],
         )
         skipped = bool(found_inf) or bool(skip and verdicts and bad in verdicts)
-        after = [c + (not skipped) for c in counts]
         first = next((f for v, f in zip(verdicts or (), firsts or ()) if v is bad), -1)
-        yield Outcome(f"{what}: counts", steps.cpu(), torch.tensor(after))
-        yield Outcome(
-            f"{what}: record",
-            record.cpu(),
-            torch.tensor(
-                [3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))],
-                dtype=torch.int32,
-            ),
-        )
-        rows = []
-        for number, group, taken in zip(numbers, of, after):
-            lr, beta1, beta2, eps, decay, sign = settings[group]
-            factor = (
-                sign
-                * (1.0 if verdicts is None else verdicts[groups[number] if groups else 0][0])
-                / (divisor or 1.0)
-            )
-            rows.append(
-                [
-                    factor,
-                    1 - lr * decay,
-                    lr / (1 - beta1**taken) if taken else math.inf,
-                    1 / math.sqrt(single(1 - beta2**taken)) if taken else math.inf,
-                    eps,
-                    beta2,
-                    1 - beta1,
-                    1 - beta2,
-                    float(skipped),
-                    taken,
-                ]
-            )
-        want = torch.tensor(rows, dtype=torch.float64).nan_to_num(-7.0, -8.0)
+        taken = torch.tensor(counts).double() + (not skipped)
+        recorded = [3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))]
+        yield Outcome(f"{what}: counts", steps.cpu().double(), taken)
+        yield Outcome(f"{what}: record", record.cpu(), torch.tensor(recorded).int())
+        lr, beta1, beta2, eps, decay, sign = settings[of].T
+        factors = [(verdicts or [good])[groups[k] if groups else 0][0] for k in numbers]
+        scale = torch.tensor(factors).double() if verdicts else 1.0
+        want = [
+            sign * scale / (divisor or 1.0),
+            1 - lr * decay,
+            lr / (1 - beta1**taken),
+            (1 - beta2**taken).float().double().rsqrt(),
+            *(eps, beta2, 1 - beta1, 1 - beta2),
+            torch.full((4,), float(skipped)),
+            taken,
+        ]
+        want = torch.stack(want, 1).nan_to_num(-7.0, -8.0)
         got = coefficients.cpu()[:4].double().nan_to_num(-7.0, -8.0)
-        yield Outcome(
-            f"{what}: coefficients, over the exact ones",
-            torch.where(want == 0, got, got / want),
-            (want != 0).double(),
-            1e-6,
-        )
+        got = torch.where(want == 0, got, got / want)
+        yield Outcome(f"{what}: coefficients, over the exact", got, (want != 0).double(), 1e-6)
         yield Outcome(f"{what}: unused rows", coefficients.cpu()[4:], torch.full((252, 10), -3.0))
 
 
@@ -1398,13 +1260,12 @@ def _updated(c, old, number, amsgrad, stochastic):
         exact = torch.from_numpy(
             _fma(-c[2], m / _fma(np.sqrt(vmax if amsgrad else v), c[3], c[4]), w)
         )
-        rounded = (
-            reference_round(exact, reference_random_bits(SEED, number, len(w), int(c[9])))
-            if stochastic
-            else exact.bfloat16()
-        )
+        rounded = exact.bfloat16()
+        if stochastic:
+            bits = reference_random_bits(SEED, number, len(w), int(c[9]))
+            rounded = reference_round(exact, bits)
         new = [
-            (rounded if old[5] is None else exact.bfloat16()) if dtype == torch.bfloat16 else exact,
+            rounded.to(dtype) if dtype == torch.bfloat16 and old[5] is None else exact.to(dtype),
             old[1],
             *[torch.from_numpy(t).to(dtype) for t in (m, v)],
             torch.from_numpy(vmax).to(dtype) if amsgrad else old[4],
@@ -1413,41 +1274,36 @@ def _updated(c, old, number, amsgrad, stochastic):
     return new
 
 
+def _coefficients(held):
+    """Rows of coefficients of tensors, some of which skip this step."""
+    rows = [
+        (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, skipped, 5 + i)
+        for i, skipped in enumerate(held)
+    ]
+    return np.array(rows, np.float32)
+
+
 @ours("adamw", "adamw_v2")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """Bit-identical to the same operations in numpy.
 
     Tensors with a tail, misaligned, with a copy, skipped.
     """
-    random, dtype, grad_dtype = (
-        rng(seed),
-        DTYPES[PARAM_T],
-        _grad_dtype(kernel),
-    )
-    #         elements, elements before it, copy, skip
-    kinds = (
-        (5, 0, False, False),
-        (4096, 0, True, False),
-        (4097, 0, False, False),
-        (4200, 1, True, False),
-        (4096, 0, False, True),
-        (300, 0, True, True),
-    )
-    coefficients, jobs = np.zeros((len(kinds), 10), np.float32), []
-    for i, (n, skip, copied, held) in enumerate(kinds):
-        coefficients[i] = (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, held, 5 + i)
+    random, dtype, grad_dtype = rng(seed), DTYPES[PARAM_T], _grad_dtype(kernel)
+    coefficients, jobs = _coefficients((0, 0, 0, 0, 1, 1)), []
+    # elements, elements before it, copy
+    for n, skip, copied in (
+        *((5, 0, False), (4096, 0, True), (4097, 0, False)),
+        *((4200, 1, True), (4096, 0, False), (300, 0, True)),
+    ):
         tensors = [torch.from_numpy(normal(random, n + skip)) for _ in range(3)]
         tensors += [torch.from_numpy(np.square(normal(random, n + skip))) for _ in range(2)]
         tensors = [
             t.to(d).to(device, copy=True)[skip:]
             for t, d in zip(tensors, (dtype, grad_dtype, dtype, dtype, dtype))
         ]
-        copy = (
-            torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:]
-            if copied
-            else None
-        )
-        jobs.append((*tensors, copy))
+        copy = torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:]
+        jobs.append((*tensors, copy if copied else None))
     before = [[None if t is None else t.cpu().clone() for t in j] for j in jobs]
     step = torch.zeros(())
     # The first one is empty, so that a tensor's place is not its number among the launch's.
@@ -1471,27 +1327,15 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 @ours("adamw", "adamw_v3")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """An arena of six tensors; a launch updates the second to the fifth, and no padding."""
-    random, dtype, grad_dtype = (
-        rng(seed),
-        DTYPES[PARAM_T],
-        _grad_dtype(kernel),
-    )
-    sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
+    random, dtype, grad_dtype = rng(seed), DTYPES[PARAM_T], _grad_dtype(kernel)
+    sizes, coefficients, ahead = (7, 4096, 5000, 3, 4097, 9), _coefficients((0, 0, 0, 1, 0, 0)), 1
     chunks, starts = _chunk_table(sizes)
     used = np.zeros(4096 * len(chunks), bool)
     for n, at in zip(sizes, starts):
         used[4096 * at : 4096 * at + n] = True
-    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(3)] + [
-        torch.from_numpy(np.square(normal(random, len(used))) * used) for _ in range(2)
-    ]
+    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(5)]
+    flats = [*flats[:3], flats[3].square(), flats[4].square()]
     flats = [t.to(d) for t, d in zip(flats, (dtype, grad_dtype, dtype, dtype, dtype))]
-    coefficients = np.array(
-        [
-            (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, helds[i], 5 + i)
-            for i in range(len(sizes))
-        ],
-        np.float32,
-    )
     for copied in (True, False):
         flat = [*flats, (7 * torch.from_numpy(used)).bfloat16() if copied else None]
         there = [None if t is None else t.to(device, copy=True) for t in flat]
@@ -1509,16 +1353,8 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
         want = [None if t is None else t.clone() for t in flat]
         for i in range(1, 5):
             here = slice(4096 * starts[i], 4096 * starts[i] + sizes[i])
-            for t, new in zip(
-                want,
-                _updated(
-                    coefficients[i],
-                    [None if t is None else t[here] for t in flat],
-                    i,
-                    AMSGRAD,
-                    STOCHASTIC,
-                ),
-            ):
+            old = [None if t is None else t[here] for t in flat]
+            for t, new in zip(want, _updated(coefficients[i], old, i, AMSGRAD, STOCHASTIC)):
                 if t is not None:
                     t[here] = new
         for name, got, new in zip(TENSORS, there, want):
@@ -1762,14 +1598,30 @@ VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16"}],
 }
 
-VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
-# (file, kernel, GRAD_T): one dtype only where the file does not have the macro.
-OURS_BY_DTYPE = [
-    (file, name, grad_t)
+# (file, kernel, macros): of each kernel with both dtypes of gradients, where its file has them.
+OUR_VARIANTS = [
+    (file, name, {"GRAD_T": grad_t})
     for file, name in OURS
     for grad_t in ("float", "bf16")
     if grad_t == "float" or "GRAD_T" in (kernel_root() / f"{file}.cu").read_text()
 ]
+OUR_VARIANTS += [
+    (*key, {"GRAD_T": "bf16"} | macros) for key, variants in VARIANTS.items() for macros in variants
+]
+
+
+def our_kernel(file, name, macros, options=()):
+    """(a kernel of kernels_cu, its case)."""
+    more = {key: value for key, value in macros.items() if key != "GRAD_T"}
+    run = functools.partial(OURS[file, name], **more)
+    if not more or options:
+        return ga.Kernel(file, name, options=options, **macros), run
+    # A program of its own compiles faster without the file's other functions.
+    source = alone(name, with_headers(kernel_root() / f"{file}.cu"))
+    path = f"kernels_cu/{file}.cu"
+    return ga.Kernel.from_source(source, name, path, macros, learner=False), run
+
+
 GOOD_TEXT = program([case.source for case in GOOD.values()])[0]
 
 

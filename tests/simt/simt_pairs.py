@@ -1,5 +1,6 @@
 """What tests of simt share: pairs of kernels, one correct and one with a mistake; launches."""
 
+import math
 import os
 import pathlib
 import re
@@ -8,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -82,6 +84,26 @@ def check_bits(got, expected, what=""):
         f"{what}: {len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]}, expected "
         f"{expected[wrong[0]]}"
     )
+
+
+ROUND = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}
+# Binary digits behind the point and the lowest exponent of a normal number.
+FORMATS = {"half": (10, -14), "bf16": (7, -126), "float": (23, -126), "double": (52, -1022)}
+
+
+def rounded(exact: Fraction, kind: str, direction="rn") -> float:
+    """The number of a format next to an exact one, in a direction."""
+    digits, lowest = FORMATS[kind]
+    magnitude = abs(exact)
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    exponent -= magnitude < Fraction(2) ** exponent
+    step = Fraction(2) ** (max(exponent, lowest) - digits)
+    result = ROUND[direction](exact / step) * step
+    highest = (2 - Fraction(1, 2**digits)) * Fraction(2) ** (1 - lowest)
+    if abs(result) > highest:
+        to_limit = direction == "rz" or direction == ("rd" if exact > 0 else "ru")
+        return math.copysign(float(highest) if to_limit else math.inf, exact)
+    return float(result)
 
 
 def python(code, **environment):

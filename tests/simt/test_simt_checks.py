@@ -12,19 +12,17 @@ import torch
 from simt_cases import (
     BUGS,
     GOOD,
+    OUR_VARIANTS,
     OURS,
-    OURS_BY_DTYPE,
     VARIANTS,
-    VARIED,
     Call,
     Expect,
     Outcome,
     alone,
-    closing,
     functions,
     good_kernel,
-    kernel_alone,
     marked,
+    our_kernel,
     program,
     reached,
     renamed,
@@ -37,7 +35,7 @@ import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.compiler.kernel import kernel_root
 from gpuaccel.learn import BLOCK, EXERCISES
-from gpuaccel.source import kernel_names, without_comments
+from gpuaccel.source import closing, kernel_names, without_comments
 
 CLANG = find_compiler()[0] is not None and find_compiler()[0].kind in ("clang", "zig")
 # What differs when clang++ compiles: bug -> what is reported then.
@@ -201,27 +199,23 @@ def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, rec
         assert same_bits(checked.got, fast.got), f"{checked.label}: checked and fast differ"
 
 
-@pytest.mark.parametrize("file, name, grad_t", OURS_BY_DTYPE)
-def test_our_own_kernels_get_no_report(file, name, grad_t):
-    in_both_modes(ga.Kernel(file, name, GRAD_T=grad_t), OURS[file, name])
+@pytest.mark.parametrize("file, name, macros", OUR_VARIANTS, ids=str)
+def test_our_own_kernels_get_no_report(file, name, macros):
+    in_both_modes(*our_kernel(file, name, macros))
 
 
-@pytest.mark.parametrize("file, name, macros", VARIED, ids=str)
-def test_our_own_kernels_with_other_macros_get_no_report(file, name, macros):
-    kernel = kernel_alone(file, name, GRAD_T="bf16", **macros)
-    in_both_modes(kernel, functools.partial(OURS[file, name], **macros))
-
-
-def test_tensors_that_share_memory_stay_one():
+def test_tensors_that_share_memory_stay_one_and_results_go_into_views_and_nowhere_else():
     """In place, and two overlapping views: copies for the checks must not tear them apart."""
-    add, x = good_kernel("vec_add"), torch.arange(301.0)
+    add, x, whole = good_kernel("vec_add"), torch.arange(301.0), torch.zeros(100)
     with ga.checked():
         add[2, 256](x, x, x, 301)
         assert torch.equal(x, 2 * torch.arange(301.0))
         add[1, 150](x[151:], x[:150], x[1:151], 150)
-    assert torch.equal(x[:151], 2 * torch.arange(151.0)) and torch.equal(
-        x[151:], 4 * torch.arange(150.0) + 2
-    )
+        assert torch.equal(x[:151], 2 * torch.arange(151.0))
+        assert torch.equal(x[151:], 4 * torch.arange(150.0) + 2)
+        add[1, 64](whole[20:70], x[20:70], x[:50], 50)
+    assert torch.equal(whole[20:70], x[20:70] + x[:50])
+    assert not whole[:20].any() and not whole[70:].any()
 
 
 def test_an_empty_tensor_is_no_problem():
@@ -244,18 +238,6 @@ def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
     with ga.checked():
         kernel[1, 1](out, struct.pack("QQ", x.data_ptr(), 0), tensors=[x, torch.zeros(0)])
     assert out.tolist() == [1, 0]
-
-
-def test_results_are_copied_back_into_views_and_nowhere_else():
-    add, whole = good_kernel("vec_add"), torch.zeros(100)
-    a = torch.arange(100.0)
-    with ga.checked():
-        add[1, 64](whole[20:70], a[20:70], a[:50], 50)
-    assert (
-        torch.equal(whole[20:70], a[20:70] + a[:50])
-        and not whole[:20].any()
-        and not whole[70:].any()
-    )
 
 
 # ---- modes ---------------------------------------------------------------------------------------
@@ -375,7 +357,7 @@ def changes(source):
     for m in re.finditer(
         rf"\batomic({'|'.join(ATOMICS)})\(", text
     ):  # the value before comes back, as from the atomic
-        end = closing(text, m.end() - 1)
+        end = closing(text, m.end() - 1) - 1
         (_, split), (after, stop) = parts(text[m.end() : end], ",")
         target, value = (
             text[m.end() : m.end() + split].strip(),
@@ -390,12 +372,12 @@ def changes(source):
             f"{place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())",
         )
     for m in re.finditer(r"\bif \(", text):
-        end = closing(text, m.end() - 1)
+        end = closing(text, m.end() - 1) - 1
         leaves = re.match(r"\s*return;", text[end + 1 :])
         for start, stop in parts(text[m.end() : end], "||" if leaves else "&&"):
             yield m.end() + start, m.end() + stop, "false" if leaves else "true"
     for m in re.finditer(r"\bfor \(", text):
-        head = text[m.end() : closing(text, m.end() - 1)]
+        head = text[m.end() : closing(text, m.end() - 1) - 1]
         (_, _), (start, stop), _ = parts(head, ";")
         for a, b in parts(head[start:stop], "&&"):
             if " < " in head[start + a : start + b]:

@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from simt_pairs import check_bits
+from simt_pairs import FORMATS, ROUND, check_bits, rounded
 
 import gpuaccel as ga
 
 TYPES = {
-    # C name: (torch's dtype, letters in function names, of pairs, digits, lowest exponent)
-    "__half": (torch.float16, "half", "half2", 10, -14),
-    "__nv_bfloat16": (torch.bfloat16, "bfloat16", "bfloat162", 7, -126),
+    # C name: (torch's dtype, letters in function names, of pairs, its name in FORMATS)
+    "__half": (torch.float16, "half", "half2", "half"),
+    "__nv_bfloat16": (torch.bfloat16, "bfloat16", "bfloat162", "bf16"),
 }
 
 
@@ -23,7 +23,7 @@ def name(request):
 
 
 def run(source, *args, count, name):
-    _, half, half2, *_ = TYPES[name]
+    _, half, half2, _ = TYPES[name]
     source = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n" + source
     for word, text in (("T2", name + "2"), ("T", name), ("H2", half2), ("H", half)):
         source = source.replace(f"${word}", text)
@@ -129,25 +129,9 @@ def test_functions_of_two_numbers(mode, name):
         check_bits(out[k], expected, call)
 
 
-def rounded(exact: Fraction, digits, lowest, direction="rn") -> float:
-    """The number of the type next to an exact one, in a direction."""
-    if exact == 0:
-        return 0.0
-    magnitude = abs(exact)
-    exponent = math.floor(math.log2(magnitude))
-    exponent += (magnitude >= Fraction(2) ** (exponent + 1)) - (magnitude < Fraction(2) ** exponent)
-    step = Fraction(2) ** (max(exponent, lowest) - digits)
-    choose = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}[direction]
-    result = choose(exact / step) * step
-    highest = (2 - Fraction(1, 2**digits)) * Fraction(2) ** (1 - lowest)
-    if abs(result) > highest:
-        to_limit = direction == "rz" or direction == ("rd" if exact > 0 else "ru")
-        return math.copysign(float(highest) if to_limit else math.inf, exact)
-    return float(result)
-
-
 def test_fused_multiply_add_rounds_once(mode, name):
-    dtype, *_, digits, lowest = TYPES[name]
+    dtype, *_, kind = TYPES[name]
+    digits, lowest = FORMATS[kind]
     count = 4000 if mode == "fast" else 512
     a, b, c = (patterns(dtype, count, seed) for seed in (3, 4, 5))
     # Sums that are just above or below the middle of two numbers: c is half a step of a * b.
@@ -165,31 +149,27 @@ def test_fused_multiply_add_rounds_once(mode, name):
     out, pairs, *_ = run(source, zero, zero, a, b, c, count=count, name=name)
     for i, (x, y, z) in enumerate(zip(a.tolist(), b.tolist(), c.tolist())):
         if all(map(math.isfinite, (x, y, z))):
-            expected = rounded(Fraction(x) * Fraction(y) + Fraction(z), digits, lowest)
+            expected = rounded(Fraction(x) * Fraction(y) + Fraction(z), kind)
         else:
             expected = x * y + z
         for got in (out[i].item(), pairs[i].item()):
             assert got == expected or math.isnan(got) and math.isnan(expected), (x, y, z)
 
 
-DIRECTIONS = ("rn", "rz", "ru", "rd")
-
-
 def test_conversions(mode, name):
-    dtype, _, _, digits, lowest = TYPES[name]
+    dtype, *_, kind = TYPES[name]
     draw = random.Random(6)
     exact = [0.0, 1.0, 65504.0, 65519.0, 65520.0, 1e38, 3.4e38, 2.0**-25, 2.0**-24, 1e-45, -1.5]
     exact += [draw.uniform(-2, 2) * 2.0 ** draw.randint(-30, 20) for _ in range(500)]
     x = torch.tensor(exact)
     count = len(x)
     floats = "\n".join(
-        f"out[{k} * n + i] = __float2$H_{direction}(x[i]);"
-        for k, direction in enumerate(DIRECTIONS)
+        f"out[{k} * n + i] = __float2$H_{direction}(x[i]);" for k, direction in enumerate(ROUND)
     )
     integers = "\n".join(
         f"whole[{k} * n + i] = __$H2int_{direction}(h); whole[{4 + k} * n + i] = "
         f"(long long)__$H2ll_{direction}(h);"
-        for k, direction in enumerate(DIRECTIONS)
+        for k, direction in enumerate(ROUND)
     )
     source = f"""extern "C" __global__ void convert($T* out, long long* whole, $T* back,
                                                      const float* x, int n) {{
@@ -200,23 +180,15 @@ def test_conversions(mode, name):
         {integers}
         back[i] = __int2$H_rn(3 * i) + $T(i);
     }}"""
-    out, whole, back, *_ = run(
-        source,
-        torch.zeros(4, count, dtype=dtype),
-        torch.zeros(8, count, dtype=torch.int64),
-        torch.zeros(count, dtype=dtype),
-        x,
-        count=count,
-        name=name,
-    )
-    choose = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}
+    zeros, words = torch.zeros(4, count, dtype=dtype), torch.zeros(8, count, dtype=torch.int64)
+    out, whole, back, *_ = run(source, zeros, words, zeros[0], x, count=count, name=name)
     for i, value in enumerate(x.tolist()):
-        for k, direction in enumerate(DIRECTIONS):
-            expected = rounded(Fraction(value), digits, lowest, direction)
+        for k, direction in enumerate(ROUND):
+            expected = rounded(Fraction(value), kind, direction)
             assert out[k, i].item() == expected, (value, direction)
             half = x[i].to(dtype).item()
             if math.isfinite(half):
-                integer = choose[direction](half)
+                integer = ROUND[direction](half)
                 assert whole[k, i].item() == max(-(2**31), min(2**31 - 1, integer)), (half, k)
                 if abs(integer) < 2**63:
                     assert whole[4 + k, i].item() == integer, (half, k)
@@ -247,15 +219,8 @@ def test_pairs_shuffles_and_atomics_as_in_a_reduction(mode, name):
     x = (torch.arange(512) % 3 == 0).to(dtype)
     # A half is a number in Python, a bf16 its two bytes.
     scale = 1.0 if name == "__half" else b"\x80\x3f"
-    total, pair, *_ = run(
-        source,
-        torch.zeros(1, dtype=dtype),
-        torch.zeros(4, dtype=dtype),
-        x,
-        scale,
-        count=256,
-        name=name,
-    )
+    zeros = torch.zeros(4, dtype=dtype)
+    total, pair, *_ = run(source, zeros[:1], zeros, x, scale, count=256, name=name)
     exact = x.view(-1, 2).float().sum(0).tolist()
     assert total.item() == exact[0]
     assert pair.tolist() == [*exact, *x[2 * 254 :][:2].tolist()]

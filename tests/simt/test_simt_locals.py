@@ -9,7 +9,9 @@ from gpuaccel.backends import find_compiler
 from gpuaccel.simt.build import fill_pattern
 
 HOST = find_compiler()[0]
-FILLS = HOST is not None and fill_pattern(HOST) != 0
+needs_filling = pytest.mark.skipif(
+    HOST is None or not fill_pattern(HOST), reason=f"{HOST} cannot fill local variables"
+)
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
@@ -26,82 +28,47 @@ def mistakes(source, *args, grid=1, block=32, shared=0, seconds=10):
 
 # ---- uninitialised local variables ---------------------------------------------------------------
 
-UNSET = {
-    "a sum without a start": """
-extern "C" __global__ void k(float* out, int n)
-{
-    float sum;
-    for (int i = 0; i < n; i++) sum += i;
-    out[threadIdx.x] = sum;  // BUG
-}
-""",
-    "a variable that one branch sets": """
-extern "C" __global__ void k(float* out, int n)
-{
-    float value;
-    if (threadIdx.x > n) value = 1;
-    out[threadIdx.x] = value;  // BUG
-}
-""",
-    "the last element of an array": """
-extern "C" __global__ void k(float* out, int n)
-{
-    float values[8];
-    for (int i = 0; i < n; i++) values[i] = i;
-    out[threadIdx.x] = 2 * values[n];  // BUG
-}
-""",
-    "a member of a struct": """
-extern "C" __global__ void k(float* out, int n)
-{
-    float4 four;
-    four.x = four.y = four.z = n;
-    out[threadIdx.x] = four.x + four.w;  // BUG
-}
-""",
-    "what a function leaves unset": """
+HEAD = """__constant__ const float table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
 __device__ void first(const float* x, int n, float* value) { if (n < 0) *value = x[0]; }
-extern "C" __global__ void k(float* out, int n)
-{
-    float value;
-    first(out, n, &value);
-    out[threadIdx.x] = value;  // BUG
-}
-""",
+struct State { float sums[8], last; };
+extern "C" __global__ void k(float* out, int n) {
+"""
+# Bodies of kernels, each with the mistake in its last line.
+UNSET = {
+    "a sum without a start": """float sum; for (int i = 0; i < n; i++) sum += i;
+        out[threadIdx.x] = sum; }""",
+    "a variable that one branch sets": """float value; if (threadIdx.x > n) value = 1;
+        out[threadIdx.x] = value; }""",
+    "the last element of an array": """float values[8]; for (int i = 0; i < n; i++) values[i] = i;
+        out[threadIdx.x] = 2 * values[n]; }""",
+    "a member of a struct": """float4 four; four.x = four.y = four.z = n;
+        out[threadIdx.x] = four.x + four.w; }""",
+    "what a function leaves unset": """float value; first(out, n, &value);
+        out[threadIdx.x] = value; }""",
 }
 
 
-@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+@needs_filling
 @pytest.mark.parametrize("name", UNSET)
 def test_an_uninitialised_local_variable_is_reported(name):
-    source = UNSET[name]
     out = torch.zeros(32)
-    reports = mistakes(source, out, 5)
-    line = 1 + source[: source.index("// BUG")].count("\n")
-    assert [report.kind for report in reports] == ["uninitialised"], reports
-    assert reports[0].line == line and reports[0].thread == (0, 0, 0)
+    (report,) = mistakes(HEAD + UNSET[name], out, 5)
+    assert (report.kind, report.line, report.thread) == ("uninitialised", 6, (0, 0, 0)), report
     assert not out.any()
+    if "array" in name:
+        assert report.tensor == "values" and "an element of values" in report.message
 
 
-@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+@needs_filling
 def test_the_last_write_of_a_launch_is_looked_at():
-    source = UNSET["a sum without a start"]
-    (report,) = mistakes(source, torch.zeros(1), 5, block=1)
+    (report,) = mistakes(HEAD + UNSET["a sum without a start"], torch.zeros(1), 5, block=1)
     assert (report.kind, report.thread, report.line) == ("uninitialised", (0, 0, 0), 6)
-    two = """
-extern "C" __global__ void k(int* out) { *out = threadIdx.x; }
-"""
+    two = 'extern "C" __global__ void k(int* out) { *out = threadIdx.x; }'
     (report,) = mistakes(two, torch.zeros(1, dtype=torch.int32), block=2)
     assert (report.kind, report.thread, report.other_thread) == ("race", (1, 0, 0), (0, 0, 0))
 
 
-@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
-def test_the_array_that_is_read_too_early_is_named():
-    (report,) = mistakes(UNSET["the last element of an array"], torch.zeros(32), 5)
-    assert report.tensor == "values" and "an element of values" in report.message
-
-
-@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+@needs_filling
 def test_an_unset_member_that_nobody_uses_is_no_mistake():
     source = """
 struct Found { int is_there; float value; };
@@ -127,85 +94,47 @@ extern "C" __global__ void k(float* out, const float* x)
     assert {report.kind for report in mistakes(wrong, out, x)} == {"uninitialised"}
 
 
-FILLED = """
-extern "C" __global__ void k(int* out, const int* x, int n)
-{
-    int values[4];
-    for (int i = 0; i < n; i++) values[i] = x[threadIdx.x];
-    out[threadIdx.x] = values[n - 1];
-}
-"""
-
-
 def test_data_that_looks_uninitialised_is_data():
     """0xfefefefe fills local variables: here it comes from a tensor, as pixels or constants."""
-    looks = torch.full((32,), 0xFE, dtype=torch.uint8).repeat(4).view(torch.int32)
-    out = torch.zeros(32, dtype=torch.int32)
-    assert not mistakes(FILLED, out, looks, 4)
-    assert torch.equal(out, looks)
-    packs = """
-extern "C" __global__ void k(unsigned* out, const unsigned char* x)
+    source = """
+extern "C" __global__ void k(unsigned* out, const unsigned* x, const unsigned char* bytes, int n)
 {
-    const unsigned char* four = x + 4 * threadIdx.x;
-    out[threadIdx.x] = four[0] | four[1] << 8 | four[2] << 16 | (unsigned)four[3] << 24;
+    unsigned values[4];
+    for (int i = 0; i < n; i++) values[i] = x[threadIdx.x];
+    const unsigned char* four = bytes + 4 * threadIdx.x;
+    out[threadIdx.x] = values[n - 1];
+    out[32 + threadIdx.x] = four[0] | four[1] << 8 | four[2] << 16 | (unsigned)four[3] << 24;
+    out[64 + threadIdx.x] = 0xFEFEFEFEu;
 }
 """
-    out = torch.zeros(32, dtype=torch.int32)
-    assert not mistakes(packs, out, looks.view(torch.uint8))
-    assert torch.equal(out, looks)
-    constant = """
-extern "C" __global__ void k(unsigned* out) { out[threadIdx.x] = 0xFEFEFEFEu; }
-"""
-    assert not mistakes(constant, out)
+    looks = torch.full((128,), 0xFE, dtype=torch.uint8)
+    out = torch.zeros(96, dtype=torch.int32)
+    assert not mistakes(source, out, looks.view(torch.int32), looks, 4)
+    assert torch.equal(out.view(torch.uint8), looks.repeat(3))
 
 
 # ---- arrays and callers by name ------------------------------------------------------------------
 
+# What a report says -> the body of a kernel, where n is 8.
 OVERRUNS = {
-    "acc[8]: acc is float[8]": """
-extern "C" __global__ void k(float* out, int n)
-{
-    float acc[8];
-    for (int i = 0; i <= n; i++) acc[i] = i;
-    out[threadIdx.x] = acc[2];
-}
-""",
-    "buf[8]: buf is float[8]": """
-extern "C" __global__ void k(float* out, int n)
-{
-    __shared__ float buf[8], other[8];
-    for (int i = 0; i <= n; i++) buf[i] = other[0] = i;
-    out[threadIdx.x] = buf[2];
-}
-""",
-    "tile[threadIdx.x][8]: tile[threadIdx.x] is float[8]": """
-extern "C" __global__ void k(float* out, int n)
-{
-    __shared__ float tile[32][8];
-    out[threadIdx.x] = tile[threadIdx.x][n] = 1;
-}
-""",
-    "state.sums[8]: state.sums is float[8]": """
-struct State { float sums[8], last; };
-extern "C" __global__ void k(float* out, int n)
-{
-    State state;
-    for (int i = 0; i <= n; i++) state.sums[i] = i;
-    out[threadIdx.x] = state.sums[0];
-}
-""",
-    "table[8]: table is float[8]": """
-__constant__ const float table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-extern "C" __global__ void k(float* out, int n) { out[threadIdx.x] = table[n]; }
-""",
+    "acc[8]: acc is float[8]": """float acc[8]; for (int i = 0; i <= n; i++) acc[i] = i;
+        out[threadIdx.x] = acc[2]; }""",
+    "buf[8]: buf is float[8]": """__shared__ float buf[8], other[8];
+        for (int i = 0; i <= n; i++) buf[i] = other[0] = i;
+        out[threadIdx.x] = buf[2]; }""",
+    "tile[threadIdx.x][8]: tile[threadIdx.x] is float[8]": """__shared__ float tile[32][8];
+        out[threadIdx.x] = tile[threadIdx.x][n] = 1; }""",
+    "state.sums[8]: state.sums is float[8]": """State state;
+        for (int i = 0; i <= n; i++) state.sums[i] = i;
+        out[threadIdx.x] = state.sums[0]; }""",
+    "table[8]: table is float[8]": "out[threadIdx.x] = table[n]; }",
 }
 
 
 @pytest.mark.parametrize("words", OVERRUNS)
 def test_an_overrun_names_the_array_and_the_index(words):
-    (report, *more) = mistakes(OVERRUNS[words], torch.zeros(32), 8, block=1)
-    assert not more and report.kind == "out of bounds"
-    assert words in report.message
+    (report,) = mistakes(HEAD + OVERRUNS[words], torch.zeros(32), 8, block=1)
+    assert report.kind == "out of bounds" and words in report.message
     assert report.element == 8 and report.tensor == words.split("[")[0]
 
 
@@ -275,29 +204,22 @@ SURVIVED = r"""
 import torch, gpuaccel as ga
 ga.use_backend("simt")
 CASES = {
-    "a wrong argument of printf": ('''extern "C" __global__ void k(int* x)
-        { printf("%s", (const char*)7); }''', "null", 1),
-    "printf after it": ('''extern "C" __global__ void k(int* x)
-        { printf("%d\\n", 5); x[99] = 1; }''', "out of bounds", 1),
-    "a call through null": ('''typedef int (*call)(int); extern "C" __global__ void k(int* x)
-        { x[1] = ((call)(size_t)x[0])(3); }''', "null", 1),
-    "memcpy from null": ('''extern "C" __global__ void k(int* x)
-        { memcpy(x, (void*)(size_t)x[0], 8); }''', "null", 1),
-    "memset of a gigabyte": ('''extern "C" __global__ void k(int* x) { memset(x, 0, 1 << 30); }''',
-        "out of bounds", 1),
-    "endless barriers": ('''extern "C" __global__ void k(int* x) { for (;;) __syncthreads(); }''',
-        "time limit", 1024),
-    "an endless wait for the active lanes": ('''extern "C" __global__ void k(int* x)
-        { while (((volatile int*)x)[1] == 0) __activemask(); }''', "deadlock", 64),
-    "all threads at the end": ('''extern "C" __global__ void k(int* x)
-        { __shared__ int s[1024]; s[threadIdx.x] = 1; __syncthreads();
-          x[4 + s[1023 - threadIdx.x]] = 1; }''', "out of bounds", 1024),
+    "a wrong argument of printf": ('printf("%s", (const char*)7);', "null", 1),
+    "printf after it": ('printf("%d\\n", 5); x[99] = 1;', "out of bounds", 1),
+    "a call through null": ("x[1] = ((int (*)(int))(size_t)x[0])(3);", "null", 1),
+    "memcpy from null": ("memcpy(x, (void*)(size_t)x[0], 8);", "null", 1),
+    "memset of a gigabyte": ("memset(x, 0, 1 << 30);", "out of bounds", 1),
+    "endless barriers": ("for (;;) __syncthreads();", "time limit", 1024),
+    "an endless wait for the active lanes":
+        ("while (((volatile int*)x)[1] == 0) __activemask();", "deadlock", 64),
+    "all threads at the end": ('''__shared__ int s[1024]; s[threadIdx.x] = 1; __syncthreads();
+        x[4 + s[1023 - threadIdx.x]] = 1;''', "out of bounds", 1024),
 }
-for name, (source, kind, block) in CASES.items():
+for name, (body, kind, block) in CASES.items():
     x = torch.zeros(4, dtype=torch.int32)
     try:
         with ga.checked(seconds=2 if kind == "time limit" else 60):
-            ga.compile(source, "k")[1, block](x)
+            ga.compile('extern "C" __global__ void k(int* x) { ' + body + ' }')[1, block](x)
         print(name, "nothing", sep="|")
     except ga.errors.KernelError as error:
         right = error.reports[0].kind == kind and error.reports[0].line and not x.any()

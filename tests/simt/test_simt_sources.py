@@ -20,21 +20,15 @@ NUMBERS = torch.arange(32.0)
 LETTERS = {c: str(i) for i, c in enumerate(string.ascii_letters, 2) if c not in "xyzw"}
 
 
-def test_macros_may_have_any_plain_name(mode):
-    source = """extern "C" __global__ void sum_of_macros(float* out) {
-        out[threadIdx.x] = %s;
-    }""" % " + ".join(LETTERS)
-    (out,) = run(source, NUMBERS, **LETTERS)
-    assert (out == sum(map(int, LETTERS.values()))).all()
-
-
-def test_macros_of_the_source_and_of_the_options_count(mode):
+def test_macros_may_have_any_plain_name_and_those_of_source_and_options_count(mode):
     source = """
-    #define N 256
-    #define T 3
-    extern "C" __global__ void k(float* out) { out[threadIdx.x] = N + T + K + F + NORM; }"""
-    (out,) = run(source, NUMBERS, options=("-DK=1000", "-D F=10000"), NORM=0)
-    assert (out == 256 + 3 + 1000 + 10000).all()
+    #define N2 256
+    #define Tau 3
+    extern "C" __global__ void sum_of_macros(float* out) {
+        out[threadIdx.x] = N2 + Tau + KAPPA + PHI + NORM + %s;
+    }""" % " + ".join(LETTERS)
+    (out,) = run(source, NUMBERS, options=("-DKAPPA=1000", "-D PHI=10000"), NORM=0, **LETTERS)
+    assert (out == 256 + 3 + 1000 + 10000 + sum(map(int, LETTERS.values()))).all()
 
 
 # ---- which kernels are there ---------------------------------------------------------------------

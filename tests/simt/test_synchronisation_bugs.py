@@ -43,10 +43,30 @@ extern "C" __global__ void k(float* out, const float* x)
     if (t == 0) *out = sums[0];
 }
 """
+WARP_TREE = TREE.replace("32", "16").replace("64", "32").replace("threads()", "warp()")
 IN_BRANCH = (
     "if (t < half) sums[t] += sums[t + half];\n        __syncthreads();",
     "if (t < half) { sums[t] += sums[t + half]; __syncthreads(); }",
 )
+
+
+def guarded(n):
+    """Arguments and result of GUARDED for n numbers."""
+    return (lambda: (torch.zeros(n), ramp(n), n)), (lambda: ramp(n).flip(0))
+
+
+GUARDED = """
+extern "C" __global__ void k(float* out, const float* x, int n)
+{
+    __shared__ float row[64];
+    int t = threadIdx.x;
+    if (t < n) {{row[t] = x[t];
+    __syncthreads(); => { row[t] = x[t]; __syncthreads(); }}}  // 1
+    if (t < n) out[t] = row[n - 1 - t];
+    __syncthreads();
+    if (t < n) row[t] = 0;
+}
+"""
 
 CATALOGUE = {
     "arrayfire, homography: no barrier between the steps of a sum": Case(
@@ -215,20 +235,7 @@ extern "C" __global__ void k(int* out, const float* x)
         lambda: torch.tensor([61]).int(),
     ),
     "mshadow: warp-synchronous code without __syncwarp()": Case(
-        """
-extern "C" __global__ void k(float* out, const float* x)
-{
-    __shared__ float sums[32];
-    int t = threadIdx.x;
-    sums[t] = x[t];
-    __syncwarp();
-    for (int half = 16; half > 0; half /= 2) {
-        if (t < half) sums[t] += sums[t + half];
-        {{__syncwarp();}}
-    }
-    if (t == 0) *out = sums[0];
-}
-""",
+        with_mistake(WARP_TREE, "[t + half];\n        __syncwarp();", "[t + half];"),
         *total(32),
         block=32,
     ),
@@ -236,21 +243,7 @@ extern "C" __global__ void k(float* out, const float* x)
         with_mistake(TREE, *IN_BRANCH), *total(64), ("ended before a barrier",)
     ),
     "arrayfire, nearest neighbour: a barrier under the guard of the data": Case(
-        """
-extern "C" __global__ void k(float* out, const float* x, int n)
-{
-    __shared__ float row[64];
-    int t = threadIdx.x;
-    if (t < n) {{row[t] = x[t];
-    __syncthreads(); => { row[t] = x[t]; __syncthreads(); }}}  // 1
-    if (t < n) out[t] = row[n - 1 - t];
-    __syncthreads();
-    if (t < n) row[t] = 0;
-}
-""",
-        lambda: (torch.zeros(50), ramp(50), 50),
-        lambda: ramp(50).flip(0),
-        ("divergent barrier",),
+        GUARDED, *guarded(50), ("divergent barrier",)
     ),
     "arrayfire, nearest neighbour: a barrier in a loop that threads leave": Case(
         """
@@ -276,23 +269,7 @@ extern "C" __global__ void k(float* out, const float* x, int n)
         ("divergent barrier",),
     ),
     "arrayfire, hamming_matcher: a barrier for one warp": Case(
-        """
-extern "C" __global__ void k(float* out, const float* x)
-{
-    __shared__ float least[64];
-    int t = threadIdx.x;
-    least[t] = x[t];
-    __syncthreads();
-    if (t < 32) {{least[t] = fminf(least[t], least[t + 32]);
-    __syncthreads(); => { least[t] = fminf(least[t], least[t + 32]); __syncthreads(); }}}  // 1
-    if (t < 16) out[t] = fminf(least[t], least[t + 16]);
-    __syncthreads();
-    least[t] = 0;
-}
-""",
-        lambda: (torch.zeros(16), ramp(64)),
-        lambda: ramp(16),
-        ("divergent barrier",),
+        GUARDED, *guarded(32), ("divergent barrier",)
     ),
     "kaldi, thread-sync errors: a barrier in an if block": Case(
         with_mistake(
