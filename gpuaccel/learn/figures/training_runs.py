@@ -95,9 +95,9 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """The end of the drawn line: the mean of the last losses, or None."""
-        losses = self.losses
-        return _means(losses)[-1][1] if losses else None
+        """The mean of the last fiftieth of the losses, so that noise does not decide; or None."""
+        losses = [loss for _, loss in self.losses]
+        return statistics.fmean(losses[-1 - len(losses) // 50 :]) if losses else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,7 +112,10 @@ class Run:
         """Speed and loss in words."""
         parts = [number(self.tokens_per_s, "tok/s")] if self.tokens_per_s else []
         if self.loss is not None:
-            parts.append(f"loss {self.loss:.2f}".replace("nan", "NaN"))
+            size = abs(self.loss)
+            words = number(self.loss) if 1000 <= size < math.inf else f"{self.loss:.2f}"
+            words = f"{self.loss:.1g}" if size < 0.1 else words.replace("nan", "NaN")
+            parts.append(f"loss {words}")
         return ", ".join(parts)
 
     def __str__(self):
@@ -146,11 +149,11 @@ def picture(runs, title="") -> str:
     top = _draw_legend(ink, runs, 46.0 if title else 20.0) + 34
     bottom = top + 180
     rates = [[(p.step, p.tokens_per_s) for p in run.points if p.tokens_per_s] for run in runs]
-    left = 40
+    left = 46
     if any(rates):
         panel = _Panel(ink, (left, top, 382, bottom), runs, rates, from_zero=True)
         panel.draw("Tokens per second")
-        left = 456
+        left = 462
     _draw_losses(ink, (left, top, WIDTH - 8, bottom), runs)
     height = bottom + 26
     if any(run.stages for run in runs):
@@ -162,15 +165,13 @@ def _draw_legend(ink, runs, y):
     """For each run its colour, name, speed and loss. Returns where it ends."""
     x = 0.0
     for run in runs:
-        words = run.numbers or "starting"
-        name_width = text_width(run.name, 13) + 8
-        width = 18 + name_width + text_width(words, 14) * 1.06
+        words = f"{run.name}: {run.numbers or 'starting'}"
+        width = 18 + text_width(words, 13)
         if x and x + width > WIDTH:
             x, y = 0.0, y + 24
         ink.dot(x + 6, y - 5, 5.5, run.colour)
-        ink.text(x + 18, y, run.name, 13)
-        ink.text(x + 18 + name_width, y, words, 14, weight=650)
-        x += width + 26
+        ink.text(x + 18, y, words, 13)
+        x += width + 16
     return y
 
 
@@ -186,10 +187,11 @@ def _draw_losses(ink, box, runs):
     for run, points, circles in zip(runs, losses, held_out):
         for point in circles:
             ink.dot(*panel.place(*point), 3.6, "none", stroke=run.colour, stroke_width=1.8)
-        if points and not math.isfinite(run.losses[-1][1]):
+        if points and not math.isfinite(last := run.losses[-1][1]):
             x, _ = panel.place(*points[-1])
             anchor = "end" if x > (box[0] + box[2]) / 2 else "start"
-            ink.text(x, box[1] - 2, "NaN from here", 11, run.colour, anchor, 600)
+            words = f"{'NaN' if math.isnan(last) else '∞'} from here"
+            ink.text(x, box[1] - 2, words, 11, run.colour, anchor, 600)
     if any(held_out):
         ink.text(box[2], box[1] - 14, "○ on text held out", 11, ink.soft, "end")
 
@@ -229,26 +231,27 @@ class _Panel:
         """The axes, and a line in the colour of each run; pale behind it, what it is the mean of."""
         ink = self.ink
         left, top, right, bottom = self.box
-        ink.text(left - 38, top - 14, title, 12.5, weight=600)
+        ink.text(left - 44, top - 14, title, 12.5, weight=600)
         for tick in self.ticks:
             y = self.place(0, tick)[1]
             ink.line(left, y, right, y, opacity=0.9 if tick == self.ticks[0] else 0.45)
             words = f"{tick:.6g}" if abs(tick) < 1000 else axis_number(tick)
             ink.text(left - 8, y + 4, words, 11, ink.soft, "end")
         ink.text(left, bottom + 17, "0", 11, ink.soft)
-        ink.text(right, bottom + 17, f"{number(self.x_end)} steps", 11, ink.soft, "end")
+        ink.text(right, bottom + 17, f"{axis_number(self.x_end)} steps", 11, ink.soft, "end")
         if not any(self.lines):
             middle = (left + right) / 2, (top + bottom) / 2
             ink.text(*middle, "waiting for the first step", 12, ink.soft, "middle")
+        size = 1 + max(map(len, self.lines), default=0) // 50
         for i, (run, points) in enumerate(zip(self.runs, self.lines)):
             if points:
                 # An earlier line is wider, so that it shows beside a later one that is equal.
                 equal = sum(self._are_equal(points, later) for later in self.lines[i + 1 :])
-                means = [self.place(*point) for point in _means(points)]
-                if len(means) < len(points) and not equal:
-                    each = [self.place(*point) for point in _means(points, 300)]
-                    ink.polyline(each, run.colour, 1, opacity=0.3)
-                ink.polyline(means, run.colour, 2.2 + 3.5 * equal, opacity=0.5 if equal else None)
+                if size > 1 and not equal:
+                    each = _means(points, 1 + len(points) // 300)
+                    ink.polyline(itertools.starmap(self.place, each), run.colour, 1, opacity=0.3)
+                means = [self.place(*point) for point in _means(points, size)]
+                ink.polyline(means, run.colour, 2.2 + 4 * equal)
                 ink.dot(*means[-1], 3.4, run.colour)
 
     def _are_equal(self, points, others):
@@ -312,9 +315,7 @@ def _stages_and_gap(run):
     return stages
 
 
-def _means(points, most=50):
-    """About `most` points: the means of equal stretches, counted from the end."""
-    size = 1 + len(points) // most
-    first = len(points) % size or size
-    cuts = [0, *range(first, len(points) + 1, size)]
+def _means(points, size):
+    """The means of stretches of `size` points; what is left over belongs to the last one."""
+    cuts = [*range(0, max(len(points) - size, 0) + 1, size), len(points)]
     return [tuple(map(statistics.fmean, zip(*points[a:b]))) for a, b in itertools.pairwise(cuts)]
