@@ -228,7 +228,7 @@ class _Panel:
         )
 
     def draw(self, title):
-        """The axes, and a line in the colour of each run; pale behind it, what it is the mean of."""
+        """The axes, and in the colour of each run a line of means, with each value pale behind."""
         ink = self.ink
         left, top, right, bottom = self.box
         ink.text(left - 44, top - 14, title, 12.5, weight=600)
