@@ -37,7 +37,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 import torch
@@ -122,11 +122,14 @@ def launch(
     backend = _checked_backend(ranks, args, backend)
     script, work = _packed(fn, args)
     results = _results(script, work, ranks, backend, timeout, start, after_step)
-    if inspect.isgeneratorfunction(fn):
-        return results
+    return results if inspect.isgeneratorfunction(fn) else _exhaust(results)
+
+
+def _exhaust(generator, each=lambda value: None):
+    """Call each() with what it yields, and return what it returns."""
     while True:
         try:
-            next(results)
+            each(next(generator))
         except StopIteration as end:
             return end.value
 
@@ -330,8 +333,7 @@ class Failure:
     lost_rank: bool  # a collective failed: another rank has ended
 
 
-@dataclass
-class Yielded:
+class Yielded(NamedTuple):
     """One value of rank 0's generator."""
 
     value: Any
@@ -386,7 +388,12 @@ def _run_rank(job: Job, rank: int, connection):
             fn, args = pickle.loads(job.work)
             result = fn(*args)
             if inspect.isgeneratorfunction(fn):
-                result = _send_yielded(result, connection if rank == 0 else None)
+
+                def send(value):
+                    if rank == 0:
+                        connection.send_bytes(cloudpickle.dumps(Yielded(value)))
+
+                result = _exhaust(result, send)
             try:
                 # Multiprocessing would send a tensor as a file that has to stay open here.
                 message = cloudpickle.dumps(result)
@@ -406,17 +413,6 @@ def _run_rank(job: Job, rank: int, connection):
         child.terminate()
     # Without torch's own clean-up, which may wait for other ranks.
     os._exit(0)
-
-
-def _send_yielded(generator, connection):
-    """Run it, send what it yields, and return what it returns."""
-    try:
-        while True:
-            value = next(generator)
-            if connection is not None:
-                connection.send_bytes(cloudpickle.dumps(Yielded(value)))
-    except StopIteration as end:
-        return end.value
 
 
 def _import_script(script: dict):

@@ -261,16 +261,12 @@ class _Panel:
 
 
 def _log_ticks(low, high):
-    """Values that cover [low, high]: 1, 2 and 5 times powers of ten, or powers of ten alone."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors in ((1, 2, 5), (1,)):
-        ticks = [factor * 10.0**power for power in powers for factor in factors]
-        first = max(i for i, tick in enumerate(ticks) if tick <= low)
-        last = min((i for i, tick in enumerate(ticks) if tick >= high), default=len(ticks) - 1)
-        ticks = ticks[first : last + 1]
-        if len(ticks) <= 7:
-            break
-    return ticks
+    """Values that cover [low, high]: powers of ten; in a short range 2 and 5 times those, too."""
+    first, last = math.log10(low) - 1e-9, math.log10(high) + 1e-9
+    powers = range(math.floor(first), math.ceil(last) + 1)
+    ticks = [f * 10.0**p for p in powers for f in ((1, 2, 5) if high < 100 * low else (1,))]
+    below, above = max(t for t in ticks if t <= low), min(t for t in ticks if t >= high)
+    return [tick for tick in ticks if below <= tick <= above]
 
 
 def _draw_stages(ink, runs, top):
