@@ -26,7 +26,7 @@ from .training import (
 
 if TYPE_CHECKING:
     from .cli.doctor import doctor
-    from .learn import LiveThroughput, check, load_ipython_extension, replaced, show
+    from .learn import Live, check, load_ipython_extension, replaced, show
 
 __all__ = [
     "AdamW",
@@ -36,7 +36,7 @@ __all__ = [
     "GpuaccelError",
     "GraphedStep",
     "Kernel",
-    "LiveThroughput",
+    "Live",
     "PolyAttention",
     "RichardsGLU",
     "TrainStep",
@@ -66,7 +66,7 @@ __all__ = [
 # name -> the room that is loaded when it is first used
 _LAZY = {
     "doctor": "cli",
-    "LiveThroughput": "learn",
+    "Live": "learn",
     "check": "learn",
     "load_ipython_extension": "learn",
     "replaced": "learn",

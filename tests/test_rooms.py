@@ -176,7 +176,7 @@ def test_importing_the_package_loads_nothing_heavy():
         "loaded = [name for name in sys.modules if name.startswith(unwanted)]\n"
         "assert not loaded, loaded\n"
         "assert callable(ga.doctor) and callable(ga.show) and callable(ga.check)\n"
-        "assert ga.LiveThroughput.__module__ == 'gpuaccel.learn.widgets'\n"
+        "assert ga.Live.__module__ == 'gpuaccel.learn.widgets'\n"
         "missing = [name for name in ga.__all__ if not hasattr(ga, name)]\n"
         "assert not missing and set(ga.__all__) <= set(dir(ga)), missing\n"
     )

@@ -3,6 +3,7 @@ they end.
 
     ga.launch(work, 2)                  # work() in two processes; returns [result, result]
     ga.launch(work, 2, ("tiny",), timeout=10)
+    for loss in ga.launch(train, 2): ...    # train yields: what rank 0 yields, as it trains
 
 In each process torch.distributed is initialized. A rank that raises, dies or hangs ends all of
 them, and the RankError names it. A rank hangs when another one has waited for it in a collective
@@ -17,6 +18,7 @@ processes: torchrun, and ga.Distributed() in each.
 import contextlib
 import datetime
 import faulthandler
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -35,7 +37,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 import torch
@@ -70,7 +72,7 @@ def launch(
     timeout: float = 60.0,
     start: float = 60.0,
     after_step: bool = False,
-) -> list:
+) -> Any:
     """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
     Each process has torchrun's RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, and the process
@@ -78,7 +80,8 @@ def launch(
 
     Args:
         fn: a function, picklable, or one of a notebook. That is handed over by value with what it
-            refers to (cloudpickle).
+            refers to (cloudpickle). With a generator function launch returns a generator: its
+            first `next` starts the ranks, it yields what rank 0 yields, and returns the list.
         ranks: how many processes, 1 or more. Default: 2.
         args: picklable, as what fn returns. Tensors are sent by value.
         backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy
@@ -118,6 +121,21 @@ def launch(
             raise ArgumentError(f"{name} is {seconds!r}; expected seconds, more than 0")
     backend = _checked_backend(ranks, args, backend)
     script, work = _packed(fn, args)
+    results = _results(script, work, ranks, backend, timeout, start, after_step)
+    return results if inspect.isgeneratorfunction(fn) else _exhaust(results)
+
+
+def _exhaust(generator, each=lambda value: None):
+    """Call each() with what it yields, and return what it returns."""
+    while True:
+        try:
+            each(next(generator))
+        except StopIteration as end:
+            return end.value
+
+
+def _results(script, work, ranks, backend, timeout, start, after_step):
+    """Start the ranks; a generator of what rank 0 yields, which returns what each rank returned."""
     context = _start_method()
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
@@ -146,13 +164,13 @@ def launch(
                     process.start()
                 sending.close()
             try:
-                return watch.wait()
+                return (yield from watch.wait())
             except KeyboardInterrupt:
                 if not after_step:
                     raise
                 # A step that no rank has begun.
                 job.last_step.value = max(job.steps) + AHEAD + 1
-                return watch.wait()
+                return (yield from watch.wait())
         finally:
             running = [process for process in watch.processes if process.is_alive()]
             for process in running:
@@ -315,6 +333,12 @@ class Failure:
     lost_rank: bool  # a collective failed: another rank has ended
 
 
+class Yielded(NamedTuple):
+    """One value of rank 0's generator."""
+
+    value: Any
+
+
 def _environment(job: Job, rank: int) -> dict[str, str]:
     """The parent's, with torchrun's variables."""
     new = {
@@ -363,6 +387,13 @@ def _run_rank(job: Job, rank: int, connection):
             heartbeat.launched_rank = LaunchedRank(job, rank)
             fn, args = pickle.loads(job.work)
             result = fn(*args)
+            if inspect.isgeneratorfunction(fn):
+
+                def send(value):
+                    if rank == 0:
+                        connection.send_bytes(cloudpickle.dumps(Yielded(value)))
+
+                result = _exhaust(result, send)
             try:
                 # Multiprocessing would send a tensor as a file that has to stay open here.
                 message = cloudpickle.dumps(result)
@@ -439,18 +470,22 @@ class RankWatch:
         self.job = job
         self.connections: list = []
         self.processes: list = []
+        self.yielded: list = []
         # By rank: what it returned, the Failure that ended it, when its process was gone.
         self.results: dict = {}
         self.failed: dict[int, Failure] = {}
         self.dead: dict[int, float] = {}
 
-    def wait(self) -> list:
-        """The result of each rank. RankError for a rank that failed or hangs."""
+    def wait(self):
+        """A generator of what rank 0 yields; returns the result of each rank. RankError for a rank
+        that failed or hangs."""
         ranks = self.job.ranks
         heartbeats, changed = list(self.job.heartbeats), time.monotonic()
         give_up_at = None
         while len(self.results) < ranks:
             self._listen()
+            while self.yielded:
+                yield self.yielded.pop(0)
             now = time.monotonic()
             if (self.failed or self.dead) and give_up_at is None:
                 give_up_at = now + GRACE
@@ -542,6 +577,8 @@ class RankWatch:
                 ) from error
             if isinstance(value, Failure):
                 self.failed[rank] = value
+            elif isinstance(value, Yielded):
+                self.yielded.append(value.value)
             else:
                 self.results[rank] = value
 

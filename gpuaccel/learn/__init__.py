@@ -7,14 +7,14 @@ from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
-from .widgets import LiveThroughput
+from .widgets import Live
 from .words import words
 
 __all__ = [
     "BLOCK",
     "EXERCISES",
     "AccessView",
-    "LiveThroughput",
+    "Live",
     "Verdict",
     "check",
     "exercise",

@@ -5,6 +5,7 @@ processes has imported everything.
 """
 
 import functools
+import multiprocessing
 import os
 import pathlib
 import random
@@ -44,6 +45,37 @@ def test_what_cannot_be_pickled_is_an_error():
         ga.launch(checks.nothing, 2, (threading.Lock(),))
     with pytest.raises(ga.errors.RankError, match="what the function returned cannot be sent back"):
         by_value(checks.not_sendable, 1)
+
+
+def test_a_generator_function_yields_what_rank_0_yields_while_it_runs():
+    def train(steps):
+        for step in range(steps):
+            total = torch.tensor([dist.get_rank() + step])
+            dist.all_reduce(total)
+            yield total.item()
+        return dist.get_rank()
+
+    yielded = ga.launch(train, 2, (3,), backend="gloo")
+    assert [next(yielded) for _ in range(3)] == [1, 3, 5]
+    with pytest.raises(StopIteration) as end:
+        next(yielded)
+    assert end.value.value == [0, 1]
+
+    def fails():
+        yield 7
+        raise ValueError(f"rank {dist.get_rank()} has had enough")
+
+    yielded = ga.launch(fails, 1, backend="gloo")
+    assert next(yielded) == 7
+    with pytest.raises(ga.errors.RankError, match="rank 0 has had enough"):
+        next(yielded)
+
+    endless = ga.launch(train, 2, (10**9,), backend="gloo")
+    next(endless)
+    processes = multiprocessing.active_children()
+    assert len(processes) >= 2
+    endless.close()
+    assert not any(process.is_alive() for process in processes)
 
 
 def test_launch_says_what_it_needs(monkeypatch):

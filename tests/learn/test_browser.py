@@ -11,17 +11,15 @@ pytestmark = pytest.mark.browser
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CELLS = [
     f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
-from gpuaccel.measure import Reading
-from gpuaccel.learn import LiveThroughput
+from gpuaccel.learn import Live
 def some(n):
     for i in range(1, n + 1):
         time.sleep(0.02)
-        stages = {{'forward': 15.0, 'backward': 4.0}}
-        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0 + 1 / i, stages=stages)
-live = LiveThroughput("A loop to stop")
+        yield 1.0 + 1 / i
+live = Live("A loop to stop")
 live.run(some(100_000), name="one", steps=100_000)""",
     """one = live.runs["one"]
-open("result.txt", "w").write(f"{one.state} {one.last.step}")
+open("result.txt", "w").write(f"{one.state} {one.step}")
 print("all " + "done")""",
 ]
 

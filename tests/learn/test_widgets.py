@@ -9,46 +9,51 @@ import time
 import xml.dom.minidom
 
 import pytest
+import torch
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import LiveThroughput
+from gpuaccel.learn import Live, widgets
 from gpuaccel.learn.figures import training_runs
-from gpuaccel.learn.figures.drawing import (
-    memory_words,
-    milliseconds,
-    nice_ticks,
-    norm_words,
-    number,
-)
+from gpuaccel.learn.figures.drawing import milliseconds, nice_ticks, number
 from gpuaccel.learn.figures.training_runs import KEEP, Run, picture
-from gpuaccel.learn.widgets import _listen_while_busy, _status
+from gpuaccel.learn.widgets import _listen_while_busy
 from gpuaccel.measure import Reading
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PICTURE = {"text/html", "image/svg+xml", "text/plain"}  # what is displayed of one
 
 
-def readings(count, rate=10_000.0, pause=0.0, fail_at=None, closed=None):
-    began = time.time()
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(widgets, "default_device", lambda: torch.device("cuda"))
+
+
+def losses(count, pause=0.0, fail_at=None, closed=None):
+    """A learner's loop."""
     try:
         for step in range(1, count + 1):
             time.sleep(pause)
             if step == fail_at:
                 raise FloatingPointError("the loss is not a number")
-            yield Reading(
-                step,
-                step * 512,
-                time.time() - began,
-                rate,
-                51.2,
-                loss=4.0 / step + 1,
-                memory_bytes=3 << 30,
-                val_loss=2.0 if step == 5 else None,
-                stages={"forward": 16.0, "backward": 30.0, "accumulate": 2.0},
-            )
+            yield 4.0 / step + 1
+        return "trained"
     finally:
         if closed is not None:
             closed.append(True)
+
+
+def readings(count, rate=10_000.0):
+    for step in range(1, count + 1):
+        yield Reading(
+            step,
+            step * 512,
+            0.1 * step,
+            rate,
+            51.2,
+            loss=4.0 / step + 1,
+            val_loss=2.0 if step == 5 else None,
+            stages={"forward": 16.0, "backward": 30.0, "accumulate": 2.0},
+        )
 
 
 def texts(svg):
@@ -77,21 +82,20 @@ def test_ticks_cover_the_range_with_few_round_values(low, high):
     assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 8
 
 
-def test_a_run_is_drawn_with_its_numbers_and_stages():
-    live = LiveThroughput("Where is the time?")
-    live.run(readings(40), name="a <b>")
-    live.run(readings(40, rate=25_000.0), name="second")
+def test_on_a_gpu_readings_are_drawn_with_speed_and_stages(on_gpu):
+    live = Live("Where is the time?")
+    live.run(readings(40), "a <b>")
+    live.run(readings(40, rate=25_000.0), "second")
     svg = picture(list(live.runs.values()), "Where is the time?")
     xml.dom.minidom.parseString(svg.encode())
     words = texts(svg)
     for expected in (
         "Where is the time?",
-        "10.0K tok/s",
-        "25.0K tok/s",
-        "2.50× a &lt;b&gt;",
+        "a &lt;b&gt;: 10.0K tok/s, loss 1.10",
+        "second: 25.0K tok/s, loss 1.10",
+        "Tokens per second",
         "Loss",
         "40 steps",
-        "20.5K tokens",
         "30.0 ms",
         "51.2 ms",
         "accumulate",
@@ -100,8 +104,53 @@ def test_a_run_is_drawn_with_its_numbers_and_stages():
     ):
         assert expected in words, (expected, words)
     assert "<script" not in svg and len(svg) < 30_000
-    assert "second runs at 2.50 times the speed of a <b>" in str(live)
+    assert str(live).splitlines()[1] == "second: 25.0K tok/s, loss 1.10 after 40 steps"
     assert set(live._repr_mimebundle_()) == PICTURE
+
+
+@pytest.mark.parametrize("kind", [losses, readings])
+def test_without_a_gpu_there_is_loss_and_no_speed(kind, monkeypatch, capsys):
+    monkeypatch.setattr(widgets, "default_device", lambda: torch.device("cpu"))
+    live = Live("Does it learn?")
+    live.run(kind(40), "first", steps=40)
+    live.run(kind(40), "second", steps=40)
+    shown = capsys.readouterr().err + str(live) + str(live._repr_mimebundle_())
+    assert "loss 1.10" in shown and "step 1 of 40" in shown
+    assert not re.search(r"tok/s|okens per|times|×|\d ?m?s\b(?! *teps)|forward|memory", shown)
+
+
+def test_a_loss_is_a_number_or_a_tensor_of_one_element():
+    live = Live()
+    weight = torch.tensor([3.0], requires_grad=True)
+
+    def in_place():
+        total = torch.zeros(())
+        for _ in range(3):
+            total += 1
+            yield total
+        yield weight * 2
+        yield 7
+        return "the network"
+
+    assert live.run(in_place(), "mixed") == "the network"
+    assert live.runs["mixed"].losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 6.0), (5, 7.0)]
+    for wrong, what in (
+        (torch.zeros(2, 3), r"step 2 gave a Tensor of shape \(2, 3\)"),
+        (None, "step 2 gave a NoneType"),
+    ):
+        with pytest.raises(ArgumentError, match=what):
+            live.run([1.0, wrong], "wrong")
+
+
+def test_a_loss_that_explodes_is_drawn_by_powers_and_equal_lines_show_beside_each_other():
+    explodes, calm = Run("explodes", "#123456"), Run("calm", "#654321")
+    for step in range(20):
+        explodes.add(2.0**step)
+        calm.add(2.0)
+    words = texts(picture([explodes, calm]))
+    assert {"1", "10", "1K", "100K"} <= set(words)
+    assert 'stroke-width="6.2"' not in picture([explodes, calm])
+    assert 'stroke-width="6.2"' in picture([calm, calm])
 
 
 @pytest.mark.parametrize("some", [[], [Run("new", "#123456")]])
@@ -114,8 +163,7 @@ def test_nothing_to_draw_is_still_a_picture(some):
 def test_not_a_number_is_left_out_of_the_picture():
     run = Run("nan", "#123456")
     for step in range(1, 5):
-        loss = float("nan") if step > 2 else 1.0
-        run.add(Reading(step, step, 0.1 * step, 10.0, 1.0, loss=loss, val_loss=float("inf")))
+        run.add(float("nan") if step > 2 else 1.0)
     assert "nan" not in re.sub(r"aria-label=\"[^\"]*\"|>[^<]*<", "", picture([run]))
     assert "NaN from here" in texts(picture([run]))
 
@@ -123,17 +171,13 @@ def test_not_a_number_is_left_out_of_the_picture():
 def test_a_long_run_keeps_a_bounded_number_of_points():
     run = Run("long", "#123456")
     for step in range(1, 20_001):
-        run.add(Reading(step, step, step / 10, 100.0, 1.0))
+        run.add(1.0)
     assert KEEP / 4 < len(run.points) <= KEEP and run.points[-1][0] > 19_900
-
-
-def test_memory_is_said_in_the_unit_it_is_divided_by():
-    sizes = (0, 2**20, 2**30 - 1, 2**30, 3 * 2**29)
-    assert [*map(memory_words, sizes)] == ["0 MiB", "1 MiB", "1.0 GiB", "1.0 GiB", "1.5 GiB"]
+    assert "20K steps" in texts(picture([run]))
 
 
 def test_a_stage_that_is_called_other_keeps_its_time():
-    run = Run("a", "#123456")
+    run = Run("a", "#123456", speed=True)
     run.add(Reading(1, 1, 1.0, 1.0, step_ms=100.0, stages={"forward": 40.0, "other": 20.0}))
     assert training_runs._stages_and_gap(run) == {"forward": 40.0, "other": 60.0}
 
@@ -141,93 +185,66 @@ def test_a_stage_that_is_called_other_keeps_its_time():
 def test_the_numbers_of_an_axis_are_those_of_its_lines():
     run = Run("a", "#123456")
     for step in range(1, 11):
-        run.add(Reading(step, 100 * step, 0.1 * step, 1000.0, 100.0, loss=4 - step / 10))
+        run.add(4 - step / 10)
     words = re.findall(r'"end"[^>]*>([\d.K]+)<', picture([run]))
     assert words[-5:] == ["3", "3.25", "3.5", "3.75", "4"]
 
 
-def test_the_norm_is_in_the_status_line_before_and_after():
-    assert [
-        norm_words(*pair)
-        for pair in (
-            (3.21, 1.0),
-            (0.5, 0.5),
-            (0.5, None),
-            (12345.0, 1.0),
-            (float("nan"),) * 2,
-            (float("inf"), 0.0),
-            (1050.0, 1000.0),
-        )
-    ] == ["3.2 → 1", "0.5", "0.5", "12.3K → 1", "NaN", "∞ → 0", "1.05K → 1K"]
-    run = Run("clipped", "#123456")
-    run.add(Reading(3, 3, 1.0, 1.0, 1.0, norm=3.21, clipped_norm=1.0))
-    assert "norm 3.2 → 1" in _status(run, None, 3)
-    run.add(Reading(4, 4, 1.0, 1.0, 1.0, loss=float("nan")))
-    assert "loss NaN" in _status(run, None, 4) and "norm" not in _status(run, None, 4)
-
-
-def test_steps_and_seconds_end_a_run_and_generators_are_closed(capsys):
-    closed, began = [], time.time()
-    live = LiveThroughput()
-    live.run(readings(10_000, closed=closed), name="steps", steps=7)
-    live.run(readings(10_000, pause=0.01, closed=closed), name="seconds", seconds=0.3)
-    assert closed == [True, True]
-    assert live.runs["steps"].last.step == 7 and live.runs["steps"].state == "done"
-    assert 1 <= live.runs["seconds"].last.step < 10_000 and live.runs["seconds"].state == "done"
-    assert live.runs["steps"].val_loss == 2.0 and live.runs["steps"].tokens_per_s == 10_000
-    lines = capsys.readouterr().err.splitlines()
-    assert 2 <= len(lines) <= 4 + time.time() - began, "one line a second, and a last one"
-    assert "10.0K tok/s" in lines[0] and "loss" in lines[0], lines
+def test_what_is_printed_outside_of_a_notebook(capsys):
+    closed, live = [], Live()
+    assert live.run(losses(30, pause=0.05, closed=closed), "loop", steps=30) == "trained"
+    assert closed == [True] and live.runs["loop"].state == "done"
+    first, *_, last = lines = capsys.readouterr().err.splitlines()
+    assert (first, last) == ("loop: step 1 of 30, loss 5.00", "loop: loss 1.13 after 30 steps")
+    assert len(lines) <= 4, "one line a second, and a last one"
 
 
 def test_a_first_step_that_takes_long_is_not_silent(capsys):
     def slow():
         time.sleep(1.6)
-        yield from readings(3)
+        yield from losses(3)
 
-    live = LiveThroughput()
+    live = Live()
     live.run(slow(), name="slow")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("slow: first step, 1 s") and "first step" not in lines[1], lines
-    live.run(readings(3))
-    assert list(live.runs) == ["slow", "run 2"]
 
 
 def test_errors_of_the_loop_reach_the_cell():
-    live = LiveThroughput()
+    live = Live()
     with pytest.raises(FloatingPointError, match="not a number"):
-        live.run(readings(10, fail_at=4), name="bad")
-    assert live.runs["bad"].state == "failed" and live.runs["bad"].last.step == 3
-    live.run(readings(3), name="bad")
+        live.run(losses(10, fail_at=4), name="bad")
+    assert live.runs["bad"].state == "failed" and live.runs["bad"].step == 3
+    live.run(losses(3), name="bad")
     assert live.runs["bad"].state == "done"
 
 
 def test_stop_ends_the_loop_after_its_step():
-    live, closed = LiveThroughput(), []
+    live, closed = Live(), []
 
     def stopped_in_step_3():
-        for reading in readings(10_000, closed=closed):
-            if reading.step == 3:
+        for step, loss in enumerate(losses(10_000, closed=closed), 1):
+            if step == 3:
                 live.stop()
-            yield reading
+            yield loss
 
-    live.run(stopped_in_step_3(), name="stopped")
+    assert live.run(stopped_in_step_3(), name="stopped") is None
     run = live.runs["stopped"]
-    assert (run.state, run.last.step, closed) == ("stopped", 3, [True])
+    assert (run.state, run.step, closed) == ("stopped", 3, [True])
     assert "stopped" in str(live)
 
 
 def test_an_interrupt_stops_the_loop_and_the_cell(interruptible):
-    live, closed, begun = LiveThroughput(), [], threading.Event()
+    live, closed, begun = Live(), [], threading.Event()
 
     def interrupt():
         begun.wait(600)
         _thread.interrupt_main()
 
     def noted():
-        for reading in readings(10_000, pause=0.005, closed=closed):
+        for loss in losses(10_000, pause=0.005, closed=closed):
             begun.set()
-            yield reading
+            yield loss
 
     finger = threading.Thread(target=interrupt)
     finger.start()
@@ -238,10 +255,10 @@ def test_an_interrupt_stops_the_loop_and_the_cell(interruptible):
 
 
 def test_bad_arguments_change_nothing():
-    live = LiveThroughput()
-    for wrong in (dict(readings=3), dict(readings=[], steps=0), dict(readings=[], seconds=-1)):
+    live = Live()
+    for wrong in (dict(losses=3), dict(losses=[], steps=0)):
         with pytest.raises(ArgumentError):
-            live.run(**wrong)
+            live.run(**wrong, name="wrong")
     assert live.runs == {} and "no run yet" in str(live)
     live.run([], name="empty")
     assert "no step finished" in str(live)
@@ -275,14 +292,12 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")
     cells = [
-        "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure import Reading\n"
-        "from gpuaccel.learn import LiveThroughput\nlive = LiveThroughput('A picture')\n"
-        "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
-        "        stages = {'forward': 19.0}\n"
-        "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages=stages)"
+        "import sys, time; sys.path.insert(0, %r)\n"
+        "from gpuaccel.learn import Live\nlive = Live('A picture')\n"
+        "def some(n):\n    for i in range(n):\n        time.sleep(0.02)\n        yield 1.5"
         % str(ROOT),
-        "live.run(some(30), name='one', steps=30)",
-        "print(live.runs['one'].last.step)",
+        "live.run(some(5), name='before')\nlive.run(some(30), name='one', steps=30)",
+        "print(live.runs['one'].step)",
         "def slow():\n    time.sleep(2.5)\n    yield from some(2)\nlive.run(slow(), name='three')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -296,18 +311,19 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     outputs = [cell.outputs for cell in notebook.cells]
     for cell in (1, 3):
         assert [set(o.data) for o in outputs[cell]] == [PICTURE], outputs[cell]
-    assert "5.00K tok/s" in outputs[1][0].data["image/svg+xml"]
-    assert "one: 5.00K tok/s" in outputs[1][0].data["text/plain"]
+    assert "loss 1.50" in outputs[1][0].data["image/svg+xml"]
+    words = ["before: loss 1.50 after 5 steps", "one: loss 1.50 after 30 steps"]
+    assert outputs[1][0].data["text/plain"].splitlines() == words, "one picture for both"
     assert outputs[2][0].text == "30\n"
 
 
 def test_without_ipywidgets_a_notebook_gets_text(monkeypatch, capsys):
-    from gpuaccel.learn import widgets
-
     shell = type("Shell", (), {"kernel": object(), "events": None})()
     monkeypatch.setattr(widgets, "notebook_shell", lambda: shell)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr("IPython.display.display", print)
-    LiveThroughput().run(readings(5), name="plain")
-    out = capsys.readouterr().out.splitlines()
-    assert "plain" in out[0] and "tok/s" in out[0] and out[-1].startswith("plain: 10.0K tok/s")
+    Live().run(losses(5), name="plain")
+    assert capsys.readouterr().out.splitlines() == [
+        "plain: step 1, loss 5.00",
+        "plain: loss 1.80 after 5 steps",
+    ]

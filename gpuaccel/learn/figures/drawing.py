@@ -94,27 +94,6 @@ def milliseconds(ms) -> str:
     return f"{ms:.1f} ms" if ms >= 0.95 else f"{ms:.2f} ms"
 
 
-def memory_words(count) -> str:
-    """A number of bytes in words: 1.5 GiB, 12 MiB."""
-    mebibytes = count / 2**20
-    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1023.5 else f"{mebibytes:.0f} MiB"
-
-
-def norm_words(before, after) -> str:
-    """A gradient's norm before and after clipping: 3.2 → 1.0, or one number if they are equal."""
-    before = _norm_digits(before)
-    after = before if after is None else _norm_digits(after)
-    return before if after == before else f"{before} → {after}"
-
-
-def _norm_digits(norm):
-    if math.isnan(norm):
-        return "NaN"
-    if math.isinf(norm):
-        return "∞"
-    return f"{norm:.2g}" if norm < 99.5 else axis_number(norm)
-
-
 def plural(count, noun) -> str:
     """A count and its noun: "1 block", "1,024 blocks", "2 accesses"."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
@@ -166,7 +145,7 @@ class Ink:
         """A path in SVG's own language."""
         self.shape("path", d=d, fill=fill, **look)
 
-    def polyline(self, points, stroke, width):
+    def polyline(self, points, stroke, width, opacity=None):
         """A line through points: (x, y) pairs."""
         self.shape(
             "polyline",
@@ -174,6 +153,7 @@ class Ink:
             fill="none",
             stroke=stroke,
             stroke_width=width,
+            opacity=opacity,
             stroke_linejoin="round",
             stroke_linecap="round",
         )
