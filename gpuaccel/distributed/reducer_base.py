@@ -151,7 +151,7 @@ class ReducerBase:
                 "ranks, from a checkpoint"
             )
         # A rank whose forward raised takes the step again, and the others are in its middle.
-        if self.buffers_sent:
+        if self.left and self.buffers_sent:
             return
         # Looked up in each step: forward may replace a buffer.
         buffers = [b for m in self.modules_with_buffers for b in m._buffers.values()]

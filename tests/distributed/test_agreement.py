@@ -173,7 +173,7 @@ def test_a_rank_that_takes_a_step_again_broadcasts_no_buffers_twice(workers):
 
 def test_without_buffers_nothing_is_broadcast(workers):
     for with_buffers, without in workers(checks.broadcasts, 2):
-        assert (with_buffers, without) == (3, 0)
+        assert (with_buffers, without) == (4, 0)
 
 
 # ---- what a step returns -------------------------------------------------------------------------
