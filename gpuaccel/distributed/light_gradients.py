@@ -8,11 +8,11 @@ copied to their slices of the arena: the buckets were sent with stale values the
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import CHUNK
 from ..optim import Arena, own_storage
+from .collectives import all_reduce
 from .nonfinite import NonFiniteSearch
 
 MAX_LIGHT = 1 << 16  # elements up to which a tensor counts as light
@@ -68,7 +68,7 @@ class LightGradients:
         if search.enabled:
             search.probes.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
         if self.tensors:
-            dist.all_reduce(self.sums, group=self.group)
+            all_reduce(self.sums, group=self.group)
 
     def copy_out(self):
         """All buckets have arrived: the sums go to their places in the arena."""

@@ -526,7 +526,7 @@ class RankWatch:
             f"{self._places(hanging)}. All ranks were stopped"
         )
         for rank, stack in hanging.items():
-            _add_note(error, "\n".join([f"on rank {rank}, the innermost call first:", *stack]))
+            error.add_note("\n".join([f"on rank {rank}, the innermost call first:", *stack]))
         return error
 
     def _outside_of_collectives(self, ranks: list[int]) -> dict[int, list[str]]:
@@ -608,7 +608,7 @@ class RankWatch:
         error = RankError(
             f"rank {rank} raised {failure.kind}: {failure.message}{before}. All ranks were stopped"
         )
-        _add_note(error, f"on rank {rank}:\n{failure.trace}")
+        error.add_note(f"on rank {rank}:\n{failure.trace}")
         return error
 
     def _error_of_dead(self, rank: int) -> RankError:
@@ -623,12 +623,6 @@ class RankWatch:
             # So NCCL ends a process whose collective is not over in time.
             places = self._places(self._outside_of_collectives(self._running()))
         return RankError(f"rank {rank} {end}{self._step(rank)}{places}. All ranks were stopped")
-
-
-def _add_note(error: RankError, note: str):
-    # Python 3.10 has none.
-    if hasattr(error, "add_note"):
-        error.add_note(note)
 
 
 def stack_of(pid: int, path: pathlib.Path) -> list[str]:

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed import raises_dist_error
+from ..distributed import gather_objects
 from ..errors import ArgumentError, CheckpointError, GpuaccelError
 from ..files import host_bytes, remove_folder
 from ..optim import Arena
@@ -49,8 +49,6 @@ from .checkpoint_file import (
     write_file,
 )
 from .models import uncompiled
-
-_gather = raises_dist_error(dist.all_gather_object)
 
 # How an optimizer computes, not what: a load keeps the choice that the optimizer was built with.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -188,9 +186,7 @@ def _on_all_ranks(action: Callable, ranks: int, group) -> list:
         result = action()
     except Exception as raised:
         error = raised
-    everyone: list = [(result, None)] * ranks
-    if ranks > 1:
-        _gather(everyone, (result, error and (str(error) or repr(error))), group=group)
+    everyone = gather_objects((result, error and (str(error) or repr(error))), group, ranks)
     if error is not None:
         raise error
     for rank, (_, words) in enumerate(everyone):

@@ -76,6 +76,7 @@ CONSTANTS = {
     "clip": dict(CHUNK=CHUNK, THREADS=SQUARES_THREADS, MAX_TENSORS=clip.MAX_TENSORS),
     "optimizer": dict(CHUNK=CHUNK)
     | {name: getattr(update_rule, name) for name in ("MAX_TENSORS", "MAX_UPDATES")},
+    "peers": dict(CHUNK=CHUNK),
     "settings": dict(MAX_VALUES=update_rule.MAX_VALUES),
     "segments": dict(PIECE=segments.PIECE, THREADS=segments.THREADS),
     "encoder": dict(PIECE=segments.PIECE)

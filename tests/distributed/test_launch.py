@@ -191,8 +191,8 @@ def test_a_rank_that_does_not_reach_a_collective_is_named(how, group, place):
     message = f"^rank 1 hangs: another .* in a collective for 3 s; rank 1 is {place}"
     with pytest.raises(ga.errors.RankError, match=message) as error:
         by_value(checks.sleeps_or_loops, 3, how, group, timeout=3.0, start=HANG)
-    stack = "".join(getattr(error.value, "__notes__", ["of Python 3.10"]))
-    assert how == "stops" or "of Python 3.10" in stack or "_run_rank" in stack
+    stack = "".join(getattr(error.value, "__notes__", []))
+    assert how == "stops" or "_run_rank" in stack
 
 
 def test_ranks_compute_as_long_as_they_like_while_none_waits():
