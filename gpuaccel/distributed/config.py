@@ -52,7 +52,8 @@ class Distributed:
             elsewhere. Without that environment this process is the only rank.
         dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves
             the bytes; each rank rounds its sum once, and every addition rounds again.
-        ordered: add the micro-batches in global order (see this module's first lines).
+        ordered: add the micro-batches in global order: N ranks with M micro-batches are
+            bit-identical to one rank with N x M.
         sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
             (distributed/zero1.py). Needs ga.AdamW over the arena.
         broadcast_buffers: buffers, such as running means of BatchNorm, are rank 0's at the start of

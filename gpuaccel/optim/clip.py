@@ -94,7 +94,7 @@ def clip_grad_norm_(
             written. Waits for the device. Default: False.
         foreach: as torch's, where torch computes.
         scope: "global" (one norm, the default), "tensor" (one norm each) or "block" (one norm for
-            each block of an arena: entrenar's per-layer clip).
+            each block of an arena).
         on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
             parameters): it is multiplied by the scale all the same, as in torch. "skip" (default
             for an arena): it stays as it is; ga.AdamW leaves out the whole step. "raise":

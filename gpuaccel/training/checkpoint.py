@@ -542,7 +542,7 @@ def load_checkpoint(
     `differentiable` stay as it was built.
 
     Args:
-        path: of the file.
+        path: of the file, or of the folder.
         model: its tensors are overwritten.
         optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
             restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights

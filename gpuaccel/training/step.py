@@ -128,7 +128,8 @@ class TrainStep:
             fewer rows. Default: 1.
         divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
             them; unequal micro-batches give the full batch's gradient. "sequences": rows of the
-            batch. "micro_batches": the mean of the micro-batches' means.
+            batch, where loss_fn counts tokens. "micro_batches": the mean of the micro-batches'
+            means.
         max_norm: limit of the global gradient norm, 0 or more, as in
             `torch.nn.utils.clip_grad_norm_`; None: no clipping. A ga.AdamW over the arena clips
             inside its step: it is that optimizer's max_norm. Before several optimizers the norm is
@@ -144,7 +145,8 @@ class TrainStep:
             number that a graph would freeze is launched behind the replay. `replays` says which it
             is, `reason` why.
         deterministic: two runs are bit-identical (ga.deterministic() around each step), and a
-            launched step is bit-identical to a replayed one.
+            launched step is bit-identical to a replayed one, if the model runs the same kernels in
+            both.
         distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
             batches of its own. Loss, tokens and divisor are then those of all ranks.
 
@@ -338,8 +340,8 @@ class TrainStep:
             A StepOutput. Nothing waits for the device until a value is read.
 
         Raises:
-            ArgumentError: for a batch that does not divide into micro-batches, for a loss that is
-                not one element, for a weight that was unfrozen since, and after close().
+            ArgumentError: for a batch whose tensors differ in dim 0 or have no rows, for a loss that
+                is not one element, for a weight that was unfrozen since, and after close().
             CaptureError: for a replayed step that cannot be captured, or does not match its graph
                 any more; with replay="graph" also for a weight with a hook of
                 `register_post_accumulate_grad_hook`, which a replay would not call.
