@@ -56,7 +56,13 @@ def wait(work):
 
 
 def gather_objects(mine, group, world: int) -> list:
-    """`mine` of each of the group's `world` ranks, in their order."""
+    """`mine` of each of the group's ranks, in their order.
+
+    Args:
+        mine: an object that can be pickled.
+        group: a process group; None: the default one.
+        world: number of its ranks.
+    """
     everyone = [mine] * world
     if world > 1:
         _gather_objects(everyone, mine, group=group)

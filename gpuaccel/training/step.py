@@ -340,8 +340,8 @@ class TrainStep:
             A StepOutput. Nothing waits for the device until a value is read.
 
         Raises:
-            ArgumentError: for a batch whose tensors differ in dim 0 or have no rows, for a loss that
-                is not one element, for a weight that was unfrozen since, and after close().
+            ArgumentError: for a batch whose tensors differ in dim 0 or have no rows, for a loss
+                that is not one element, for a weight that was unfrozen since, and after close().
             CaptureError: for a replayed step that cannot be captured, or does not match its graph
                 any more; with replay="graph" also for a weight with a hook of
                 `register_post_accumulate_grad_hook`, which a replay would not call.
