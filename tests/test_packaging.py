@@ -37,7 +37,7 @@ def project():
 
 
 def test_kernels_are_found_from_the_source_tree():
-    from gpuaccel.compiler.kernel import kernel_root
+    from gpuaccel.compiler.program import kernel_root
 
     assert kernel_root().resolve() == ROOT / "kernels_cu"
 

@@ -1,7 +1,7 @@
 """From source to cubin to a callable on tensors.
 
-nvrtc compiles and caches cubins. kernel checks arguments, and launches on a GPU or hands over to
-simt.
+program puts a source together. nvrtc compiles and caches cubins. kernel checks arguments, and
+launches on a GPU or hands over to simt.
 """
 
 from . import nvrtc
@@ -12,15 +12,14 @@ from .kernel import (
     Module,
     compile,
     is_loaded,
-    kernel_files,
     kernel_names,
-    kernel_root,
     parameters_differ,
     replace,
     replaced_words,
     replacements,
     usable,
 )
+from .program import kernel_files, kernel_root
 
 __all__ = [
     "C_TYPES",

@@ -25,7 +25,7 @@ from gpuaccel.cli import Doctor, main
 from gpuaccel.cli.run_folder import lock_run
 from gpuaccel.cli.signals import StopAfterStep
 from gpuaccel.cli.train import RECIPES, Recipe, progress_bar, show_progress
-from gpuaccel.compiler.kernel import kernel_files, kernel_names
+from gpuaccel.compiler import kernel_files, kernel_names
 from gpuaccel.measure import Reading
 from gpuaccel.training import models
 

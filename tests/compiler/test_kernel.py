@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 
 import gpuaccel
 from gpuaccel.backends import use_backend
-from gpuaccel.compiler.kernel import (
-    Kernel,
-    check_arguments,
-    kernel_files,
-    kernel_names,
-    kernel_root,
-    signature,
-    usual_values,
-    without_comments,
-)
+from gpuaccel.compiler import Kernel, kernel_files, kernel_names, kernel_root
+from gpuaccel.compiler.kernel import check_arguments, usual_values
 from gpuaccel.errors import ArgumentError, CompileError
 from gpuaccel.ops import clip
 from gpuaccel.ops import embedding_backward as encoder
@@ -36,7 +28,7 @@ from gpuaccel.ops.accumulate import (
     accumulate_kernel,
 )
 from gpuaccel.optim import AdamW, update_rule
-from gpuaccel.source import launch_bound, struct_fields
+from gpuaccel.source import launch_bound, signature, struct_fields, without_comments
 
 ADDRESSES = struct.Struct(f"{MAX_TENSORS}Q")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -14,8 +14,7 @@ import pytest
 import gpuaccel as ga
 from gpuaccel import files
 from gpuaccel.backends import cache_dir
-from gpuaccel.compiler import nvrtc
-from gpuaccel.compiler.kernel import Kernel, kernel_root
+from gpuaccel.compiler import Kernel, kernel_root, nvrtc
 from gpuaccel.compiler.nvrtc import Library, check_arch, check_driver, compile_cubin, library
 from gpuaccel.errors import BackendError, CompileError
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import gpuaccel as ga
-from gpuaccel.compiler.kernel import kernel_root, whole_program
+from gpuaccel.compiler.program import kernel_root, whole_program
 from gpuaccel.ops.clip import launches_for, reference_scale
 from gpuaccel.ops.embedding_backward import (
     reference_encoder,

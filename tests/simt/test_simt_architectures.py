@@ -8,7 +8,7 @@ import pytest
 from simt_cases import functions
 
 from gpuaccel.backends import find_compiler
-from gpuaccel.compiler.kernel import kernel_files, whole_program
+from gpuaccel.compiler.program import kernel_files, whole_program
 
 # The least architecture of an instruction in kernels_cu: PTX ISA, "Target ISA Notes".
 SINCE = {

@@ -33,7 +33,7 @@ from simt_pairs import counts_on_page, python
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.compiler.kernel import kernel_root
+from gpuaccel.compiler.program import kernel_root
 from gpuaccel.learn import BLOCK, EXERCISES
 from gpuaccel.source import closing, kernel_names, without_comments
 

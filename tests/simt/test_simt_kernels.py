@@ -40,7 +40,7 @@ def simt():
 def test_every_kernel_of_kernels_cu_is_tried_here():
     there = {
         (path.stem, name)
-        for path in ga.compiler.kernel.kernel_files()
+        for path in ga.compiler.kernel_files()
         for name in ga.compiler.kernel_names(path.read_text())
     }
     # Results of approximate functions and tensor cores differ between CPU and GPU. Tests in these
