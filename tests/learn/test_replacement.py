@@ -289,7 +289,7 @@ WRONG = [
     ("segments_pieces", "first ? 0 : PIECE", "PIECE", "elements? wrong"),
     ("glu_backward", "__fmul_rn(dvalue, activation)", "dvalue", "elements? wrong"),
     ("glu_forward", "height(point<true>(one, a), a)", "1.0f", "elements? wrong"),
-    ("richards_finish", "d[M] = -k_of_m * S1", "d[M] = k_of_m * S1", "elements? wrong"),
+    ("richards_finish", "d[M] = -k * S1", "d[M] = k * S1", "elements? wrong"),
 ]
 
 
