@@ -137,7 +137,7 @@ def ratio_rows(folder: str) -> list[dict]:
     )
     add(
         "encoder",
-        "embedding gradient, 65,536 tokens",
+        "embedding gradient, 65,536 tokens (Zipf), 768 channels",
         "atomic `index_add_`",
         lambda r: r["backward"]["Zipf"]["variants"]["ours, segments in line"]["times_atomics"],
     )
