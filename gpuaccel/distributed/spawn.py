@@ -596,11 +596,13 @@ class RankWatch:
             return self._error_of_hanging(running, limit)
         returned = min(self.results, key=lambda r: steps[r], default=None)
         if returned is not None and failure.lost_rank:
+            # The rank's own words: its count of steps is ahead behind a backward.
+            step = re.search(r" in step \d+", failure.message)
             count = steps[returned]
-            after = f", after {count} step{'s' * (count != 1)}," if self._step(rank) else ","
+            after = f", after {count} step{'s' * (count != 1)}," if step else ","
             return RankError(
                 f"rank {returned} has returned{after} and rank {rank} waits for it"
-                f"{self._step(rank)}. Every rank makes its TrainStep, and "
+                f"{step[0] if step else ''}. Every rank makes its TrainStep, and "
                 "calls it, and collectives of its own, as often as the others: step(None) where it "
                 "has no batch left. All ranks were stopped"
             )

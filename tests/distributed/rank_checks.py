@@ -768,9 +768,9 @@ def notes_its_process_and_hangs(folder):
     hangs()
 
 
-def fewer_steps(path):
+def fewer_steps(path, broadcast_buffers):
     """Rank 1 takes two steps of four. What rank 0 raises is written to a file."""
-    config = ga.Distributed()
+    config = ga.Distributed(broadcast_buffers=broadcast_buffers)
     with make_step(Net(), distributed=config) as step:
         try:
             for number in range(4 - 2 * config.rank):

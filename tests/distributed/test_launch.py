@@ -265,14 +265,16 @@ def test_a_rank_may_be_slow_until_its_first_step_is_over():
     assert by_value(work, 2, slow, slow, timeout=2.0) == [0, 1]
 
 
-def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
-    """By ga.launch. The rank that waits knows only that a connection was closed."""
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_a_rank_that_returned_while_another_waits_for_it_is_named(broadcast_buffers, tmp_path):
+    """By ga.launch, at the first collective of a step or behind its backward. The rank that waits
+    knows only that a connection was closed."""
     path = tmp_path / "error of rank 0"
     message = (
         r"rank 1 has returned, after 2 steps, and rank 0 waits for it in step 3\..*step\(None\)"
     )
     with pytest.raises(ga.errors.RankError, match=message):
-        by_value(checks.fewer_steps, 2, path)
+        by_value(checks.fewer_steps, 2, path, broadcast_buffers)
     assert path.read_text().startswith("rank 0 of 2 cannot reach another one in step 3: ")
 
 
