@@ -143,6 +143,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self._devices: dict[torch.device, DeviceState] = {}
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks that share the state; 1 if it is not sharded."""
+        return self.layout.ranks
+
+    @property
     def publishes(self) -> bool:
         """True if step() writes the arena's bf16 weights, so that no hook has to."""
         return self.arena is not None
