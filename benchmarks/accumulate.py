@@ -11,7 +11,6 @@ Needs a GPU and less than half a minute.
 import dataclasses
 import functools
 import statistics
-import struct
 
 import torch
 from common import DEVICE, record
@@ -19,7 +18,7 @@ from tables import Column, Table, number, ratio, share
 from timing import copy_rate, host_milliseconds, milliseconds, repeat
 from training import build
 
-from gpuaccel.ops.accumulate import MAX_TENSORS, accumulate_kernel
+from gpuaccel.ops.accumulate import accumulate_each_, accumulate_kernel
 from gpuaccel.optim.arena import Arena
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,23 +31,6 @@ def add_by_tensor(arena: Arena, kernel: str, grads):
         n = view.numel()
         blocks = -(-n // 256) if kernel == "accumulate_v1" else min(-(-n // 1024), 4096)
         launch[blocks, 256](view, grad, n)
-
-
-def add_at_once(arena: Arena, grads):
-    """One launch of accumulate_v3 for up to MAX_TENSORS tensors."""
-    kernel = accumulate_kernel("accumulate_v3", grads[0].dtype)
-    for first in range(0, len(grads), MAX_TENSORS):
-        some = grads[first : first + MAX_TENSORS]
-        start, stop = arena.first_chunk[first], arena.first_chunk[first + len(some)]
-        addresses = [grad.data_ptr() for grad in some] + [0] * (MAX_TENSORS - len(some))
-        kernel[stop - start, kernel.bound](
-            arena.grads,
-            arena.chunk_table,
-            start,
-            first,
-            struct.pack(f"{MAX_TENSORS}Q", *addresses),
-            tensors=some,
-        )
 
 
 def addition(config) -> dict:
@@ -64,7 +46,7 @@ def addition(config) -> dict:
                 "torch._foreach_add_": lambda: torch._foreach_add_(arena.gradients.views, grads),
                 "accumulate_v1, per tensor": lambda: add_by_tensor(arena, "accumulate_v1", grads),
                 "accumulate_v2, per tensor": lambda: add_by_tensor(arena, "accumulate_v2", grads),
-                "accumulate_v3, one launch": lambda: add_at_once(arena, grads),
+                "accumulate_v3, one launch": lambda: accumulate_each_(arena.gradients.views, grads),
             }
         )
         # Per element: the gradient is read; its sum is read and written.

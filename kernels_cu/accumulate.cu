@@ -12,12 +12,11 @@
 //                  requests, most threads only wait. And one launch per tensor, however small.
 //   accumulate_v2  One thread, four elements at a time: 16 bytes of fp32, 8 of bf16. Still one
 //                  launch per tensor.
-//   accumulate_v3  One launch for up to 256 tensors. Thread blocks take chunks of the arena; a
-//                  table says which tensor a chunk belongs to. The addresses of the gradients are
-//                  passed by value with the launch, so nothing is uploaded. Padding between tensors
-//                  is never read: it exists only in the arena.
+//   accumulate_v3  One launch for up to 180 tensors. A thread block takes a chunk of 4096 elements,
+//                  and finds its tensor by a search. The addresses are passed by value with the
+//                  launch, so nothing is uploaded.
 //
-// Shapes: N elements of the arena, a multiple of CHUNK; a chunk never crosses a tensor.
+// A chunk never crosses a tensor.
 
 #ifndef GRAD_T
 #define GRAD_T float
@@ -32,7 +31,7 @@
 #error "CHUNK must be a multiple of 4 * THREADS: a thread takes whole groups of four"
 #endif
 #ifndef MAX_TENSORS
-#define MAX_TENSORS 256
+#define MAX_TENSORS 180     // a launch has 4 KB of arguments
 #endif
 
 extern "C" __global__ void accumulate_v1(
@@ -54,36 +53,32 @@ extern "C" __global__ void accumulate_v2(
         acc[i] = add4(acc[i], load4(grad, i));
 }
 
-// Address of each tensor's gradient; 0: it has none.
-struct Sources { const GRAD_T* grad[MAX_TENSORS]; };
+struct Additions {                           // by value: nothing is uploaded
+    float* sum[MAX_TENSORS];
+    const GRAD_T* grad[MAX_TENSORS];
+    int first[MAX_TENSORS + 1];              // its first chunk of this launch; then their number
+    unsigned short tail[MAX_TENSORS];        // elements in its last chunk, 1 to CHUNK
+};
 
-extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
-    float4* acc,                   // (N / 4) the whole arena
-    const int4* chunks,            // per chunk: .x its tensor, .y elements in it,
-                                   // .z its index in the tensor, .w in the arena
-    int first_row,                 // row of `chunks` for this launch's first thread block
-    int first_tensor,              // tensor of sources.grad[0]
-    Sources sources)
-{
-    int4 chunk = chunks[(long long)first_row + blockIdx.x];
-    const GRAD_T* grad = sources.grad[chunk.x - first_tensor];
-    if (grad == 0) return;
-    grad += (long long)chunk.z * CHUNK;
-    acc += (long long)chunk.w * (CHUNK / 4);
-    int count = chunk.y;
-    if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {
+// One thread block per chunk of all tensors.
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(Additions tensors) {
+    int chunk = blockIdx.x, t = tensor_of(tensors.first, MAX_TENSORS, chunk);
+    long long from = (long long)(chunk - tensors.first[t]) * CHUNK;
+    int count = chunk + 1 == tensors.first[t + 1] ? tensors.tail[t] : CHUNK;
+    float* sum = tensors.sum[t] + from;
+    const GRAD_T* grad = tensors.grad[t] + from;
+    if (count == CHUNK && aligned4(sum, sizeof(float)) && aligned4(grad, sizeof(GRAD_T))) {
         // All loads first, so that they are in flight together.
         float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];
         #pragma unroll
         for (int k = 0; k < CHUNK / 4 / THREADS; k++) {
             g[k] = load4(grad, k * THREADS + threadIdx.x);
-            a[k] = acc[k * THREADS + threadIdx.x];
+            a[k] = load4(sum, k * THREADS + threadIdx.x);
         }
         #pragma unroll
         for (int k = 0; k < CHUNK / 4 / THREADS; k++)
-            acc[k * THREADS + threadIdx.x] = add4(a[k], g[k]);
-    } else {  // a tensor's last chunk, or a gradient that is not aligned
-        float* out = reinterpret_cast<float*>(acc);
-        for (int i = threadIdx.x; i < count; i += THREADS) out[i] += as_float(grad[i]);
+            store4(sum, k * THREADS + threadIdx.x, add4(a[k], g[k]));
+    } else {  // a tensor's last chunk, or memory that is not aligned
+        for (int i = threadIdx.x; i < count; i += THREADS) sum[i] += as_float(grad[i]);
     }
 }

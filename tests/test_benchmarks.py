@@ -235,18 +235,6 @@ def test_accumulate_clip_and_tail_run(on_simt):
     assert table(on_simt, "tail", results)["tail"].rows
 
 
-@needs_simt
-def test_one_launch_adds_as_torch_does(on_simt):
-    accumulate = on_simt("accumulate")
-    arena = ga.Arena(nn.ModuleList(nn.Linear(3, 2) for _ in range(accumulate.MAX_TENSORS)))
-    grads = [torch.randn(s.shape).bfloat16() for s in arena.segments]
-    for _ in range(2):
-        accumulate.add_at_once(arena, grads)
-    assert all(
-        torch.equal(v, 2 * g.float()) for v, g in zip(arena.gradients.views, grads, strict=True)
-    )
-
-
 @pytest.mark.slow
 @needs_simt
 def test_step_runs(on_simt):

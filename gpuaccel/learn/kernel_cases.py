@@ -18,6 +18,7 @@ from ..ops import (
     CHUNK,
     SQUARES_THREADS,
     accumulate_,
+    accumulate_each_,
     add_gradients,
     find_segments,
     launch_forward,
@@ -92,6 +93,12 @@ def _accumulate(n, device, generator, dtypes) -> Results:
             name = f"sum of {size:,} elements, gradient in {dtype}"
             results.before[name] = total.clone()
             accumulate_(total, normal(size, dtype=dtype))
+            results[name] = total
+        totals = [100 * normal(size) for size in (n, 7, 4 * n)]
+        names = [f"sum of {len(t):,} elements, beside others, gradient in {dtype}" for t in totals]
+        results.before |= dict(zip(names, [t.clone() for t in totals]))
+        accumulate_each_(totals, [normal(len(t), dtype=dtype) for t in totals])
+        for name, total in zip(names, totals):
             results[name] = total
     return results
 
@@ -384,6 +391,7 @@ _HEADS_128 = Case(_attention(128, torch.bfloat16), roundings=2048, stored_roundi
 CASES: dict[str, tuple[Case, ...]] = {
     "accumulate_v1": (_ADD,),
     "accumulate_v2": (_ADD,),
+    "accumulate_v3": (_ADD,),
     "squares_v2": (_CLIP, _STEP),
     "reduce_v2": (_CLIP, _CLIP_MANY, _STEP),
     "scale_v2": (_CLIP,),

@@ -18,10 +18,12 @@ from .gradient_slice import GradientSlice, slice_of
 from .gradient_use import RETURNED, GradientUse
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
-_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
-_library.define(
-    "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
-)
+for _schema in (
+    "add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()",
+    "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor",
+):
+    # Any strides will do: otherwise Inductor copies dy and x to those of the traced tensors.
+    _library.define(_schema, tags=(torch.Tag.flexible_layout,))
 
 
 def _add_weight_gradient(acc, dy, x):
@@ -43,7 +45,7 @@ for _name, _function, _fake in (
     (
         "fused_linears_backward_",
         _fused_linears_backward,
-        lambda acc, dys, x, weight: torch.empty_like(x),
+        lambda acc, dys, x, weight: x.new_empty(x.shape),
     ),
 ):
     _library.impl(_name, _function, "CPU")

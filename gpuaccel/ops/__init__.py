@@ -6,13 +6,15 @@ function.
 
 from .accumulate import (
     CHUNK,
-    MAX_TENSORS,
     SQUARES_THREADS,
     accumulate_,
+    accumulate_each_,
     accumulate_kernel,
+    load_accumulate_each,
     span,
 )
 from .clip import (
+    MAX_TENSORS,
     ClipState,
     check_max_norm,
     clip_kernel,
@@ -48,6 +50,7 @@ __all__ = [
     "SQUARES_THREADS",
     "Segments",
     "accumulate_",
+    "accumulate_each_",
     "accumulate_kernel",
     "add_gradients",
     "check_max_norm",
@@ -61,6 +64,7 @@ __all__ = [
     "launch_segments",
     "launch_squares",
     "left_out_token",
+    "load_accumulate_each",
     "range_on_host",
     "reference_encoder",
     "reference_round",

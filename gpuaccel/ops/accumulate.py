@@ -1,14 +1,16 @@
-"""Gradient accumulation of one tensor: acc += grad, summed in fp32.
+"""Gradient accumulation: acc += grad, summed in fp32.
 
     ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
 
-How a backward adds into an arena is in optim/gradients.py.
+accumulate_each_ adds many tensors at once, as an arena does behind a backward (optim/gradients.py).
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in
 Micikevicius et al., 2018.
 """
 
 import functools
+import itertools
+import struct
 
 import torch
 from torch import Tensor
@@ -20,7 +22,10 @@ from ..errors import ArgumentError
 # Elements per chunk of an arena. The kernels are compiled with it.
 CHUNK = 4096
 THREADS = 512
-MAX_TENSORS = 256
+# Tensors of a launch of accumulate_v3, whose arguments have 4 KB.
+MAX_TENSORS = 180
+# struct Additions of kernels_cu/accumulate.cu.
+ADDITIONS = struct.Struct(f"{2 * MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H4x")
 # Threads of clip.cu and peers.cu, whose sums of squares are bit-identical.
 SQUARES_THREADS = 256
 GRAD_DTYPES = (torch.float32, torch.bfloat16)
@@ -106,6 +111,87 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
         torch.autograd.graph.increment_version(acc)
         return acc
     return reference_accumulate(acc, grad)
+
+
+def accumulate_each_(accs: list[Tensor], grads: list[Tensor]):
+    """acc += grad for each pair, in one launch for up to MAX_TENSORS of them.
+
+    The result is bit-identical to `acc.add_(grad)`. Nothing is checked.
+
+    Args:
+        accs: fp32, dense, without overlap.
+        grads: fp32 or bf16, of the same shapes, on the same device.
+    """
+    if not accs:
+        return
+    if not takes(accs[0].device):
+        torch._foreach_add_(accs, grads)
+        return
+    for dtype in GRAD_DTYPES:
+        pairs = [(a, g) for a, g in zip(accs, grads) if g.dtype == dtype and g.numel()]
+        if pairs:
+            _launch_each(dtype, *map(list, zip(*pairs)))
+    torch.autograd.graph.increment_version(accs)
+
+
+def load_accumulate_each(device: torch.device):
+    """Load its kernels, before a capture launches them.
+
+    Args:
+        device: any; only a GPU's kernels are loaded.
+    """
+    if device.type == "cuda" and takes(device):
+        for dtype in GRAD_DTYPES:
+            accumulate_kernel("accumulate_v3", dtype).load(device.index)
+
+
+def _launch_each(dtype: torch.dtype, accs: list[Tensor], grads: list[Tensor]):
+    kernel = accumulate_kernel("accumulate_v3", dtype)
+    # A kernel adds the elements in the order in which they lie in memory.
+    grads = [
+        g
+        if g.stride() == a.stride() and not g.is_neg()
+        else torch.empty_like(a, dtype=dtype).copy_(g)
+        for a, g in zip(accs, grads)
+    ]
+    launches = packed_additions(
+        tuple(map(Tensor.data_ptr, accs)),
+        tuple(map(Tensor.data_ptr, grads)),
+        tuple(map(Tensor.numel, accs)),
+    )
+    for chunks, packed in launches:
+        kernel[chunks, THREADS](packed, tensors=[*accs, *grads])
+
+
+@functools.lru_cache(64)
+def packed_additions(accs: tuple, grads: tuple, counts: tuple) -> list[tuple[int, bytes]]:
+    """(chunks, struct Additions) of each launch of accumulate_v3.
+
+    Cached: gradients usually keep their addresses, and then nothing is packed again.
+
+    Args:
+        accs: addresses of the sums.
+        grads: of what is added to each.
+        counts: elements of each, 1 or more.
+    """
+    launches = []
+    for start in range(0, len(counts), MAX_TENSORS):
+        part = slice(start, start + MAX_TENSORS)
+        sizes = counts[part]
+        first_chunks = [0, *itertools.accumulate(-(-n // CHUNK) for n in sizes)]
+        rest = [0] * (MAX_TENSORS - len(sizes))
+        packed = ADDITIONS.pack(
+            *accs[part],
+            *rest,
+            *grads[part],
+            *rest,
+            *first_chunks,
+            *[first_chunks[-1]] * len(rest),
+            *[(n - 1) % CHUNK + 1 for n in sizes],
+            *rest,
+        )
+        launches.append((first_chunks[-1], packed))
+    return launches
 
 
 def check_gradient(name: str, grad: Tensor, shape, device):

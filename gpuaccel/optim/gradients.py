@@ -6,12 +6,12 @@
 | another tensor, or has got other memory | that is the whole sum; it is copied into the slice |
 | None | there is no gradient; the slice is stale, and the next write overwrites it |
 
-While a TrainStep runs it puts sums aside, where `.grad` is None for a time: a forward with bf16
-weights, and the replay of a list of micro-batches.
-
 A fresh gradient is another tensor, which autograd makes where `.grad` is None. At the end of its
 backward, or when many bytes wait, all of them are copied into their slices by one call, collect().
 The master of a bf16 parameter shows the parameter's `.grad` as its own.
+
+A TrainStep puts the sums aside while a micro-batch runs: `.grad` is None, every gradient is fresh,
+and collect() adds all of them to their sums by one launch.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..ops.accumulate import check_gradient
+from ..ops.accumulate import accumulate_each_, check_gradient
 from .layout import Segment, own_storage
 
 # Fresh gradients are copied into their slices when this many bytes wait.
@@ -86,8 +86,8 @@ class Gradients:
         self._squares: tuple[Tensor, list[int], list[bool]] | None = None
         # Told about gradients while a backward runs.
         self._listeners: list[GradientListener] = []
-        # Of each tensor its sum while aside() hides it; empty: they are not hidden.
-        self._aside: list[Tensor | None] = []
+        # Whether aside() hides each tensor's sum.
+        self._aside = [False] * len(params)
         # The backward, by autograd's number, whose fresh gradients are collected at its end.
         self._collecting = -1
         self._fresh_bytes = 0
@@ -203,15 +203,18 @@ class Gradients:
     def collect(self, first: int = 0, last: int | None = None, graphs: bool = True):
         """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
 
-        Runs by itself at the end of a backward, before a step of an optimizer of this package, and
-        where an fp32 master's `.grad` is read. graphs: also of those with an autograd graph of
-        their own (create_graph=True), which they lose.
+        A gradient whose sum is aside is added to it instead. Runs by itself at the end of a
+        backward, before a step of an optimizer of this package, and where an fp32 master's `.grad`
+        is read. graphs: also of those with an autograd graph of their own (create_graph=True),
+        which they lose.
 
         Raises:
             ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
         """
         self._fresh_bytes = 0
-        indices, given, moved = [], [], []
+        indices, moved = [], []
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
         start = self.buffer.data_ptr()
         slices = range(start, start + 4 * len(self.buffer))
         rows = zip(self.params[first:last], self.views[first:last], self._addresses[first:last])
@@ -238,21 +241,25 @@ class Gradients:
                     check()
                 raise
             indices.append(i)
+            views, given = added if self._aside[i] else copied
+            views.append(view)
             # A slice of another tensor is overwritten below: `p.grad, q.grad = q.grad, p.grad`.
             given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
         for i in moved:
             self.views[i].data = self._memory[i]
-        if not indices:
-            return
-        views = [self.views[i] for i in indices]
-        torch._foreach_copy_(views, given)
-        for i, view in zip(indices, views):
-            self.params[i].grad = view
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        accumulate_each_(*added)
+        for i in indices:
+            self.params[i].grad = self.views[i]
+            self._aside[i] = False
 
     def __getitem__(self, i: int) -> Tensor | None:
         """Tensor i's sum so far, in its slice, or None without a gradient."""
         grad = self.params[i].grad
-        if grad is None or self._is_slice(i, grad):
+        if grad is None:
+            return self.views[i] if self._aside[i] else None
+        if self._is_slice(i, grad):
             return grad
         # Collect the others first: this slice may be the `.grad` of one of them.
         self.collect(graphs=False)
@@ -261,12 +268,13 @@ class Gradients:
 
     def received(self) -> list[bool]:
         """For each tensor, whether it has a gradient."""
-        return [p.grad is not None for p in self.params]
+        return [aside or p.grad is not None for p, aside in zip(self.params, self._aside)]
 
     def clear(self):
         """Set every `.grad` to None. Nothing is written: the slices are stale."""
         for p in self.params:
             p.grad = None
+        self._aside = [False] * len(self.params)
         self._squares = None
 
     @torch.no_grad()
@@ -274,32 +282,37 @@ class Gradients:
         """Make the slices `.grad` of the tensors that have received a gradient, None of others."""
         for p, view, has_one in zip(self.params, self.views, received):
             p.grad = view if has_one else None
+        self._aside = [False] * len(self.params)
 
     @contextlib.contextmanager
     def aside(self):
-        """Context manager: every `.grad` is None in the block, and then the sum again.
-
-        A backward in the block adds to the sum. collect() may not be called."""
-        self._aside = sums = [p.grad for p in self.params]
+        """Context manager: every `.grad` is None at first, and the sum again behind the block, with
+        the gradients that the block has made."""
+        self.collect()
+        self._aside = [p.grad is not None for p in self.params]
         for p in self.params:
             p.grad = None
         try:
             yield
+            self.collect()
         finally:
-            self._aside = []
-            for i, (p, total) in enumerate(zip(self.params, sums)):
-                made = p.grad
-                if total is None:
-                    continue
-                p.grad = total
-                # Otherwise a product added to the slice itself.
-                if made is not None and not self._is_slice(i, made):
-                    total.add_(made.detach())
+            for i, aside in enumerate(self._aside):
+                if aside:
+                    self._show(i)
+
+    def _show(self, i: int):
+        self.params[i].grad = self.views[i]
+        self._aside[i] = False
+
+    def show_hooked(self):
+        """Show the sums of tensors with hooks that run when they are accumulated, as autograd
+        does."""
+        for i, p in enumerate(self.params):
+            if self._aside[i] and p._post_accumulate_grad_hooks and self.has_hooks(i):
+                self._show(i)
 
     def is_stale(self, i: int) -> bool:
         """True if tensor i's slice has no sum, so that the next addition overwrites it."""
-        if self._aside and self._aside[i] is not None:
-            return False
         return self[i] is None
 
     def place(self, views: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -335,10 +348,11 @@ class Gradients:
     @torch.no_grad()
     def zero_stale(self, first: int = 0, last: int | None = None):
         """Write zeros to the slices of tensors without a gradient: before a sum over ranks."""
+        received = self.received()
         stale = [
             view
-            for p, view in zip(self.params[first:last], self.views[first:last])
-            if p.grad is None
+            for view, has_one in zip(self.views[first:last], received[first:last])
+            if not has_one
         ]
         if stale:
             torch._foreach_zero_(stale)

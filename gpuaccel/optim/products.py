@@ -197,8 +197,6 @@ class Products:
 
     def begin_backward(self):
         """Count the products of the next backward from zero."""
-        # A slice that has lost its memory (`p.grad.data = ...`) gets it again.
-        self.arena.gradients.collect(graphs=False)
         self.added_before, self.added = self.added, [0] * len(self.added)
 
     def end_backward(self):

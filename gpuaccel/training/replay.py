@@ -22,6 +22,7 @@ from ..graphs import (
     frozen_number,
     preserved,
 )
+from ..ops import load_accumulate_each
 from ..optim import Arena, DeviceOptimizer, GradientListener
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
@@ -81,6 +82,8 @@ class StepGraphs:
         self._options = options
         self.launched = [opt for opt in step.optimizers if _reads_on_host(opt, step.arena)]
         self.captured = [opt for opt in step.optimizers if opt not in self.launched]
+        # A capture may launch it first, and cannot load it.
+        load_accumulate_each(step.arena.device)
         self.batch_graphs = self._make_batch_graphs(step)
         # Made by the first list of micro-batches.
         self.list_graphs: "ListGraphs | None" = None

@@ -417,8 +417,6 @@ class TrainStep:
 
         reducer: None in a warm-up, which this rank runs by itself."""
         totals = Totals()
-        # What a backward outside of the step has left may be bf16: it is added to in fp32.
-        self.arena.gradients.collect()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.begin_step()
@@ -442,27 +440,31 @@ class TrainStep:
         """Forward and backward of one of `parts` micro-batches: its loss in fp32, and its tokens.
 
         reducer: of the last backward, which sends the sums while it runs."""
-        loss, tokens = self._forward(micro)
-        if self.reducer is not None:
-            # The gradient is divided in _update(), by the micro-batches of all ranks.
-            parts = 1
-        if tokens is None:
-            loss = loss / parts
-        objective = loss
-        if tokens is not None and self.divide == "micro_batches":
-            objective = loss / tokens.clamp(min=1) / parts
-        mark("forward")
-        listener = reducer.listener() if reducer is not None else None
-        if listener is not None and self._graphs is not None:
-            # Buckets will be sent beside this backward, on other streams.
-            self._graphs.split()
-        if self.products is not None:
-            self.products.begin_backward()
-        with self.arena.gradients.listening(listener):
-            objective.backward()
-        if self.products is not None:
-            self.products.end_backward()
-        self.arena.gradients.collect()
+        gradients = self.arena.gradients
+        # Dynamo may trace in any forward: an fp32 `.grad` of a bf16 weight would break its graph.
+        # And many gradients are added by one launch.
+        with gradients.aside():
+            loss, tokens = self._forward(micro)
+            if self.reducer is not None:
+                # The gradient is divided in _update(), by the micro-batches of all ranks.
+                parts = 1
+            if tokens is None:
+                loss = loss / parts
+            objective = loss
+            if tokens is not None and self.divide == "micro_batches":
+                objective = loss / tokens.clamp(min=1) / parts
+            mark("forward")
+            listener = reducer.listener() if reducer is not None else None
+            if listener is not None and self._graphs is not None:
+                # Buckets will be sent beside this backward, on other streams.
+                self._graphs.split()
+            if self.products is not None:
+                self.products.begin_backward()
+            gradients.show_hooked()
+            with gradients.listening(listener):
+                objective.backward()
+            if self.products is not None:
+                self.products.end_backward()
         mark("backward")
         return loss.detach().float(), tokens
 
@@ -470,12 +472,7 @@ class TrainStep:
         """What loss_fn returns, checked: a loss, and its tokens as a tensor or None."""
         device = self.arena.device
         autocast = torch.autocast(device.type, self.autocast) if self.autocast else None
-        aside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.arena.bf16_weights is not None:
-            # Dynamo may trace: an fp32 `.grad` of a bf16 weight would break its graph at every
-            # layer. The model may also be compiled by its owner, and a new shape comes any time.
-            aside = self.arena.gradients.aside()
-        with autocast or contextlib.nullcontext(), aside:
+        with autocast or contextlib.nullcontext():
             result = self.loss_fn(self.model, micro)
         loss, tokens = result if isinstance(result, tuple) else (result, None)
         if tokens is None and self.divide in ("tokens", "sequences"):

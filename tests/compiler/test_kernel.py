@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +20,7 @@ from gpuaccel.ops import clip
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops import token_sort as segments
 from gpuaccel.ops.accumulate import (
+    ADDITIONS,
     CHUNK,
     MAX_TENSORS,
     SQUARES_THREADS,
@@ -30,7 +30,6 @@ from gpuaccel.ops.accumulate import (
 from gpuaccel.optim import AdamW, update_rule
 from gpuaccel.source import launch_bound, signature, struct_fields, without_comments
 
-ADDRESSES = struct.Struct(f"{MAX_TENSORS}Q")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SCALE = """extern "C" __global__ void scale(float* x, float a, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -96,7 +95,7 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
 @pytest.mark.parametrize(
     "kernel, pack",
     [
-        (accumulate_kernel("accumulate_v3", torch.float32), ADDRESSES.pack),
+        (accumulate_kernel("accumulate_v3", torch.float32), ADDITIONS.pack),
         *[
             (clip.clip_kernel(name, 2.0, most), clip._pack_tensors[most])
             for name in ("squares_v2", "scale_v2")

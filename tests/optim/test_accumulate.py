@@ -25,9 +25,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
+from gpuaccel.backends import takes
 from gpuaccel.compiler import kernel
 from gpuaccel.errors import ArgumentError
-from gpuaccel.ops.accumulate import accumulate_, accumulate_kernel
+from gpuaccel.ops.accumulate import (
+    MAX_TENSORS,
+    accumulate_,
+    accumulate_each_,
+    accumulate_kernel,
+)
 from gpuaccel.optim import AdamW, GradientListener, Lion, Products
 from gpuaccel.optim import gradients as gradients_module
 from gpuaccel.optim.arena import Arena
@@ -451,6 +457,28 @@ def test_accumulate_launches_as_many_blocks_as_elements_fill(n, blocks, monkeypa
     with ga.use_backend("simt"):
         accumulate_(torch.zeros(n), torch.ones(n))
     assert launched == [blocks]
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_many_tensors_are_added_in_one_launch_as_torch_adds_each(device, monkeypatch):
+    shapes = [(1 + i % 50, 1 + i % 3) for i in range(2 * MAX_TENSORS)] + [(90, 100), (0,), (4096,)]
+    accs = [torch.randn(shape, device=device) for shape in shapes]
+    grads = [
+        torch.randn(shape[::-1], device=device).t()
+        if len(shape) > 1
+        else torch.randn(shape, device=device)
+        for shape in shapes
+    ]
+    grads = [g.bfloat16() if i % 2 else g for i, g in enumerate(grads)]
+    wants = [acc + grad for acc, grad in zip(accs, grads)]
+    versions = [acc._version for acc in accs]
+    launched = []
+    monkeypatch.setattr(kernel, "recorders", [lambda launch, *_: launched.append(launch)])
+    accumulate_each_(accs, grads)
+    assert all(torch.equal(acc, want) for acc, want in zip(accs, wants))
+    assert all(acc._version > version for acc, version in zip(accs, versions))
+    # 182 tensors in fp32, 180 in bf16.
+    assert len(launched) == (3 if takes(accs[0].device) else 0)
 
 
 def test_accumulate_refuses_and_changes_nothing():

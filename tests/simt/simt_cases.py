@@ -23,6 +23,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.compiler.program import kernel_root, whole_program
+from gpuaccel.ops.accumulate import packed_additions
 from gpuaccel.ops.clip import launches_for, reference_scale
 from gpuaccel.ops.embedding_backward import (
     reference_encoder,
@@ -936,30 +937,20 @@ def _chunk_table(sizes):
 
 @ours("accumulate", "accumulate_v3")
 def run(kernel, seed, device):
-    """In one launch, and in two: the second tensor without a gradient, some of them misaligned."""
-    sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
+    """Six tensors in one launch; the sum or the gradient of some is misaligned."""
+    sizes, skips = (10, 4096, 9000, 4096, 5000, 3), ((0, 0), (0, 0), (0, 0), (1, 0), (0, 1), (2, 2))
     random, dtype = rng(seed), _grad_dtype(kernel)
-    rows, firsts = _chunk_table(sizes)
-    start = torch.zeros(CHUNK * len(rows))
-    want = start.clone()
-    addresses, grads = [0] * 256, []
-    for i, (n, skip, k) in enumerate(zip(sizes, skips, firsts)):
-        place = slice(CHUNK * k, CHUNK * k + n)
-        start[place] = torch.from_numpy(normal(random, n))
-        want[place] = start[place]
-        if i != 1:
-            grad = torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-            want[place] += grad.cpu().float()
-            addresses[i] = grad.data_ptr()
-            grads.append(grad)
-    table = on(device, np.array(rows, np.int32))
-    for launches in ([(0, 6)], [(0, 2), (2, 6)]):
-        acc = start.to(device, copy=True)
-        for first, last in launches:
-            within = [k for k, row in enumerate(rows) if first <= row[0] < last]
-            sources = struct.pack("256Q", *addresses[first:], *[0] * first)
-            kernel[len(within), 512](acc, table, within[0], first, sources, tensors=grads)
-        yield Outcome(f"launches of {launches}", acc.cpu(), want)
+    accs, grads, wants = zip(*[_pair_of(random, n, dtype, device, 0) for n in sizes])
+    accs, grads = (
+        [torch.cat([t[: skip[k]], t])[skip[k] :] for t, skip in zip(tensors, skips)]
+        for k, tensors in enumerate((accs, grads))
+    )
+    ((blocks, tensors),) = packed_additions(
+        tuple(t.data_ptr() for t in accs), tuple(t.data_ptr() for t in grads), sizes
+    )
+    kernel[blocks, 512](tensors, tensors=[*accs, *grads])
+    for n, acc, want in zip(sizes, accs, wants):
+        yield Outcome(f"n = {n}", acc.cpu(), want)
 
 
 @ours("clip", "squares_v1")
