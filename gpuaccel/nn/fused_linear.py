@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .fused_forward import FusedForward, adds_to_arena
 from .gradient_use import has_second_derivative
-from .weight_gradient import add_or_return
+from .weight_gradient import add_or_return, as_rows
 
 
 class _LinearIntoArena(torch.autograd.Function):
@@ -70,7 +70,12 @@ def _into_arena(fused: FusedForward, x: Tensor, bias: Tensor | None, transposed:
         x = x.to(dtype)
     if bias is not None:
         bias = bias.to(x.dtype)
-    return _LinearIntoArena.apply(x, fused.weight, bias, fused.grad, dtype, transposed)
+    shape = x.shape[:-1]
+    if torch.compiler.is_compiling():
+        # The rows are saved for backward. Of a permuted x, Inductor would keep two copies.
+        x = as_rows(x)
+    y = _LinearIntoArena.apply(x, fused.weight, bias, fused.grad, dtype, transposed)
+    return y.view(*shape, y.shape[-1]) if torch.compiler.is_compiling() else y
 
 
 class FusedLinear(FusedForward):

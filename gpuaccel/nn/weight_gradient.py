@@ -18,12 +18,10 @@ from .gradient_slice import GradientSlice, slice_of
 from .gradient_use import RETURNED, GradientUse
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
-for _schema in (
-    "add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()",
-    "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor",
-):
-    # Any strides will do: otherwise Inductor copies dy and x to those of the traced tensors.
-    _library.define(_schema, tags=(torch.Tag.flexible_layout,))
+_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
+_library.define(
+    "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
+)
 
 
 def _add_weight_gradient(acc, dy, x):
@@ -62,7 +60,7 @@ def _add(target: GradientSlice, uses: list[GradientUse], dy: Tensor, x: Tensor):
 
 def accumulate_product(acc: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False):
     """acc += dy^T @ x, summed in fp32. overwrite: nothing reads acc, and a NaN in it is gone."""
-    dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
+    dy, x = as_rows(dy), as_rows(x)
     beta = 0 if overwrite else 1
     if dy.dtype == torch.float32:
         acc.addmm_(dy.t(), x, beta=beta)
@@ -70,6 +68,11 @@ def accumulate_product(acc: Tensor, dy: Tensor, x: Tensor, overwrite: bool = Fal
         torch.addmm(acc, dy.t(), x, beta=beta, out_dtype=torch.float32, out=acc)
     else:
         acc.addmm_(dy.t().float(), x.float(), beta=beta)
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """(..., n) as (rows, n): a view where the strides allow it."""
+    return t.flatten(0, -2) if t.dim() > 1 else t[None]
 
 
 def side_by_side(dys: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
