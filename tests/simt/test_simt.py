@@ -153,28 +153,30 @@ def test_zig_gets_no_file_that_another_user_can_have_written(fresh, monkeypatch)
     monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
     kept = fresh.parent / "zig" / "o" / "kept.o"
     write = ["sh", "-c", 'umask 2>&1 > "$ZIG_GLOBAL_CACHE_DIR/o/kept.o"; touch "$2"', "sh"]
+
+    def compiled():
+        build._zig_folder.cache_clear()
+        build._run([*write, "-o", str(fresh.parent / "output")], "a test", str)
+
     kept.parent.mkdir(parents=True, mode=0o700)
     before = os.umask(0o002)
     try:
-        build._run([*write, "-o", str(fresh.parent / "output")], "a test", str)
+        compiled()
     finally:
         os.umask(before)
     assert kept.stat().st_mode & 0o777 == 0o600, "it is not in our cache, or others can read it"
-    build._zig_folder.cache_clear()
-    build._environment()
+    compiled()
     assert kept.exists()
     kept.chmod(0o666)
-    build._zig_folder.cache_clear()
-    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == str(fresh.parent / "zig")
-    assert not kept.exists()
-    # A file that cannot be removed.
-    kept.parent.mkdir()
-    kept.touch(0o666)
-    kept.chmod(0o666)
-    monkeypatch.setattr(build.shutil, "rmtree", lambda *args, **options: None)
-    build._zig_folder.cache_clear()
-    other = pathlib.Path(build._environment()["ZIG_GLOBAL_CACHE_DIR"])
-    assert other.is_dir() and fresh.parent not in other.parents
+    with monkeypatch.context() as stubborn, pytest.raises(BackendError, match="not permitted"):
+        stubborn.setattr(build.shutil, "rmtree", refuse_to_remove)
+        compiled()
+    compiled()
+    assert not kept.parent.exists()
+
+
+def refuse_to_remove(folder):
+    raise PermissionError(f"{folder}: not permitted")
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
@@ -489,16 +491,13 @@ ctypes.string_at(0)
 
 @pytest.mark.slow
 def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, monkeypatch):
-    real = build.ctypes.CDLL
+    real = build._loaded_executor
 
-    def refuse(path, *rest, **options):
-        if refuse.left and "gpuaccel-simt" in str(path):
-            refuse.left -= 1
-            raise OSError(f"{path}: cannot allocate memory in static TLS block")
-        return real(path, *rest, **options)
+    def refuse(image):
+        monkeypatch.setattr(build, "_loaded_executor", real)
+        raise OSError("cannot allocate memory in static TLS block")
 
-    refuse.left = 1  # the cache of this test is empty
-    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(build, "_loaded_executor", refuse)
     x = torch.ones(100_000)
     with ga.checked(False):
         ga.compile(TWICE)[400, 256](x, 100_000)
