@@ -34,8 +34,7 @@ from .tracing import EVENT, SECTOR, Trace, Traced, groups
 ZONE = 1 << 16
 # Addresses before and after a tensor that are reserved for it: all that a 32-bit index, signed or
 # not, can reach in elements of 16 bytes. So each such access is reported for this tensor, and hits
-# no other. If the system has fewer addresses, all tensors together get MOST_ADDRESSES, or what it
-# has.
+# no other. All tensors together get MOST_ADDRESSES; where the system has fewer, each gets its zones.
 BELOW, ABOVE = 1 << 35, 1 << 36
 MOST_ADDRESSES = 1 << 45
 # Accesses that a trace keeps.
@@ -152,19 +151,17 @@ def _with_space(size: int, count: int, dynamic: int) -> tuple[Memory, int, int]:
 
     Returns it, and the addresses that are reserved below and above each tensor.
     """
-    share = 1.0
-    while True:
-        # Each is aligned.
-        space = count * (BELOW + ABOVE + 256)
-        share = min(share, MOST_ADDRESSES / space if space else 1.0)
+
+    def reserved(share):
         below, above = (max(int(reach * share), ZONE) for reach in (BELOW, ABOVE))
+        # Each is aligned.
         total = size + count * (below + above + 256) + dynamic + 2 * ZONE + 256
-        try:
-            return Memory(total, sparse=above > ZONE), below, above
-        except OSError:
-            if above == ZONE:
-                raise
-            share /= 2
+        return Memory(total, sparse=above > ZONE), below, above
+
+    try:
+        return reserved(min(1.0, MOST_ADDRESSES / (max(count, 1) * (BELOW + ABOVE))))
+    except OSError:
+        return reserved(0)
 
 
 @dataclass(eq=False)
@@ -176,7 +173,6 @@ class Array:
         lead: see Traced
         addresses: its elements may be addresses of tensors
         shift: address of the copy minus address of the original
-        padding: for each byte of an element whether no member has it; None: each has one
     """
 
     name: str
@@ -189,7 +185,6 @@ class Array:
     lead: int = 0
     addresses: bool = False
     shift: int = 0
-    padding: bytes | None = None
 
     @classmethod
     def of_tensor(cls, name, tensor, readonly=False, addresses=False):
@@ -228,20 +223,6 @@ class Slot:
     @property
     def addresses(self) -> bool:
         return any(array.addresses for array in self.arrays)
-
-
-@dataclass
-class Range:
-    """Addresses that the checks know, and the arrays there. granule: bytes per cell."""
-
-    lo: int
-    hi: int
-    arrays: list[Array]
-    zone: int = 0
-    below: int = 0
-    above: int = 0
-    granule: int = 1
-    readonly: bool = False
 
 
 def _may_hold_addresses(param, tensor) -> bool:
@@ -318,17 +299,19 @@ class Session:
                 self.slots[-1].add(array)
             else:
                 self.slots.append(Slot(array))
-        ranges = [*self._copies(shape[6]), *self._variables()]
-        ranges.sort(key=lambda r: r.lo)
-        self.members = [r.arrays for r in ranges]
-        self._fill_checks(ranges, threads)
+        # (region, the arrays there), in the order of their addresses
+        parts = [*self._copies(shape[6]), *self._variables()]
+        parts.sort(key=lambda part: part[0].lo)
+        self.members = [arrays for _, arrays in parts]
+        self.regions = (Region * len(parts))(*(region for region, _ in parts))
+        self._fill_checks(threads)
         if trace:
             self.events = numpy.zeros(EVENTS, C_EVENT)
             self.checks.event = self.events.ctypes.data
             self.checks.event_room = EVENTS
 
     def _copies(self, dynamic: int):
-        """Copy the tensors; yield their ranges, and that of `dynamic` bytes of shared memory."""
+        """Copy the tensors; yield their regions, and that of `dynamic` bytes of shared memory."""
         sizes = [slot.hi - slot.lo for slot in self.slots]
         self.memory, below, above = _with_space(sum(sizes), len(sizes), dynamic)
         self.below, self.above = below, above
@@ -340,53 +323,49 @@ class Session:
             for array in slot.arrays:
                 array.shift = address - slot.lo
             ctypes.memmove(address, slot.lo, size)
-            yield Range(
-                address,
-                address + size,
-                slot.arrays,
+            region = Region(
+                lo=address,
+                hi=address + size,
                 zone=ZONE,
                 below=below,
                 above=above,
+                kind=GLOBAL,
                 granule=min(4, *(array.itemsize for array in slot.arrays)),
                 readonly=slot.readonly,
             )
+            yield region, slot.arrays
             address += size + above
         address += ZONE
         self.dynamic = address + -address % 256
         end = self.dynamic + dynamic
-        array = Array(DYNAMIC, self.dynamic, end, 1, "", SHARED)
-        yield Range(self.dynamic, end, [array], zone=ZONE, below=ZONE, above=ZONE)
+        region = Region(self.dynamic, end, ZONE, kind=SHARED, below=ZONE, above=ZONE, granule=1)
+        yield region, [Array(DYNAMIC, self.dynamic, end, 1, "", SHARED)]
 
     def _variables(self):
-        """Yield the ranges of the program's own variables."""
+        """Yield the regions of the program's own variables."""
         for offset, size, name, shared in self.table.variables:
             lo = self.table.base + offset
             itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
-            array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
-            array.padding = padding
-            yield Range(lo, lo + size, [array], granule=4 if dtype in WORDS else 1)
+            kind = SHARED if shared else VARIABLE
+            region = Region(lo, lo + size, kind=kind, granule=4 if dtype in WORDS else 1)
+            if shared and dtype:
+                region.element = itemsize
+                region.padding = padding
+            yield region, [Array(name, lo, lo + size, itemsize, dtype, kind)]
 
-    def _fill_checks(self, ranges, threads):
-        cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
-        self.cells = Memory(sum(cells))
+    def _fill_checks(self, threads):
+        sizes = [-(-(region.hi - region.lo) // region.granule) * CELL for region in self.regions]
+        self.cells = Memory(sum(sizes))
         self.published = Memory(PUBLICATION * threads)
-        self.regions = (Region * len(ranges))()
         address = self.cells.address
-        for region, r, size in zip(self.regions, ranges, cells):
-            for field in ("lo", "hi", "zone", "below", "above", "granule", "readonly"):
-                setattr(region, field, getattr(r, field))
-            region.kind = r.arrays[0].kind
+        for region, size in zip(self.regions, sizes):
             region.cells = address
-            array = r.arrays[0]
-            if array.kind == SHARED and array.dtype:
-                region.element = array.itemsize
-                region.padding = array.padding
             address += size
         base = self.table.base
         shared_lo, shared_hi = self.table.shared
         self.checks = Checks(
             region=self.regions,
-            regions=len(ranges),
+            regions=len(self.regions),
             base=base,
             end=base + self.table.size,
             shared_lo=base + shared_lo,
@@ -840,17 +819,16 @@ def _launch(call: Call, trace: bool):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
     program = call.program
     printed: list[str] = []
-    state = _State(program)
+    before = _variables(program)
     session, fault, mistakes, notes = _launch_once(call, trace, printed)
-    left = _State(program)
+    after = _variables(program)
 
     def again(variant=(), **options):
         """Repeat the first launch, with other options or another build of the kernel."""
-        if not variant:
-            state.restore()
-            return _launch_once(call, False, **options)
-        build = built(program.text, program.filename, program.names, True, variant)
-        state.copy_to(build)
+        build = program
+        if variant:
+            build = built(program.text, program.filename, program.names, True, variant)
+        _set_variables(build, before)
         return _launch_once(call._replace(program=build), False, **options)
 
     if fault is not None and session.is_far():
@@ -884,48 +862,29 @@ def _launch(call: Call, trace: bool):
             if (
                 not other_fault
                 and is_same
-                and _State(program).values == left.values
+                and _variables(program) == after
                 and other.may_all_be_benign()
                 and all(pair.tested for pair in other.checks.pair[: other.checks.pairs])
             ):
                 for raw in session.races():
                     raw.kind = BENIGN_RACE
                 mistakes, notes = [], session.reports()[1]
-    # A launch with mistakes, or one that was only traced, leaves the variables as they were.
-    (state if mistakes or trace else left).restore()
+    _set_variables(program, after)
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
 
 
-class _State:
-    """Values of a program's variables that persist between launches."""
+def _variables(program: Program) -> dict[str, bytes]:
+    """What the program's variables in device memory hold. It stays between launches."""
+    return {
+        name: ctypes.string_at(address, len(value))
+        for name, (address, value) in program.variables.items()
+    }
 
-    def __init__(self, program):
-        self.program = program
-        table = symbols(program)
-        self.values = [
-            (offset, ctypes.string_at(table.base + offset, size))
-            for offset, size, _, shared in table.variables
-            if not shared
-        ]
 
-    def restore(self):
-        base = symbols(self.program).base
-        for offset, content in self.values:
-            # Skip what is equal: constants are in read-only memory.
-            if ctypes.string_at(base + offset, len(content)) != content:
-                ctypes.memmove(base + offset, content, len(content))
-
-    def copy_to(self, other):
-        """Set the variables of another build of the same source, by name."""
-        mine, theirs = symbols(self.program), symbols(other)
-        names = {offset: name for offset, _, name, _ in mine.variables}
-        places = {name: (offset, size) for offset, size, name, _ in theirs.variables}
-        for offset, content in self.values:
-            there, size = places.get(names[offset], (0, 0))
-            is_other = size == len(content) != 0
-            if is_other and ctypes.string_at(theirs.base + there, size) != content:
-                ctypes.memmove(theirs.base + there, content, size)
+def _set_variables(program: Program, values: dict[str, bytes]):
+    for name, content in values.items():
+        ctypes.memmove(program.variables[name][0], content, len(content))
 
 
 def _places(mistakes):
