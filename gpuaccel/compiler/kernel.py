@@ -31,7 +31,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -445,29 +445,20 @@ class Kernel:
         """The kernel as a launch on the CPU runs it: with the checks, or fast."""
         return self.load("checked" if simt.is_checked(self.learner) else "fast")
 
-    @overload
-    def load(self, where: int) -> "_Loaded": ...
-
-    @overload
-    def load(self, where: str) -> "_OnCpu": ...
-
-    def load(self, where: int | str) -> "_Loaded | _OnCpu":
+    def load(self, where: int | str) -> Any:
         """Compile and load the kernel, once. A launch does this by itself.
 
         Args:
             where: index of a GPU, or "fast" or "checked" for the CPU.
         """
-        loaded = self._ready.get(where)
-        if loaded is None:
-            with self._lock:
-                loaded = self._ready.get(where)
-                if loaded is None:
-                    kind = _OnCpu if isinstance(where, str) else _Loaded
-                    try:
-                        loaded = self._ready[where] = kind(self, where)
-                    except CompileError as error:
-                        raise self._explained(error) from None
-        return loaded
+        with self._lock:
+            if where not in self._ready:
+                kind = _OnCpu if isinstance(where, str) else _Loaded
+                try:
+                    self._ready[where] = kind(self, where)
+                except CompileError as error:
+                    raise self._explained(error) from None
+            return self._ready[where]
 
 
 def _number_types(param) -> tuple:
@@ -542,30 +533,6 @@ class Module:
         return f"{', '.join(names)}  [{self._facts[1]}]"
 
 
-@overload
-def compile(
-    source: str | None = None,
-    name: None = None,
-    *,
-    path: str | os.PathLike | None = None,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Any: ...
-
-
-@overload
-def compile(
-    source: str | None = None,
-    name: str = ...,
-    *,
-    path: str | os.PathLike | None = None,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Kernel: ...
-
-
 def compile(
     source: str | None = None,
     name: str | None = None,
@@ -574,7 +541,7 @@ def compile(
     filename: str | None = None,
     options: tuple[str, ...] = (),
     **defines: object,
-) -> Kernel | Module:
+) -> Any:
     """The kernels of CUDA C, as nvcc takes it: a whole file, or a kernel alone.
 
     Host code is left out, and a CompileWarning says so in one line. Headers of C, C++ and the CUDA
@@ -900,7 +867,9 @@ class Launch:
             try:
                 loaded.pack(loaded.buffer, 0, *values)
             except (struct.error, OverflowError):
-                raise _range_error(kernel, values) from None
+                # It names the number that is out of its type's range.
+                check_arguments(kernel, args)
+                raise
             (status,) = loaded.launch(loaded.function, *self.shape, stream, loaded.address, 0)
             if status == INVALID_CONTEXT:
                 _enter(current)
@@ -934,10 +903,7 @@ class Launch:
         _check_structs(kernel, loaded, values)
 
         def pack(values):
-            try:
-                loaded.pack(loaded.buffer, 0, *values)
-            except (struct.error, OverflowError):
-                raise _range_error(kernel, values) from None
+            loaded.pack(loaded.buffer, 0, *values)
             return loaded.address
 
         for recorder in recorders:
@@ -965,20 +931,6 @@ def _enter(index):
 
     _, context = driver.cuDevicePrimaryCtxRetain(index)
     driver.cuCtxSetCurrent(context)
-
-
-def _range_error(kernel, values) -> ArgumentError:
-    """The error for the first number that is out of its C type's range."""
-    for value, param in zip(values, kernel.params):
-        if not param.code:
-            continue
-        try:
-            struct.pack("<" + param.code, value)
-        except (struct.error, OverflowError) as error:
-            return ArgumentError(
-                f"{kernel.name}: parameter `{param}` cannot hold {value!r}: {error}"
-            )
-    return ArgumentError(f"{kernel.name}: a number does not fit its C type: {values}")
 
 
 @functools.cache
@@ -1072,9 +1024,15 @@ def _value_problem(param, arg) -> str | None:
             if is_right
             else f"is a struct by value and expects bytes, got {type(arg).__name__}"
         )
-    if param.code in "efd":
-        return None if isinstance(arg, numbers.Real) else f"expects a number, got {arg!r}"
-    return None if isinstance(arg, numbers.Integral) else f"expects a whole number, got {arg!r}"
+    is_real = param.code in "efd"
+    if not isinstance(arg, numbers.Real if is_real else numbers.Integral):
+        return f"expects a {'' if is_real else 'whole '}number, got {arg!r}"
+    try:
+        # "<" checks the range.
+        struct.pack("<" + param.code, arg)
+    except (struct.error, OverflowError) as error:
+        return f"cannot hold {arg!r}: {error}"
+    return None
 
 
 def _pointer_problem(param, arg, index, gpu) -> str | None:

@@ -45,7 +45,6 @@ def kernel_files() -> list[pathlib.Path]:
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*', re.M)
-_HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
@@ -155,10 +154,6 @@ def whole_program(
             folder = os.path.dirname(os.path.abspath(name))
         # Comments are blank, all positions stay.
         plain = without_comments(text, strings=True)
-        for match in _HAS_INCLUDE.finditer(plain):
-            # The compiler must not look for a header whose text is inserted.
-            if find(match[1], name, folder):
-                text = text[: match.start()] + "1".ljust(len(match[0])) + text[match.end() :]
         pieces = []
         position = 0
         for match in _INCLUDE.finditer(plain):

@@ -381,8 +381,14 @@ def _messages(process, subject, command) -> str:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The loaded executor. tls: the macro that says how it stores thread-local variables."""
+    """The loaded executor.
 
+    Attributes:
+        name: by which the libraries of kernels find it; other sources and options have another.
+        tls: the macro that says how it stores thread-local variables.
+    """
+
+    name: str
     library: ctypes.CDLL
     image: bytes
     tls: tuple[str, ...]
@@ -408,13 +414,14 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
     host = compiler()
     files = [HERE / name for name in RUNTIME_SOURCES]
     sources = [HERE / "executor.cpp"]
-    # Without debug lines, which name folders: the bytes are the same wherever it is compiled.
+    # Reports show lines of kernels only.
     options = [*FAST, "-g0", *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
         options += ["-DSIMT_CHECKED", "-fno-omit-frame-pointer"]
     texts = [file.read_text() for file in files]
     key = _key(str(host), platform.machine(), checked, COMMON, options, texts)
+    name = f"libsimt-{key[:16]}.so"
 
     def compile():
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
@@ -426,7 +433,7 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
                 *options,
                 *map(str, sources),
                 "-shared",
-                f"-Wl,-soname,libsimt-{key[:16]}.so",
+                f"-Wl,-soname,{name}",
                 "-lpthread",
                 "-o",
                 str(output),
@@ -440,7 +447,7 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
 
     try:
         return from_cache(
-            "simt", key, compile, lambda image: Runtime(_loaded_executor(image), image, tls)
+            "simt", key, compile, lambda image: Runtime(name, _loaded_executor(image), image, tls)
         )
     except OSError as error:
         if not tls:
@@ -491,7 +498,7 @@ def program(
             str(host),
             platform.machine(),
             headers,
-            hashlib.sha256(executor.image).hexdigest(),
+            executor.name,
             (COMMON, RETURNS, flags, FAST),
             curand.read_text("latin-1") if (curand := _curand(source)) else None,
         )

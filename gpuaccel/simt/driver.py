@@ -175,7 +175,6 @@ def time_limit() -> float:
 
 
 _lock = threading.Lock()
-_job = None
 
 
 def launch(
@@ -202,15 +201,10 @@ def launch(
     Raises:
         BackendError: without memory for the stacks, and KeyboardInterrupt after Ctrl-C.
     """
-    global _job
     blocks = math.prod(shape[:3])
     threads = math.prod(shape[:6])
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
     with _lock:
-        job = _job = _job or Job()
+        job = Job()
         run = getattr(program.library, f"simt_run_{symbol(name)}")
         job.run = ctypes.cast(run, ctypes.c_void_p).value
         job.arguments = arguments
@@ -219,7 +213,7 @@ def launch(
         job.shared = shape[6]
         job.workers = 1
         if threads >= MANY_THREADS and checks is None:
-            job.workers = min(cores, blocks, MAX_WORKERS)
+            job.workers = min(len(os.sched_getaffinity(0)), blocks, MAX_WORKERS)
         job.seconds = time_limit()
         if checks is not None:
             program.runtime.simt_check_with(ctypes.byref(checks))
