@@ -19,7 +19,6 @@ Where the backend is not cuda, the same call runs the same source on CPU tensors
 
 import contextlib
 import ctypes
-import functools
 import logging
 import math
 import numbers
@@ -40,6 +39,7 @@ from ..backends import backend, find_driver
 from ..errors import ArgumentError, BackendError, CompileError, CompileWarning, suggestion
 from ..host_code import LeftOut, needed_constants
 from ..source import (
+    Param,
     base_name,
     definition,
     kernel_expressions,
@@ -235,8 +235,7 @@ class Kernel:
         self.expressions = kernel_expressions(self.source)
         if not self.name.isidentifier():
             self.expressions[self.name] = template_expression(self.source, self.name)
-        self.plan = tuple((p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params)
-        self.usual_values = usual_values(self.plan, "cuda")
+        self.usual_values = usual_values(self.params, "cuda")
         self._ready = self._texts.setdefault(text, {})
         self.variables = Variables(self)
         # Constants without a value that the kernel reads; warned of at its first launch.
@@ -412,31 +411,17 @@ class Kernel:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
 
         Args:
-            shape: grid and block, each a number or up to three of them, and bytes of dynamic shared
-                memory (default 0).
+            shape: as for Launch.
 
         Raises:
-            ArgumentError: for another number of parts, and for sizes that no GPU has.
+            ArgumentError: as for Launch.
         """
         try:
             # The same shape again costs one look-up.
             return self._launches[shape]
         except (KeyError, TypeError):
             pass
-        if not isinstance(shape, tuple) or len(shape) not in (2, 3):
-            raise ArgumentError(
-                f"{self.name}[...] takes [grid, block] or [grid, block, shared_bytes], "
-                f"got {shape!r}"
-            )
-        shared = shape[2] if len(shape) == 3 else 0
-        if not isinstance(shared, numbers.Integral) or not 0 <= int(shared) <= MAX_SHARED:
-            raise ArgumentError(
-                f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, "
-                f"0 to {MAX_SHARED:,}"
-            )
-        grid = _dims(self, "grid", shape[0], MAX_GRID)
-        block = _dims(self, "block", shape[1], MAX_BLOCK)
-        launch = Launch(self, grid, block, int(shared))
+        launch = Launch(self, shape)
         if len(self._launches) < 1000 and all(isinstance(part, (int, tuple)) for part in shape):
             self._launches[shape] = launch
         return launch
@@ -459,13 +444,6 @@ class Kernel:
                 except CompileError as error:
                     raise self._explained(error) from None
             return self._ready[where]
-
-
-def _number_types(param) -> tuple:
-    """Python's number types that a parameter takes; () for a pointer or struct."""
-    if param.code is None:
-        return ()
-    return (int, float) if param.code in "efd" else (int,)
 
 
 class Module:
@@ -816,15 +794,31 @@ class Launch:
 
     Args:
         kernel: the Kernel.
-        grid, block: three sizes each.
-        shared: bytes of dynamic shared memory.
+        shape: grid and block, each a number or up to three of them, and bytes of dynamic shared
+            memory (default 0).
+
+    Raises:
+        ArgumentError: for another number of parts, and for sizes that no GPU has.
     """
 
     __slots__ = ("kernel", "shape")
 
-    def __init__(self, kernel, grid, block, shared):
+    def __init__(self, kernel: "Kernel", shape):
+        if not isinstance(shape, tuple) or len(shape) not in (2, 3):
+            raise ArgumentError(
+                f"{kernel.name}[...] takes [grid, block] or [grid, block, shared_bytes], "
+                f"got {shape!r}"
+            )
+        shared = shape[2] if len(shape) == 3 else 0
+        if not isinstance(shared, numbers.Integral) or not 0 <= int(shared) <= MAX_SHARED:
+            raise ArgumentError(
+                f"{kernel.name}: shared_bytes is {shared!r}; expected a whole number of bytes, "
+                f"0 to {MAX_SHARED:,}"
+            )
+        grid = _dims(kernel, "grid", shape[0], MAX_GRID)
+        block = _dims(kernel, "block", shape[1], MAX_BLOCK)
         self.kernel = kernel
-        self.shape = (*grid, *block, shared)
+        self.shape = (*grid, *block, int(shared))
 
     def __call__(self, *args, tensors=()):
         """Launch the kernel.
@@ -933,8 +927,7 @@ def _enter(index):
     driver.cuCtxSetCurrent(context)
 
 
-@functools.cache
-def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
+def usual_values(params: list[Param], device: str) -> Callable[..., tuple | None]:
     """A function that is check_arguments() for arguments of the usual kinds only.
 
     Its code is generated for one parameter list, without a loop, which would take half of the
@@ -942,25 +935,26 @@ def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
     returns None or raises, and check_arguments() decides.
 
     Args:
-        plan: Kernel.plan.
+        params: of the kernel.
         device: "cuda" or "cpu", where tensors have to be.
     """
-    names = [f"argument{i}" for i in range(len(plan))]
-    pointers = [name for name, (pointer, *_) in zip(names, plan) if pointer]
+    names = [f"argument{i}" for i in range(len(params))]
+    pointers = [name for name, param in zip(names, params) if param.pointer]
     values, tests = [], []
     known: dict[str, Any] = {}
-    for name, (pointer, dtypes, align, number_types) in zip(names, plan):
-        if not pointer:
+    for name, param in zip(names, params):
+        if not param.pointer:
             values.append(name)
-            # A struct, not a number: its size is compared later.
-            known[f"{name}_types"] = number_types or (bytes,)
+            # Of a struct the size is compared later.
+            number_types = (int, float) if param.code and param.code in "efd" else (int,)
+            known[f"{name}_types"] = number_types if param.code else (bytes,)
             tests.append(f"type({name}) in {name}_types")
             continue
         values.append(f"{name}_address")
-        if dtypes is not None:
-            known[f"{name}_dtypes"] = dtypes
+        if param.dtypes is not None:
+            known[f"{name}_dtypes"] = param.dtypes
             tests.append(f"{name}.dtype in {name}_dtypes")
-        tests += [f"{name}.is_contiguous()", f"not {name}_address % {align}"]
+        tests += [f"{name}.is_contiguous()", f"not {name}_address % {param.align}"]
         tests.append(f"({name}_address or not {name}.numel())")
         same = f"{name}.get_device() == index"
         tests.append(same if device == "cuda" else f"{name}.is_cpu")

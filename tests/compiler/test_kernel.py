@@ -460,7 +460,7 @@ def test_a_tensor_whose_memory_was_given_back_is_refused(scale):
 def usual(kernel, device, arguments):
     """What a launch takes without check_arguments(); None: it calls that."""
     try:
-        return usual_values(kernel.plan, device)(*arguments)
+        return usual_values(kernel.params, device)(*arguments)
     except (TypeError, AttributeError, RuntimeError):
         return None
 
