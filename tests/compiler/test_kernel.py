@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gpuaccel
 from gpuaccel.backends import use_backend
 from gpuaccel.compiler import Kernel, kernel_files, kernel_names, kernel_root
-from gpuaccel.compiler.kernel import check_arguments, usual_values
+from gpuaccel.compiler.launch import check_arguments, usual_values
 from gpuaccel.errors import ArgumentError, CompileError
 from gpuaccel.ops import clip
 from gpuaccel.ops import embedding_backward as encoder

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
-from gpuaccel.compiler import kernel
+from gpuaccel.compiler import launch as launches
 from gpuaccel.errors import ArgumentError
 from gpuaccel.ops.accumulate import accumulate_, accumulate_kernel
 from gpuaccel.optim import AdamW, GradientListener, Lion, Products
@@ -447,7 +447,9 @@ def test_accumulate_is_bit_equal_to_torchs_add_at_any_alignment(
 @pytest.mark.parametrize("n, blocks", [(4096, 4), (5000, 5), (4099, 17)])
 def test_accumulate_launches_as_many_blocks_as_elements_fill(n, blocks, monkeypatch):
     launched = []
-    monkeypatch.setattr(kernel, "recorders", [lambda launch, *_: launched.append(launch.shape[0])])
+    monkeypatch.setattr(
+        launches, "recorders", [lambda launch, *_: launched.append(launch.shape[0])]
+    )
     with ga.use_backend("simt"):
         accumulate_(torch.zeros(n), torch.ones(n))
     assert launched == [blocks]
