@@ -84,11 +84,10 @@ def find_driver() -> tuple[int | None, str]:
     The version is 1000 * major + 10 * minor, or None without a driver. It comes from libcuda.so.1
     itself: cuda.core and cuda.bindings.driver can deadlock where there is no driver.
     """
-    library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
     try:
-        cuda = ctypes.CDLL(library)
+        cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return None, f"no CUDA driver ({library} not found)"
+        return None, "no CUDA driver (libcuda.so.1 not found)"
     status = cuda.cuInit(0)
     if status:
         return None, f"the CUDA driver does not start (cuInit returned error {status})"

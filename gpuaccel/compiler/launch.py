@@ -200,7 +200,7 @@ def _dims(kernel, what, value, limits):
     return dims
 
 
-def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | None, list]:
+def check_arguments(kernel: "Kernel", args, device: str = "cuda") -> tuple[int | None, list]:
     """(index of the tensors' GPU, values to pack) of a launch where tensors are on `device`.
 
     The index is None without tensors, and -1 on the CPU.

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
 from ..headers import CURAND_STUBS, curand_folder, wheel_roots
+from ..source import INCLUDE
 
 # The second makes ptxas report registers and spills. The third lets constexpr functions run on the
 # device; host_code.py removes all other functions without an annotation.
@@ -77,16 +78,11 @@ def candidates() -> list[str]:
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
     wheels = wheel_roots()
-    libraries = (
-        ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
-        ("cu13", "lib", "libnvrtc.so.13"),
-        ("cuda_nvrtc", "bin", "nvrtc64_12*.dll"),
-    )
-    patterns = [os.path.join(root, "nvidia", *path) for path in libraries for root in wheels]
+    libraries = ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13")
+    patterns = [os.path.join(root, "nvidia", path) for path in libraries for root in wheels]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     patterns.append(os.path.join(toolkit, "lib64", "libnvrtc.so.1[23]"))
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
-    paths = [path for path in paths if not path.endswith(".alt.dll")]
     return [*paths, "libnvrtc.so.12", "libnvrtc.so.13"]
 
 
@@ -222,18 +218,15 @@ def compile_cubin(
 
     # Headers that the options bring are not in the key.
     is_brought = re.search(r"(?:^| )--?(?:pre-)?include(?:[= ]|$)", " ".join(options))
-    is_found = chosen_folders(options) and _INCLUDE.search(source)
+    is_found = chosen_folders(options) and INCLUDE.search(source)
     return _load(make()) if is_brought or is_found else from_cache("cubin", key, make, _load)
-
-
-_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M)
 
 
 def _flags(source, arch, options) -> list[str]:
     # NVRTC 12.9 and newer have their own cache on machines with a driver; it lacks ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options]
-    if _INCLUDE.search(source):
+    if INCLUDE.search(source):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
             folders = (*folders, curand)

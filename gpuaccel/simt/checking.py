@@ -343,9 +343,10 @@ class Session:
 
     def _variables(self):
         """Yield the regions of the program's own variables."""
-        for offset, size, name, shared in self.table.variables:
+        unknown = "a variable", 1, "", None
+        for offset, size, shared in self.table.variables:
             lo = self.table.base + offset
-            itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
+            name, itemsize, dtype, padding = self.table.types.get(offset, unknown)
             kind = SHARED if shared else VARIABLE
             region = Region(lo, lo + size, kind=kind, granule=4 if dtype in WORDS else 1)
             if shared and dtype:
@@ -453,6 +454,11 @@ class Session:
 
     # ---- reports ----
 
+    @property
+    def raws(self) -> list[CReport]:
+        """What the checks reported."""
+        return self.checks.report[: self.checks.reports]
+
     def _coordinates(self, number):
         """(thread, block) coordinates of a linear thread index in the grid."""
         threads = math.prod(self.shape[3:6])
@@ -493,7 +499,7 @@ class Session:
         mistakes: dict[tuple, Report] = {}
         notes = []
         noted: list[tuple] = []
-        for raw in self.checks.report[: self.checks.reports]:
+        for raw in self.raws:
             if raw.kind == OVERFLOW:
                 continue
             report = self._report(raw)
@@ -515,11 +521,6 @@ class Session:
         races = {(r.file, line) for r in mistakes.values() for line in (r.line, r.other_line)}
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
-
-    def _stays_in_block(self, raw) -> bool:
-        """True if an uninitialised variable was read, or written to shared memory."""
-        in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
-        return raw.kind == UNSET_LOCAL and not in_tensor
 
     def _report(self, raw) -> Report | None:
         """Turn a raw access record into a report, or None if the access is legal."""
@@ -628,7 +629,9 @@ class Session:
         if callers:
             lines = ", which is called at line ".join(str(number) for number in callers)
             message += f" (in a function called at line {lines})"
-        is_first_atomic = kind == "uninitialised" and VERBS[raw.access] == "atomically updates"
+        # What an atomic operation may drop, and a variable that is not written to a tensor.
+        in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
+        may_be_unused = raw.access == ATOMIC or (raw.kind == UNSET_LOCAL and not in_tensor)
         thread, block = self._coordinates(raw.thread)
         other_thread = other_block = None
         if has_other:
@@ -647,7 +650,7 @@ class Session:
             element=element,
             count=raw.count,
             callers=callers,
-            needs_effect=kind == "shuffle" or self._stays_in_block(raw) or is_first_atomic,
+            needs_effect=kind == "shuffle" or (kind == "uninitialised" and may_be_unused),
             looks_unset=raw.kind == UNSET_LOCAL,
         )
 
@@ -662,7 +665,7 @@ class Session:
         return accesses == [READ, ATOMIC] or (accesses == [READ, WRITE] and raw.mask == VALUE_KNOWN)
 
     def races(self) -> list:
-        return [raw for raw in self.checks.report[: self.checks.reports] if raw.kind == RACE]
+        return [raw for raw in self.raws if raw.kind == RACE]
 
     def may_all_be_benign(self) -> bool:
         races = self.races()
@@ -712,27 +715,23 @@ class Session:
 
     def is_far(self) -> bool:
         """True if an access ended the launch, as it was far from all arrays, or from its own."""
-        return any(
-            KINDS[raw.kind] == "far"
-            or KINDS[raw.kind] == "out of bounds"
-            and raw.region >= 0
-            and not -ZONE
-            <= raw.address - self.regions[raw.region].lo
-            <= self.regions[raw.region].hi - self.regions[raw.region].lo + ZONE
-            for raw in self.checks.report[: self.checks.reports]
-        )
+        for raw in self.raws:
+            kind = KINDS[raw.kind]
+            if kind == "out of bounds" and raw.region >= 0:
+                region = self.regions[raw.region]
+                if not region.lo - ZONE <= raw.address <= region.hi + ZONE:
+                    return True
+            elif kind == "far":
+                return True
+        return False
 
     def overflow_words(self, report: Report) -> str:
         """The last signed overflow of a report's thread, at the report's line if there is one."""
         found: dict[bool, str] = {}
-        for raw in self.checks.report[: self.checks.reports]:
-            if raw.kind != OVERFLOW or self._coordinates(raw.thread) != (
-                report.thread,
-                report.block,
-            ):
-                continue
+        for raw in self.raws:
             bits = raw.size
-            if not 0 < bits <= 64:
+            is_its_own = self._coordinates(raw.thread) == (report.thread, report.block)
+            if raw.kind != OVERFLOW or not is_its_own or not 0 < bits <= 64:
                 continue
             left, right = (
                 (number + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from simt_pairs import ints
 
 import gpuaccel as ga
 from gpuaccel.compiler.program import kernel_root, whole_program
@@ -156,10 +157,6 @@ def bug(source, call, *expects, **more):
 
 def ramp(n, dtype=torch.float32):
     return torch.arange(1, n + 1).to(dtype)
-
-
-def ints(n):
-    return torch.zeros(n, dtype=torch.int32)
 
 
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)

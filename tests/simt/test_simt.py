@@ -191,24 +191,13 @@ def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
 
 def test_a_compiler_that_is_installed_later_is_found(monkeypatch, tmp_path):
     """As `%pip install ziglang` does in a notebook that runs."""
-    monkeypatch.setenv("GPUACCEL_CXX", str(tmp_path / "late"))
-    assert find_compiler()[0] is None
-    (tmp_path / "late").write_text("#!/bin/sh\necho late 14.2.0\n")
-    (tmp_path / "late").chmod(0o755)
-    assert str(find_compiler()[0]) == "g++ 14.2.0"
-
-
-def test_the_compiler_is_the_one_that_was_named(monkeypatch):
-    monkeypatch.setenv("GPUACCEL_CXX", "no-such-compiler -O1")
-    assert find_compiler() == (
-        None,
-        "GPUACCEL_CXX='no-such-compiler -O1' does not answer",
-    )
-    monkeypatch.setenv("GPUACCEL_CXX", "g++")
-    found, reason = find_compiler()
-    if found is not None:
-        assert found.command == ("g++",) and found.kind in ("g++", "clang")
-        assert reason == f"{found} found"
+    late = tmp_path / "late"
+    monkeypatch.setenv("GPUACCEL_CXX", f"{late} -O1")
+    assert find_compiler() == (None, f"GPUACCEL_CXX='{late} -O1' does not answer")
+    late.write_text("#!/bin/sh\necho late 14.2.0\n")
+    late.chmod(0o755)
+    compiler, reason = find_compiler()
+    assert compiler.command == (str(late), "-O1") and reason == "g++ 14.2.0 found"
 
 
 def test_a_compiler_that_fails_shows_its_message(monkeypatch):
@@ -248,17 +237,6 @@ def test_what_only_a_gpu_has_is_named(construct, name):
     assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], False).parameters("k") == [
         ("p", 8)
     ]
-
-
-def test_arguments_are_checked_as_on_a_gpu():
-    k, x = ga.compile(TWICE), torch.ones(8)
-    for wrong, message in (
-        ((x.to("meta"), 8), "on the CPU .*got one on meta"),
-        ((x, 2**40), "cannot hold"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            k[1, 8](*wrong)
-    assert x.eq(1).all()
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -529,25 +507,7 @@ def test_a_kernel_travels_by_its_source():
         assert x.eq(2).all() and other.learner and str(other.params) == str(k.params)
 
 
-def test_launches_that_a_gpu_would_refuse_are_refused():
-    k = ga.compile(
-        '#define MOST 64\nextern "C" __global__ void __launch_bounds__(MOST, 2) k(float* x) '
-        "{ x[threadIdx.x] = 1; }"
-    )
-    with pytest.raises(
-        ArgumentError, match="block is 65, 65 threads; its __launch_bounds__ allow 64 at most"
-    ):
-        k[1, 65]
-    with pytest.raises(ArgumentError, match=r"launched with its grid and block: k\[grid, block\]"):
-        k(torch.ones(64))
-    x = torch.zeros(64)
-    k[1, 64](x)
-    assert x.eq(1).all()
-
-
-def test_an_empty_tensor_and_a_lane_without_a_thread_are_called_by_name():
-    with pytest.raises(KernelError, match=r"writes x\[0\]: x has 0 elements of float32"):
-        ga.compile(TWICE.replace("*=", "="))[1, 8](torch.zeros(0), 1)
+def test_a_lane_without_a_thread_is_called_by_name():
     with pytest.raises(
         KernelError, match=r"thread 47 of block 0 reads lane 16, for which the block has no thread"
     ):

@@ -222,9 +222,8 @@ def test_an_empty_tensor_is_no_problem():
     add, empty = good_kernel("vec_add"), torch.zeros(0)
     with ga.checked():
         add[1, 32](empty, empty, empty, 0)
-    with ga.checked(), pytest.raises(ga.errors.KernelError) as info:
+    with ga.checked(), pytest.raises(ga.errors.KernelError, match=r"a\[0\]: a has 0 elements of"):
         add[1, 32](torch.zeros(1), empty, empty, 1)
-    assert {r.kind for r in info.value.reports} <= {"null", "out of bounds"}
 
 
 def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
@@ -241,15 +240,6 @@ def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
 
 
 # ---- modes ---------------------------------------------------------------------------------------
-
-
-def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypatch):
-    monkeypatch.delenv("GPUACCEL_SIMT", raising=False)
-    bug = BUGS["sum_without_atomic"]
-    with pytest.raises(ga.errors.KernelError):
-        launch(ga.compile(BUG_TEXT, bug.name), bug.call())
-    monkeypatch.setenv("GPUACCEL_SIMT", "fast")
-    launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
 
 
 FAST_FAULTS = {

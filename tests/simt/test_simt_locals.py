@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from simt_pairs import python
+from simt_pairs import mistakes, python
 
-import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.simt.build import fill_pattern
 
@@ -13,17 +12,6 @@ needs_filling = pytest.mark.skipif(
     HOST is None or not fill_pattern(HOST), reason=f"{HOST} cannot fill local variables"
 )
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
-
-
-def mistakes(source, *args, grid=1, block=32, shared=0, seconds=10):
-    """The reports of a checked launch of kernel k; an empty list if it has none."""
-    kernel = ga.compile(source, "k")
-    with ga.checked(seconds=seconds):
-        try:
-            kernel[grid, block, shared](*args)
-        except ga.errors.KernelError as error:
-            return error.reports
-    return []
 
 
 # ---- uninitialised local variables ---------------------------------------------------------------
