@@ -41,6 +41,8 @@ INVALID_CONTEXT = 201
 # Bytes that the address of a struct by value is a multiple of: enough for a float4 and for what
 # alignas(128) asks for.
 STRUCT_ALIGNMENT = 128
+# What tensors= takes.
+ANY = Param("tensors", "void*", True, None, None, 1)
 # Functions of (launch, args, tensors) that are called before each launch on the CPU
 # (graphs/tape.py).
 recorders: list = []
@@ -151,14 +153,13 @@ class Launch:
         """
         kernel = self.kernel
         _, values = check_arguments(kernel, args, "cpu")
+        for i, tensor in enumerate(tensors):
+            if tensor is not None and (problem := _pointer_problem(ANY, tensor, None, gpu=False)):
+                raise ArgumentError(f"{kernel.name}: tensors[{i}] {problem}")
         args = (*args, *values[len(args) :])
         checked = trace or simt.is_checked(kernel.learner)
         loaded = kernel.load("checked" if checked else "fast")
         _check_structs(kernel, loaded, values)
-
-        def pack(values):
-            loaded.pack(loaded.buffer, 0, *values)
-            return loaded.address
 
         for recorder in recorders:
             recorder(self, args, tensors)
@@ -167,13 +168,13 @@ class Launch:
             variables = kernel.variables.within(loaded.program, keep=not trace)
         with loaded.lock, variables:
             if not checked:
-                simt.driver.run_fast(loaded.program, kernel.name, self.shape, pack(values))
+                simt.driver.run_fast(loaded.program, kernel.name, self.shape, loaded.packed(values))
                 return None
             from ..simt import checking
 
             program, shape = loaded.program, self.shape
-            facts = program, kernel.name, shape, kernel.params, args, values, tensors, pack
-            call = checking.Call(*facts)
+            facts = program, kernel.name, shape, kernel.params, args, values, tensors
+            call = checking.Call(*facts, loaded.packed)
             if trace:
                 return checking.record(call, kernel.text, kernel.filename)
             checking.run(call)
@@ -357,6 +358,11 @@ class _Packed:
         self.address = ctypes.addressof(self.pointers)
         # All threads of the process share the buffer.
         self.lock = threading.Lock()
+
+    def packed(self, values) -> int:
+        """The address of the table, with these values in the buffer."""
+        self.pack(self.buffer, 0, *values)
+        return self.address
 
 
 def _check_structs(kernel, loaded, values):

@@ -204,25 +204,21 @@ class Array:
         return 0 if lo <= address < hi else 1 + min(abs(address - lo), abs(address - hi))
 
 
+@dataclass
 class Slot:
     """A range of addresses that is copied as one, and the tensors in it, which may overlap."""
 
-    def __init__(self, array):
-        self.lo = array.lo
-        self.hi = array.hi
-        self.arrays = [array]
+    lo: int
+    hi: int
+    arrays: list[Array]
+    readonly: bool = True
+    addresses: bool = False
 
-    def add(self, array):
+    def add(self, array: Array):
         self.hi = max(self.hi, array.hi)
         self.arrays.append(array)
-
-    @property
-    def readonly(self) -> bool:
-        return all(array.readonly for array in self.arrays)
-
-    @property
-    def addresses(self) -> bool:
-        return any(array.addresses for array in self.arrays)
+        self.readonly &= array.readonly
+        self.addresses |= array.addresses
 
 
 def _may_hold_addresses(param, tensor) -> bool:
@@ -230,24 +226,6 @@ def _may_hold_addresses(param, tensor) -> bool:
     if param is not None and param.dtypes is None:
         return True
     return tensor.dtype in (torch.int64, torch.uint64)
-
-
-def _check_extra(i, tensor):
-    """Raise ArgumentError unless an entry of tensors= is a dense, contiguous tensor on the CPU."""
-    is_dense = (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-    )
-    if not is_dense:
-        raise ArgumentError(
-            f"tensors[{i}] is {type(tensor).__name__}; expected a dense tensor on the CPU"
-        )
-    if not tensor.is_contiguous():
-        raise ArgumentError(
-            f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
-            "expected a contiguous one"
-        )
 
 
 class Session:
@@ -285,7 +263,6 @@ class Session:
                 self.empty[id(tensor)] = array
         for i, tensor in enumerate(extra):
             if tensor is not None:
-                _check_extra(i, tensor)
                 addresses = _may_hold_addresses(None, tensor)
                 array = Array.of_tensor(f"tensors[{i}]", tensor, addresses=addresses)
                 self.arrays.append(array)
@@ -295,10 +272,9 @@ class Session:
         )
         self.slots: list[Slot] = []
         for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
-            if self.slots and array.lo < self.slots[-1].hi:
-                self.slots[-1].add(array)
-            else:
-                self.slots.append(Slot(array))
+            if not self.slots or array.lo >= self.slots[-1].hi:
+                self.slots.append(Slot(array.lo, array.hi, []))
+            self.slots[-1].add(array)
         # (region, the arrays there), in the order of their addresses
         parts = [*self._copies(shape[6]), *self._variables()]
         parts.sort(key=lambda part: part[0].lo)

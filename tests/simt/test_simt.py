@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -256,35 +257,27 @@ def test_a_kernel_that_never_ends_is_stopped_and_named(mode):
 # Limits of microseconds end before the first thread, between blocks, or while the launch is ending.
 # In a check every thread writes every element, the value that is there already: each write is a
 # note that is half made for a while.
-LATE = """
-import random, time, warnings
-import torch
-import gpuaccel as ga
-ga.use_backend("simt")
-warnings.simplefilter("ignore")
-kernel = ga.compile('''extern "C" __global__ void k(int* x, int n) {
-    for (int i = 0; i < n; i++) x[i] = i;
-}''')
-x = torch.zeros(1000, dtype=torch.int32)
-for checked, shape, n, least, most in (
-    (False, (20, 1), 1, 1e-6, 1.2e-5), (True, (400, 256), 1000, 1e-4, 5e-3)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "mode, shape, n, limits",
+    [(False, (20, 1), 1, (1e-6, 1.2e-5)), (True, (400, 256), 1000, (1e-4, 5e-3))],
+)
+def test_a_time_limit_ends_launches_never_the_process_and_leaves_no_half_made_report(
+    mode, shape, n, limits
 ):
+    source = "{ for (int i = 0; i < n; i++) x[i] = i; }"
+    kernel = ga.compile(f'extern "C" __global__ void k(int* x, int n) {source}')
+    x = torch.zeros(1000, dtype=torch.int32)
     stopped, end = 0, time.monotonic() + 5
     while time.monotonic() < end:
         try:
-            with ga.checked(checked, seconds=random.uniform(least, most)):
+            with ga.checked(mode, seconds=random.uniform(*limits)):
                 kernel[shape](x, n)
-        except ga.errors.KernelError as error:
+        except KernelError as error:
             assert [report.kind for report in error.reports] == ["time limit"], error
             stopped += 1
-    print("stopped", stopped > 100)
-"""
-
-
-@pytest.mark.slow
-def test_a_time_limit_ends_launches_never_the_process_and_leaves_no_half_made_report():
-    result = python(LATE)
-    assert (result.returncode, result.stdout) == (0, 2 * "stopped True\n"), result.stderr[-2000:]
+    assert stopped > 100
 
 
 @pytest.mark.slow
