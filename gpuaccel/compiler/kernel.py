@@ -9,6 +9,7 @@
 A launch of it is in launch.py.
 """
 
+import itertools
 import logging
 import os
 import pathlib
@@ -123,13 +124,11 @@ def parameters_differ(expected, got, kind=_exact_kind) -> str | None:
         expected, got: what `signature` returns. None: they do not differ.
         kind: a function of a parameter; two parameters are alike if it returns the same for both.
     """
-    for i in range(max(len(expected), len(got))):
-        want = expected[i] if i < len(expected) else None
-        has = got[i] if i < len(got) else None
+    for i, (want, has) in enumerate(itertools.zip_longest(expected, got), 1):
         if not want or not has or kind(want) != kind(has):
             return (
                 f"the kernel takes ({', '.join(map(str, got))}); "
-                f"expected ({', '.join(map(str, expected))}): they differ at parameter {i + 1}, "
+                f"expected ({', '.join(map(str, expected))}): they differ at parameter {i}, "
                 f"`{has or 'nothing'}` where `{want or 'nothing'}` belongs"
             )
     return None

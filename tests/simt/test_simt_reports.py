@@ -300,9 +300,7 @@ def test_a_race_says_how_the_kernel_runs_all_the_same():
     assert out.tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_forceinline_function_may_be_an_argument(checked):
+def test_a_forceinline_function_may_be_an_argument(mode):
     out = ints(32)
-    with ga.checked(checked):
-        ga.compile(OTHER, "functor")[1, 32](out, ints(1))
+    ga.compile(OTHER, "functor")[1, 32](out, ints(1))
     assert out.tolist() == [496 + 31 + 0 + i for i in range(32)]
