@@ -190,6 +190,8 @@ def _ask_compiler(command: tuple[str, ...]) -> Compiler:
         raise LookupError(command)
     if any("zig" in part for part in command):
         kind = "zig"
+        # In front of all other options, it keeps zig from adding its own sanitizer callbacks.
+        command = (*command, "-fno-sanitize=undefined")
     elif "clang" in answer.stdout:
         kind = "clang"
     else:

@@ -231,11 +231,6 @@ def fill_pattern(host: Compiler) -> int:
     return PATTERNS[host.kind]
 
 
-def _first_options(host: Compiler) -> tuple[str, ...]:
-    """Options in front of all others: without them zig adds its own sanitizer callbacks."""
-    return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
-
-
 def _flags(checked: bool, variant: tuple[str, ...]) -> tuple[str, ...]:
     if not checked:
         return FAST
@@ -257,14 +252,13 @@ def _commands(host: Compiler, flags, source, output, headers) -> list[tuple[str,
     )
     if host.kind != "g++":
         messages = ("-ferror-limit=5", "-fno-caret-diagnostics")
-    first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
         (
-            *(*first, *COMMON, *messages, *flags, *RETURNS, *headers),
+            *(*host.command, *COMMON, *messages, *flags, *RETURNS, *headers),
             *("-c", str(source), "-o", compiled),
         ),
-        (*first, *FAST, "-shared", compiled, "-o", str(output)),
+        (*host.command, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
 
@@ -428,7 +422,6 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
             output = pathlib.Path(folder) / "runtime.so"
             command = (
                 *host.command,
-                *_first_options(host),
                 *COMMON,
                 *options,
                 *map(str, sources),
