@@ -220,7 +220,7 @@ def test_an_empty_tensor_is_no_problem():
     add, empty = good_kernel("vec_add"), torch.zeros(0)
     with ga.checked():
         add[1, 32](empty, empty, empty, 0)
-    with ga.checked(), pytest.raises(ga.errors.KernelError, match=r"a\[0\]: a has 0 elements of"):
+    with ga.checked(), pytest.raises(ga.errors.KernelError, match="has 0 elements of float32"):
         add[1, 32](torch.zeros(1), empty, empty, 1)
 
 
