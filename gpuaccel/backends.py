@@ -228,9 +228,6 @@ def resolve(requested: str, policy: str, gpu: tuple[bool, str]) -> tuple[Running
     return ("cuda", why) if has_gpu else ("torch", why)
 
 
-_current: Choice | None = None
-
-
 def _choose(requested: str, policy: str | None = None) -> Choice:
     policy = policy or os.environ.get("GPUACCEL_GPU") or "auto"
     gpu = (False, "") if policy == "off" else find_gpu()
@@ -274,40 +271,33 @@ def backend() -> Choice:
         >>> print(choice)
         backend ... on ...: ...
     """
-    global _current
-    if _current is None:
-        _current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
-        logging.getLogger("gpuaccel").info("%s", _current)
-    return _current
+    if use_backend._current is None:
+        use_backend._current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
+        logging.getLogger("gpuaccel").info("%s", use_backend._current)
+    return use_backend._current
 
 
 class ProcessSwitch:
     """Sets a value of the whole process: a call for good, a `with` block until its end.
 
     As with torch.set_grad_enabled, the end of the block restores what held before the call. A
-    subclass says where the value lives, with `_get` and `_set`.
+    subclass keeps the value in its attribute `_current`.
 
     Args:
-        value: what _set() sets.
+        value: the new one.
     """
 
+    _current: Any = None
+
     def __init__(self, value):
-        self._previous = self._get()
-        self._set(value)
-
-    @staticmethod
-    def _get():
-        raise NotImplementedError
-
-    @staticmethod
-    def _set(value):
-        raise NotImplementedError
+        self._previous = type(self)._current
+        type(self)._current = value
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self._set(self._previous)
+        type(self)._current = self._previous
 
 
 class use_backend(ProcessSwitch):
@@ -332,15 +322,6 @@ class use_backend(ProcessSwitch):
     def __init__(self, name: Backend, policy: GpuPolicy | None = None):
         self.choice = _choose(name, policy)
         super().__init__(self.choice)
-
-    @staticmethod
-    def _get():
-        return _current
-
-    @staticmethod
-    def _set(choice):
-        global _current
-        _current = choice
 
     def __enter__(self) -> Choice:
         return self.choice
