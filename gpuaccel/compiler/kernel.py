@@ -37,7 +37,7 @@ from ..source import (
     without_comments,
 )
 from . import nvrtc
-from .launch import Launch, LoadedOnCpu, LoadedOnGpu, usual_values
+from .launch import Launch, load_kernel, usual_values
 from .program import kernel_files, kernel_root, whole_program
 from .variables import Variables
 
@@ -403,7 +403,7 @@ class Kernel:
             self._launches[shape] = launch
         return launch
 
-    def loaded_on_cpu(self) -> LoadedOnCpu:
+    def loaded_on_cpu(self) -> Any:
         """The kernel as a launch on the CPU runs it: with the checks, or fast."""
         return self.load("checked" if simt.is_checked(self.learner) else "fast")
 
@@ -415,9 +415,8 @@ class Kernel:
         """
         with self._lock:
             if where not in self._ready:
-                kind = LoadedOnCpu if isinstance(where, str) else LoadedOnGpu
                 try:
-                    self._ready[where] = kind(self, where)
+                    self._ready[where] = load_kernel(self, where)
                 except CompileError as error:
                     raise self._explained(error) from None
             return self._ready[where]

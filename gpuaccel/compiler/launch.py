@@ -374,7 +374,12 @@ def _check_structs(kernel, loaded, values):
             )
 
 
-class LoadedOnGpu(_Packed):
+def load_kernel(kernel: "Kernel", where: int | str) -> "_OnGpu | _OnCpu":
+    """The kernel in the memory of a GPU (its index), or of this process ("fast", "checked")."""
+    return _OnCpu(kernel, where) if isinstance(where, str) else _OnGpu(kernel, where)
+
+
+class _OnGpu(_Packed):
     """A kernel in the memory of one GPU."""
 
     def __init__(self, kernel, index):
@@ -444,7 +449,7 @@ def _allow_shared(kernel, handle, index):
             )
 
 
-class LoadedOnCpu(_Packed):
+class _OnCpu(_Packed):
     """A kernel compiled by the host compiler. mode: "fast" or "checked"."""
 
     def __init__(self, kernel, mode):

@@ -34,7 +34,7 @@ from .tracing import EVENT, SECTOR, Trace, Traced, groups
 ZONE = 1 << 16
 # Addresses before and after a tensor that are reserved for it: all that a 32-bit index, signed or
 # not, can reach in elements of 16 bytes. So each such access is reported for this tensor, and hits
-# no other. All tensors together get MOST_ADDRESSES; where the system has fewer, each gets its zones.
+# no other. All tensors together get MOST_ADDRESSES. Where the system has fewer, each has its zones.
 BELOW, ABOVE = 1 << 35, 1 << 36
 MOST_ADDRESSES = 1 << 45
 # Accesses that a trace keeps.
