@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
-from ..headers import CURAND_STUBS, curand_folder, wheel_roots
+from ..headers import CURAND_STUBS, curand_folder, folders_with, wheel_roots
 from ..source import INCLUDE
 
 # The second makes ptxas report registers and spills. The third lets constexpr functions run on the
@@ -93,22 +93,11 @@ def include_folders() -> tuple[str, ...]:
     Empty where there are none of NVRTC's major version: NVRTC's own wheel has no headers.
     """
     major = library().version[0]
-
-    def is_of_this_version(folder):
-        try:
-            with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="latin-1") as file:
-                version = re.search(r"#define CUDART_VERSION\s+(\d+)", file.read())
-        except OSError:
-            return False
-        return version is not None and int(version[1]) // 1000 == major
-
-    names = ("cuda_runtime", "cuda_cccl") if major == 12 else (f"cu{major}",)
-    folders = [
-        os.path.join(root, "nvidia", name, "include") for root in wheel_roots() for name in names
-    ]
-    folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
-    for folder in folders:
-        if is_of_this_version(folder):
+    name = "cuda_runtime" if major == 12 else f"cu{major}"
+    for folder in folders_with("cuda_runtime_api.h", (name,)):
+        with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="latin-1") as file:
+            version = re.search(r"#define CUDART_VERSION\s+(\d+)", file.read())
+        if version and int(version[1]) // 1000 == major:
             beside = os.path.join(folder, "..", "..", "cuda_cccl", "include")
             parts = (folder, os.path.join(folder, "cccl"), beside)
             return tuple(os.path.normpath(part) for part in parts if os.path.isdir(part))
