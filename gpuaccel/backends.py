@@ -84,11 +84,10 @@ def find_driver() -> tuple[int | None, str]:
     The version is 1000 * major + 10 * minor, or None without a driver. It comes from libcuda.so.1
     itself: cuda.core and cuda.bindings.driver can deadlock where there is no driver.
     """
-    library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
     try:
-        cuda = ctypes.CDLL(library)
+        cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return None, f"no CUDA driver ({library} not found)"
+        return None, "no CUDA driver (libcuda.so.1 not found)"
     status = cuda.cuInit(0)
     if status:
         return None, f"the CUDA driver does not start (cuInit returned error {status})"
@@ -191,6 +190,8 @@ def _ask_compiler(command: tuple[str, ...]) -> Compiler:
         raise LookupError(command)
     if any("zig" in part for part in command):
         kind = "zig"
+        # In front of all other options, it keeps zig from adding its own sanitizer callbacks.
+        command = (*command, "-fno-sanitize=undefined")
     elif "clang" in answer.stdout:
         kind = "clang"
     else:
@@ -225,9 +226,6 @@ def resolve(requested: str, policy: str, gpu: tuple[bool, str]) -> tuple[Running
     if requested == "torch":
         return "torch", "backend torch was asked for"
     return ("cuda", why) if has_gpu else ("torch", why)
-
-
-_current: Choice | None = None
 
 
 def _choose(requested: str, policy: str | None = None) -> Choice:
@@ -273,40 +271,33 @@ def backend() -> Choice:
         >>> print(choice)
         backend ... on ...: ...
     """
-    global _current
-    if _current is None:
-        _current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
-        logging.getLogger("gpuaccel").info("%s", _current)
-    return _current
+    if use_backend._current is None:
+        use_backend._current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
+        logging.getLogger("gpuaccel").info("%s", use_backend._current)
+    return use_backend._current
 
 
 class ProcessSwitch:
     """Sets a value of the whole process: a call for good, a `with` block until its end.
 
     As with torch.set_grad_enabled, the end of the block restores what held before the call. A
-    subclass says where the value lives, with `_get` and `_set`.
+    subclass keeps the value in its attribute `_current`.
 
     Args:
-        value: what _set() sets.
+        value: the new one.
     """
 
+    _current: Any = None
+
     def __init__(self, value):
-        self._previous = self._get()
-        self._set(value)
-
-    @staticmethod
-    def _get():
-        raise NotImplementedError
-
-    @staticmethod
-    def _set(value):
-        raise NotImplementedError
+        self._previous = type(self)._current
+        type(self)._current = value
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self._set(self._previous)
+        type(self)._current = self._previous
 
 
 class use_backend(ProcessSwitch):
@@ -331,15 +322,6 @@ class use_backend(ProcessSwitch):
     def __init__(self, name: Backend, policy: GpuPolicy | None = None):
         self.choice = _choose(name, policy)
         super().__init__(self.choice)
-
-    @staticmethod
-    def _get():
-        return _current
-
-    @staticmethod
-    def _set(choice):
-        global _current
-        _current = choice
 
     def __enter__(self) -> Choice:
         return self.choice

@@ -51,12 +51,15 @@ def wheel_roots() -> list[str]:
     return [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
 
 
-def curand_folder() -> str | None:
-    """The folder that has curand_kernel.h: of a wheel, or of a toolkit; None without one."""
+def folders_with(header: str, names: tuple[str, ...]) -> list[str]:
+    """The folders that have a header of NVIDIA's: of wheels with these names, and of a toolkit."""
     folders = [
-        os.path.join(root, "nvidia", name, "include")
-        for root in wheel_roots()
-        for name in ("curand", "cu13", "cu12")
+        os.path.join(root, "nvidia", name, "include") for root in wheel_roots() for name in names
     ]
     folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
-    return next((f for f in folders if os.path.isfile(os.path.join(f, "curand_kernel.h"))), None)
+    return [folder for folder in folders if os.path.isfile(os.path.join(folder, header))]
+
+
+def curand_folder() -> str | None:
+    """The folder that has curand_kernel.h; None without one."""
+    return next(iter(folders_with("curand_kernel.h", ("curand", "cu13", "cu12"))), None)

@@ -1,5 +1,6 @@
 """What all tests share: one cache for the whole run, and the reason why GPU tests are skipped."""
 
+import contextlib
 import itertools
 import os
 import pathlib
@@ -118,13 +119,19 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
+@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """The device of a test that is parametrised with indirect=True.
+    """Where tensors are; parametrised with indirect=True, or wherever kernels run.
 
-    "cpu" is plain torch, "simt" our kernels on the CPU, "cuda" our kernels on a GPU.
+    "cpu" is plain torch, "simt" our kernels on the CPU, "fast" and "checked" its two modes, "cuda"
+    our kernels on a GPU.
     """
     from gpuaccel.backends import use_backend
+    from gpuaccel.simt import checked
 
-    with use_backend("torch" if request.param == "cpu" else request.param):
+    backend = {"cpu": "torch", "cuda": "cuda"}.get(request.param, "simt")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_backend(backend))
+        if request.param in ("fast", "checked"):
+            stack.enter_context(checked(request.param == "checked"))
         yield "cuda" if request.param == "cuda" else "cpu"

@@ -1,14 +1,13 @@
 """From source to cubin to a callable on tensors.
 
-program puts a source together. nvrtc compiles and caches cubins. kernel checks arguments, and
-launches on a GPU or hands over to simt.
+program puts a source together. nvrtc compiles and caches cubins. kernel compiles and loads. launch
+checks arguments, and launches on a GPU or hands over to simt.
 """
 
 from . import nvrtc
 from .dtypes import C_TYPES, FLOAT_DTYPES, KINDS
 from .kernel import (
     Kernel,
-    Launch,
     Module,
     compile,
     is_loaded,
@@ -19,6 +18,7 @@ from .kernel import (
     replacements,
     usable,
 )
+from .launch import Launch
 from .program import kernel_files, kernel_root
 
 __all__ = [

@@ -6,38 +6,24 @@
     double = ga.compile('extern "C" __global__ void twice(float* x, int n) { ... }')
     k.resources("sm_90").registers                  # of the compiled kernel: no GPU needed
 
-Each argument is checked against the kernel's parameter list before the launch: number, kind, dtype,
-device, contiguity and alignment (a `float4*` needs 16 bytes). A launch may be captured in a CUDA
-graph.
-
-The module is loaded through cuda.core. The launch calls the driver's `cuLaunchKernel` with packed
-arguments, because `cuda.core.launch` takes no struct by value yet (cuda-python issue 2343) and
-takes longer than the rest of a launch. Neither is imported unless there is a driver.
-
-Where the backend is not cuda, the same call runs the same source on CPU tensors (simt/).
+A launch of it is in launch.py.
 """
 
-import contextlib
-import ctypes
-import functools
+import itertools
 import logging
-import math
-import numbers
 import os
 import pathlib
 import re
-import struct
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from .. import simt
-from ..backends import backend, find_driver
-from ..errors import ArgumentError, BackendError, CompileError, CompileWarning, suggestion
+from ..backends import backend
+from ..errors import ArgumentError, CompileError, CompileWarning, suggestion
 from ..host_code import LeftOut, needed_constants
 from ..source import (
     base_name,
@@ -45,22 +31,15 @@ from ..source import (
     kernel_expressions,
     kernel_names,
     launch_bound,
-    overloaded_names,
     signature,
     template_expression,
     template_names,
     without_comments,
 )
 from . import nvrtc
+from .launch import Launch, load_kernel, usual_values
 from .program import kernel_files, kernel_root, whole_program
 from .variables import Variables
-
-MAX_GRID = (2**31 - 1, 65535, 65535)
-MAX_BLOCK = (1024, 1024, 64)
-# Bytes of dynamic shared memory that a block can have on the largest GPUs.
-MAX_SHARED = 232448
-# CUDA_ERROR_INVALID_CONTEXT: this thread has made no CUDA call yet.
-INVALID_CONTEXT = 201
 
 
 def _with_macros(options, defines):
@@ -145,13 +124,11 @@ def parameters_differ(expected, got, kind=_exact_kind) -> str | None:
         expected, got: what `signature` returns. None: they do not differ.
         kind: a function of a parameter; two parameters are alike if it returns the same for both.
     """
-    for i in range(max(len(expected), len(got))):
-        want = expected[i] if i < len(expected) else None
-        has = got[i] if i < len(got) else None
+    for i, (want, has) in enumerate(itertools.zip_longest(expected, got), 1):
         if not want or not has or kind(want) != kind(has):
             return (
                 f"the kernel takes ({', '.join(map(str, got))}); "
-                f"expected ({', '.join(map(str, expected))}): they differ at parameter {i + 1}, "
+                f"expected ({', '.join(map(str, expected))}): they differ at parameter {i}, "
                 f"`{has or 'nothing'}` where `{want or 'nothing'}` belongs"
             )
     return None
@@ -235,8 +212,7 @@ class Kernel:
         self.expressions = kernel_expressions(self.source)
         if not self.name.isidentifier():
             self.expressions[self.name] = template_expression(self.source, self.name)
-        self.plan = tuple((p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params)
-        self.usual_values = usual_values(self.plan, "cuda")
+        self.usual_values = usual_values(self.params, "cuda")
         self._ready = self._texts.setdefault(text, {})
         self.variables = Variables(self)
         # Constants without a value that the kernel reads; warned of at its first launch.
@@ -408,73 +384,42 @@ class Kernel:
         cubin, log, symbol, _ = self._compile(target)
         return nvrtc.resources(cubin, log, symbol, target)
 
-    def __getitem__(self, shape) -> "Launch":
+    def __getitem__(self, shape) -> Launch:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
 
         Args:
-            shape: grid and block, each a number or up to three of them, and bytes of dynamic shared
-                memory (default 0).
+            shape: as for Launch.
 
         Raises:
-            ArgumentError: for another number of parts, and for sizes that no GPU has.
+            ArgumentError: as for Launch.
         """
         try:
             # The same shape again costs one look-up.
             return self._launches[shape]
         except (KeyError, TypeError):
             pass
-        if not isinstance(shape, tuple) or len(shape) not in (2, 3):
-            raise ArgumentError(
-                f"{self.name}[...] takes [grid, block] or [grid, block, shared_bytes], "
-                f"got {shape!r}"
-            )
-        shared = shape[2] if len(shape) == 3 else 0
-        if not isinstance(shared, numbers.Integral) or not 0 <= int(shared) <= MAX_SHARED:
-            raise ArgumentError(
-                f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, "
-                f"0 to {MAX_SHARED:,}"
-            )
-        grid = _dims(self, "grid", shape[0], MAX_GRID)
-        block = _dims(self, "block", shape[1], MAX_BLOCK)
-        launch = Launch(self, grid, block, int(shared))
+        launch = Launch(self, shape)
         if len(self._launches) < 1000 and all(isinstance(part, (int, tuple)) for part in shape):
             self._launches[shape] = launch
         return launch
 
-    def loaded_on_cpu(self) -> "_OnCpu":
+    def loaded_on_cpu(self) -> Any:
         """The kernel as a launch on the CPU runs it: with the checks, or fast."""
         return self.load("checked" if simt.is_checked(self.learner) else "fast")
 
-    @overload
-    def load(self, where: int) -> "_Loaded": ...
-
-    @overload
-    def load(self, where: str) -> "_OnCpu": ...
-
-    def load(self, where: int | str) -> "_Loaded | _OnCpu":
+    def load(self, where: int | str) -> Any:
         """Compile and load the kernel, once. A launch does this by itself.
 
         Args:
             where: index of a GPU, or "fast" or "checked" for the CPU.
         """
-        loaded = self._ready.get(where)
-        if loaded is None:
-            with self._lock:
-                loaded = self._ready.get(where)
-                if loaded is None:
-                    kind = _OnCpu if isinstance(where, str) else _Loaded
-                    try:
-                        loaded = self._ready[where] = kind(self, where)
-                    except CompileError as error:
-                        raise self._explained(error) from None
-        return loaded
-
-
-def _number_types(param) -> tuple:
-    """Python's number types that a parameter takes; () for a pointer or struct."""
-    if param.code is None:
-        return ()
-    return (int, float) if param.code in "efd" else (int,)
+        with self._lock:
+            if where not in self._ready:
+                try:
+                    self._ready[where] = load_kernel(self, where)
+                except CompileError as error:
+                    raise self._explained(error) from None
+            return self._ready[where]
 
 
 class Module:
@@ -542,30 +487,6 @@ class Module:
         return f"{', '.join(names)}  [{self._facts[1]}]"
 
 
-@overload
-def compile(
-    source: str | None = None,
-    name: None = None,
-    *,
-    path: str | os.PathLike | None = None,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Any: ...
-
-
-@overload
-def compile(
-    source: str | None = None,
-    name: str = ...,
-    *,
-    path: str | os.PathLike | None = None,
-    filename: str | None = None,
-    options: tuple[str, ...] = (),
-    **defines: object,
-) -> Kernel: ...
-
-
 def compile(
     source: str | None = None,
     name: str | None = None,
@@ -574,7 +495,7 @@ def compile(
     filename: str | None = None,
     options: tuple[str, ...] = (),
     **defines: object,
-) -> Kernel | Module:
+) -> Any:
     """The kernels of CUDA C, as nvcc takes it: a whole file, or a kernel alone.
 
     Host code is left out, and a CompileWarning says so in one line. Headers of C, C++ and the CUDA
@@ -630,171 +551,6 @@ def compile(
     return module[name] if name else module
 
 
-def _dims(kernel, what, value, limits):
-    """Three numbers for a grid or block; ArgumentError for an invalid one."""
-    dims = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
-    is_valid = 1 <= len(dims) <= 3 and all(
-        isinstance(d, numbers.Integral) and 1 <= d <= limit for d, limit in zip(dims, limits)
-    )
-    if not is_valid:
-        raise ArgumentError(
-            f"{kernel.name}: {what} is {value!r}; expected 1 to 3 whole numbers from 1 to "
-            f"{', '.join(map(str, limits))}"
-        )
-    dims = (*map(int, dims), 1, 1)[:3]
-    threads = math.prod(dims)
-    if what == "block" and threads > kernel.bound:
-        reason = "its __launch_bounds__ allow" if kernel.bound < 1024 else "a block has"
-        raise ArgumentError(
-            f"{kernel.name}: block is {value!r}, {threads} threads; {reason} {kernel.bound} at most"
-        )
-    return dims
-
-
-# Bytes that the address of a struct by value is a multiple of: enough for a float4 and for what
-# alignas(128) asks for.
-STRUCT_ALIGNMENT = 128
-
-
-class _Packed:
-    """A kernel's arguments as the driver and the CPU executor take them.
-
-    They are one buffer and a table of pointers into it.
-
-    Args:
-        sizes: bytes of each parameter that is a struct, by its index
-    """
-
-    def __init__(self, params, sizes):
-        self.params = params
-        self.structs = sorted(sizes.items())
-        # "<" checks the ranges of numbers. The zeros before each value align it.
-        layout = "<"
-        offsets = []
-        for i, param in enumerate(params):
-            code = "Q" if param.pointer else param.code or f"{sizes[i]}s"
-            align = STRUCT_ALIGNMENT if i in sizes else 8
-            layout += f"{-struct.calcsize(layout) % align}x"
-            offsets.append(struct.calcsize(layout))
-            layout += code
-        self.pack = struct.Struct(layout).pack_into
-        size = struct.calcsize(layout) + 16
-        memory = ctypes.create_string_buffer(size + STRUCT_ALIGNMENT)
-        before = -ctypes.addressof(memory) % STRUCT_ALIGNMENT
-        self.buffer = (ctypes.c_char * size).from_buffer(memory, before)
-        start = ctypes.addressof(self.buffer)
-        addresses = (start + offset for offset in offsets)
-        self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*addresses)
-        self.address = ctypes.addressof(self.pointers)
-        # All threads of the process share the buffer.
-        self.lock = threading.Lock()
-
-
-def _check_structs(kernel, loaded, values):
-    for i, size in loaded.structs:
-        if len(values[i]) != size:
-            raise ArgumentError(
-                f"{kernel.name}: parameter `{kernel.params[i]}` is {size} bytes, "
-                f"got {len(values[i])}"
-            )
-
-
-class _Loaded(_Packed):
-    """A kernel in the memory of one GPU."""
-
-    def __init__(self, kernel, index):
-        nvrtc.check_driver(find_driver()[0])
-        from cuda.bindings import driver
-        from cuda.core import ObjectCode
-
-        major, minor = torch.cuda.get_device_capability(index)
-        with torch.cuda.device(index):
-            # torch makes the context.
-            torch.cuda.current_stream()
-            _enter(index)
-            cubin, _, symbol, self.symbols = kernel._compile(kernel._target(f"sm_{major}{minor}"))
-            # Kernels of a text share its variables.
-            modules = kernel.variables.modules
-            if index not in modules:
-                modules[index] = ObjectCode.from_cubin(cubin, name=kernel.name)
-            self.module = modules[index]
-            handle = self.module.get_kernel(symbol).handle
-            if re.search(r"\bextern\b[^;{}()]*__shared__", kernel.source):
-                _allow_shared(kernel, handle, index)
-        self.function = driver.CUfunction(int(handle))
-        self.launch = driver.cuLaunchKernel
-        sizes = {}
-        for i, param in enumerate(kernel.params):
-            if param.pointer or param.code is not None:
-                continue
-            # A struct: the driver knows its size.
-            status, _, size = driver.cuKernelGetParamInfo(handle, i)
-            if status != driver.CUresult.CUDA_SUCCESS:
-                raise BackendError(
-                    f"{kernel.name}: the driver does not tell the size of `{param}` ({status.name})"
-                )
-            sizes[i] = int(size)
-        super().__init__(kernel.params, sizes)
-
-
-def _allow_shared(kernel, handle, index):
-    """Allow a kernel the largest dynamic shared memory of this GPU.
-
-    The default limit of a launch is 48 KiB.
-    """
-    from cuda.bindings import driver
-
-    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    attribute = driver.CUfunction_attribute
-    limit_status, most = driver.cuDeviceGetAttribute(limit, index)
-    static_status, static = driver.cuKernelGetAttribute(
-        attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle, index
-    )
-    (set_status,) = driver.cuKernelSetAttribute(
-        attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - static, handle, index
-    )
-    for status in (limit_status, static_status, set_status):
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise BackendError(
-                f"{kernel.name}: the driver did not allow {most:,} bytes of shared memory: "
-                f"{status.name}"
-            )
-
-
-class _OnCpu(_Packed):
-    """A kernel compiled by the host compiler. mode: "fast" or "checked"."""
-
-    def __init__(self, kernel, mode):
-        from ..simt import build
-
-        overloaded = overloaded_names(kernel.source)
-        names = [name for name in kernel_names(kernel.source) if name not in overloaded]
-        if kernel.name not in names:
-            names.append(kernel.name)
-        self.program = build.program(kernel.source, kernel.filename, names, mode == "checked")
-        compiled = self.program.parameters(kernel.name)
-        for (letter, size), param in zip(compiled, kernel.params):
-            is_number = param.code is not None
-            if (letter == "p") != param.pointer or (
-                is_number and struct.calcsize("<" + param.code) != size
-            ):
-                raise CompileError(
-                    f"{kernel.name}: parameter `{param}` has {size} bytes for the host compiler, "
-                    "and another type in its declaration"
-                )
-            if letter == "n" and not is_number:
-                raise CompileError(
-                    f"{kernel.name}: the type of parameter `{param}` is a number of {size} bytes "
-                    "under a name that is not known here; declare it as one of C's types"
-                )
-        sizes = {
-            i: size
-            for i, (letter, size) in enumerate(compiled)
-            if letter == "s" and kernel.params[i].code is None
-        }
-        super().__init__(kernel.params, sizes)
-
-
 # (device type, GPU or executor of the CPU, kernels) -> whether they run there
 _decided: dict[tuple, bool] = {}
 
@@ -834,267 +590,3 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
             )
             _decided[key] = False
     return _decided[key]
-
-
-# Functions of (launch, args, tensors) that are called before each launch on the CPU
-# (graphs/tape.py).
-recorders: list = []
-
-
-class Launch:
-    """`kernel[grid, block]`: call it with torch tensors and numbers.
-
-    On a GPU the launch is queued on torch's current stream, and nothing waits; on the CPU it is
-    over when the call returns.
-
-    Args:
-        kernel: the Kernel.
-        grid, block: three sizes each.
-        shared: bytes of dynamic shared memory.
-    """
-
-    __slots__ = ("kernel", "shape")
-
-    def __init__(self, kernel, grid, block, shared):
-        self.kernel = kernel
-        self.shape = (*grid, *block, shared)
-
-    def __call__(self, *args, tensors=()):
-        """Launch the kernel.
-
-        Args:
-            *args: tensors for pointers, numbers, and bytes or ctypes structures for structs.
-            tensors: those whose addresses are in a struct or a table of pointers, for the checks on
-                the CPU.
-
-        Raises:
-            ArgumentError: with nothing launched, for another number, kind, dtype, device or
-                alignment of the arguments than the kernel's parameters have.
-            BackendError: where the driver refuses the launch.
-            KernelError: on the CPU with the checks on, for a mistake of the kernel; no tensor has
-                changed.
-        """
-        kernel = self.kernel
-        if kernel.constants:
-            kernel.variables.warn_unset(kernel.name, kernel.constants)
-            kernel.constants = ()
-        if backend().name != "cuda":
-            return self.on_cpu(args, tensors)
-        try:
-            index, values = kernel.usual_values(*args)
-        # None, or an argument without an address.
-        except (TypeError, AttributeError, RuntimeError):
-            index, values = check_arguments(kernel, args)
-        if index is None:
-            current = torch.cuda.current_device()
-        else:
-            current = torch._C._cuda_getDevice()
-            if index != current:
-                with torch.cuda.device(index):
-                    return self(*args)
-        loaded = kernel._ready.get(current) or kernel.load(current)
-        if loaded.structs:
-            _check_structs(kernel, loaded, values)
-        stream = torch._C._cuda_getCurrentRawStream(current)
-        with loaded.lock:
-            try:
-                loaded.pack(loaded.buffer, 0, *values)
-            except (struct.error, OverflowError):
-                raise _range_error(kernel, values) from None
-            (status,) = loaded.launch(loaded.function, *self.shape, stream, loaded.address, 0)
-            if status == INVALID_CONTEXT:
-                _enter(current)
-                (status,) = loaded.launch(loaded.function, *self.shape, stream, loaded.address, 0)
-        if status:
-            raise BackendError(
-                f"{kernel.name}[{self.shape[:3]}, {self.shape[3:6]}, {self.shape[6]}] was not "
-                f"launched: {status.name}"
-            )
-
-    def on_cpu(self, args, tensors=(), trace=False):
-        """Launch on the CPU (simt), with CPU tensors, and wait.
-
-        Args:
-            args: as for a call.
-            tensors: as for a call.
-            trace: record every access, and change no tensor.
-
-        Returns:
-            A simt.Trace with trace=True, else None.
-
-        Raises:
-            ArgumentError: as for a call.
-            KernelError: as for a call.
-        """
-        kernel = self.kernel
-        _, values = check_arguments(kernel, args, "cpu")
-        args = (*args, *values[len(args) :])
-        checked = trace or simt.is_checked(kernel.learner)
-        loaded = kernel.load("checked" if checked else "fast")
-        _check_structs(kernel, loaded, values)
-
-        def pack(values):
-            try:
-                loaded.pack(loaded.buffer, 0, *values)
-            except (struct.error, OverflowError):
-                raise _range_error(kernel, values) from None
-            return loaded.address
-
-        for recorder in recorders:
-            recorder(self, args, tensors)
-        variables = contextlib.nullcontext()
-        if kernel.variables:
-            variables = kernel.variables.within(loaded.program, keep=not trace)
-        with loaded.lock, variables:
-            if not checked:
-                simt.driver.run_fast(loaded.program, kernel.name, self.shape, pack(values))
-                return None
-            from ..simt import checking
-
-            program, shape = loaded.program, self.shape
-            facts = program, kernel.name, shape, kernel.params, args, values, tensors, pack
-            call = checking.Call(*facts)
-            if trace:
-                return checking.record(call, kernel.text, kernel.filename)
-            checking.run(call)
-
-
-def _enter(index):
-    """Make a GPU's primary context, which torch uses, current in this thread."""
-    from cuda.bindings import driver
-
-    _, context = driver.cuDevicePrimaryCtxRetain(index)
-    driver.cuCtxSetCurrent(context)
-
-
-def _range_error(kernel, values) -> ArgumentError:
-    """The error for the first number that is out of its C type's range."""
-    for value, param in zip(values, kernel.params):
-        if not param.code:
-            continue
-        try:
-            struct.pack("<" + param.code, value)
-        except (struct.error, OverflowError) as error:
-            return ArgumentError(
-                f"{kernel.name}: parameter `{param}` cannot hold {value!r}: {error}"
-            )
-    return ArgumentError(f"{kernel.name}: a number does not fit its C type: {values}")
-
-
-@functools.cache
-def usual_values(plan: tuple, device: str) -> Callable[..., tuple | None]:
-    """A function that is check_arguments() for arguments of the usual kinds only.
-
-    Its code is generated for one parameter list, without a loop, which would take half of the
-    host's time of a launch. It returns what check_arguments() returns. For other arguments it
-    returns None or raises, and check_arguments() decides.
-
-    Args:
-        plan: Kernel.plan.
-        device: "cuda" or "cpu", where tensors have to be.
-    """
-    names = [f"argument{i}" for i in range(len(plan))]
-    pointers = [name for name, (pointer, *_) in zip(names, plan) if pointer]
-    values, tests = [], []
-    known: dict[str, Any] = {}
-    for name, (pointer, dtypes, align, number_types) in zip(names, plan):
-        if not pointer:
-            values.append(name)
-            # A struct, not a number: its size is compared later.
-            known[f"{name}_types"] = number_types or (bytes,)
-            tests.append(f"type({name}) in {name}_types")
-            continue
-        values.append(f"{name}_address")
-        if dtypes is not None:
-            known[f"{name}_dtypes"] = dtypes
-            tests.append(f"{name}.dtype in {name}_dtypes")
-        tests += [f"{name}.is_contiguous()", f"not {name}_address % {align}"]
-        tests.append(f"({name}_address or not {name}.numel())")
-        same = f"{name}.get_device() == index"
-        tests.append(same if device == "cuda" else f"{name}.is_cpu")
-    lines = [f"def check({', '.join(names)}):"]
-    lines += [f"    {name}_address = {name}.data_ptr()" for name in pointers]
-    lines.append(f"    index = {pointers[0]}.get_device()" if pointers else "    index = None")
-    if pointers and device == "cuda":
-        tests.append("index >= 0")
-    lines.append(f"    if {' and '.join(tests) or True}:")
-    lines.append(f"        return index, [{', '.join(values)}]")
-    exec("\n".join(lines), known)
-    return known["check"]
-
-
-def check_arguments(kernel: Kernel, args, device: str = "cuda") -> tuple[int | None, list]:
-    """(index of the tensors' GPU, values to pack) of a launch where tensors are on `device`.
-
-    The index is None without tensors, and -1 on the CPU.
-
-    Raises:
-        ArgumentError: with the parameter, the argument and what is expected.
-    """
-    params = kernel.params
-    if len(args) != len(params):
-        missing = params[len(args) :]
-        if len(args) > len(params) or any(param.default is None for param in missing):
-            raise ArgumentError(
-                f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), "
-                f"got {len(args)}"
-            )
-        args = (*args, *(param.default for param in missing))
-    index = None
-    values = []
-    for param, arg in zip(params, args):
-        if not param.pointer:
-            problem = _value_problem(param, arg)
-            values.append(bytes(arg) if isinstance(arg, ctypes.Structure) else arg)
-        elif arg is None:
-            problem = None
-            values.append(0)
-        else:
-            problem = _pointer_problem(param, arg, index, device == "cuda")
-            if not problem:
-                index = arg.get_device()
-                values.append(arg.data_ptr())
-        if problem:
-            raise ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
-    return index, values
-
-
-def _value_problem(param, arg) -> str | None:
-    if isinstance(arg, torch.Tensor):
-        return (
-            f"is passed by value and expects a number, got a tensor of shape {tuple(arg.shape)}: "
-            "pass a Python number, or make the parameter a pointer"
-        )
-    if param.code is None:
-        is_right = isinstance(arg, (bytes, bytearray, ctypes.Structure))
-        return (
-            None
-            if is_right
-            else f"is a struct by value and expects bytes, got {type(arg).__name__}"
-        )
-    if param.code in "efd":
-        return None if isinstance(arg, numbers.Real) else f"expects a number, got {arg!r}"
-    return None if isinstance(arg, numbers.Integral) else f"expects a whole number, got {arg!r}"
-
-
-def _pointer_problem(param, arg, index, gpu) -> str | None:
-    if not isinstance(arg, torch.Tensor):
-        return f"expects a torch tensor, got {type(arg).__name__}"
-    if arg.layout != torch.strided:
-        return f"expects a dense tensor, got {arg.layout}"
-    if param.dtypes is not None and arg.dtype not in param.dtypes:
-        return f"expects dtype {' or '.join(map(str, param.dtypes))}, got {arg.dtype}"
-    if not arg.is_contiguous():
-        shape = tuple(arg.shape)
-        return f"expects a contiguous tensor, got shape {shape} with strides {arg.stride()}"
-    if gpu and not arg.is_cuda:
-        return f"expects a tensor on a GPU, got one on {arg.device}"
-    if not gpu and arg.device.type != "cpu":
-        return f"expects a tensor on the CPU ({backend()}), got one on {arg.device}"
-    if index is not None and arg.get_device() != index:
-        return f"is on {arg.device}, the tensors before it on cuda:{index}"
-    if not arg.data_ptr() and arg.numel():
-        return f"expects a tensor with memory, got {arg.numel():,} elements in a storage of 0 bytes"
-    if beyond := arg.data_ptr() % param.align:
-        return f"expects an address that is a multiple of {param.align} bytes, got one {beyond} off"
-    return None

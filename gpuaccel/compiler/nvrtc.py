@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 from ..errors import BackendError, CompileError, CompileWarning
 from ..files import from_cache
-from ..headers import CURAND_STUBS, curand_folder, wheel_roots
+from ..headers import CURAND_STUBS, curand_folder, folders_with, wheel_roots
+from ..source import INCLUDE
 
 # The second makes ptxas report registers and spills. The third lets constexpr functions run on the
 # device; host_code.py removes all other functions without an annotation.
@@ -77,16 +78,11 @@ def candidates() -> list[str]:
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
     wheels = wheel_roots()
-    libraries = (
-        ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
-        ("cu13", "lib", "libnvrtc.so.13"),
-        ("cuda_nvrtc", "bin", "nvrtc64_12*.dll"),
-    )
-    patterns = [os.path.join(root, "nvidia", *path) for path in libraries for root in wheels]
+    libraries = ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13")
+    patterns = [os.path.join(root, "nvidia", path) for path in libraries for root in wheels]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     patterns.append(os.path.join(toolkit, "lib64", "libnvrtc.so.1[23]"))
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
-    paths = [path for path in paths if not path.endswith(".alt.dll")]
     return [*paths, "libnvrtc.so.12", "libnvrtc.so.13"]
 
 
@@ -97,22 +93,11 @@ def include_folders() -> tuple[str, ...]:
     Empty where there are none of NVRTC's major version: NVRTC's own wheel has no headers.
     """
     major = library().version[0]
-
-    def is_of_this_version(folder):
-        try:
-            with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="latin-1") as file:
-                version = re.search(r"#define CUDART_VERSION\s+(\d+)", file.read())
-        except OSError:
-            return False
-        return version is not None and int(version[1]) // 1000 == major
-
-    names = ("cuda_runtime", "cuda_cccl") if major == 12 else (f"cu{major}",)
-    folders = [
-        os.path.join(root, "nvidia", name, "include") for root in wheel_roots() for name in names
-    ]
-    folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
-    for folder in folders:
-        if is_of_this_version(folder):
+    name = "cuda_runtime" if major == 12 else f"cu{major}"
+    for folder in folders_with("cuda_runtime_api.h", (name,)):
+        with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="latin-1") as file:
+            version = re.search(r"#define CUDART_VERSION\s+(\d+)", file.read())
+        if version and int(version[1]) // 1000 == major:
             beside = os.path.join(folder, "..", "..", "cuda_cccl", "include")
             parts = (folder, os.path.join(folder, "cccl"), beside)
             return tuple(os.path.normpath(part) for part in parts if os.path.isdir(part))
@@ -222,18 +207,15 @@ def compile_cubin(
 
     # Headers that the options bring are not in the key.
     is_brought = re.search(r"(?:^| )--?(?:pre-)?include(?:[= ]|$)", " ".join(options))
-    is_found = chosen_folders(options) and _INCLUDE.search(source)
+    is_found = chosen_folders(options) and INCLUDE.search(source)
     return _load(make()) if is_brought or is_found else from_cache("cubin", key, make, _load)
-
-
-_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M)
 
 
 def _flags(source, arch, options) -> list[str]:
     # NVRTC 12.9 and newer have their own cache on machines with a driver; it lacks ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options]
-    if _INCLUDE.search(source):
+    if INCLUDE.search(source):
         folders = include_folders()
         if "curand" in source and (curand := curand_folder()):
             folders = (*folders, curand)

@@ -45,7 +45,6 @@ def kernel_files() -> list[pathlib.Path]:
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*', re.M)
-_HAS_INCLUDE = re.compile(r'\b__has_include[ \t]*\([ \t]*"([^"\n]+)"[ \t]*\)')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\\\n|[^\n])*", re.M)
@@ -110,13 +109,12 @@ def whole_program(
     defines: dict[str, str] | None = None,
     folders: tuple[str, ...] = (),
 ) -> tuple[str, LeftOut]:
-    """(the compiled text, what is left out): common.cuh, headers of `text`, then `text`.
+    """(the compiled text, what is left out): common.cuh, then `text` with its headers.
 
-    A header of kernels_cu is inserted once, before the text that includes it, so its #include
-    belongs above all other code. Other headers are searched in the folder of the including file,
-    then in the working folder, and replace their #include. Every part begins with a #line, so that
-    messages have the line numbers of the files. The cache key is made from this text, so an edited
-    header recompiles.
+    A header replaces its #include, one of kernels_cu only the first. Headers are searched in the
+    folder of the including file, in kernels_cu, then in the working folder. Every part begins with
+    a #line, so that messages have the line numbers of the files. The cache key is made from this
+    text, so an edited header recompiles.
 
     Macros are defined after common.cuh, so that one named T does not change it, except those that
     it tests for (NORM).
@@ -131,8 +129,6 @@ def whole_program(
     """
     root = kernel_root()
     is_own = filename.startswith("kernels_cu/")
-    # Headers of kernels_cu, each behind those that it includes.
-    headers: list[str] = []
     included = {root / "common.cuh"}
     missing: list[str] = []
 
@@ -150,15 +146,11 @@ def whole_program(
         return next((place.resolve() for place in places if place.is_file()), None)
 
     def expanded(text, name, folder=None, above=()):
-        """The text with its headers in the place of their #includes; those of kernels_cu above."""
+        """The text with its headers in the place of their #includes."""
         if folder is None and os.path.isdir(os.path.dirname(name)):
             folder = os.path.dirname(os.path.abspath(name))
         # Comments are blank, all positions stay.
         plain = without_comments(text, strings=True)
-        for match in _HAS_INCLUDE.finditer(plain):
-            # The compiler must not look for a header whose text is inserted.
-            if find(match[1], name, folder):
-                text = text[: match.start()] + "1".ljust(len(match[0])) + text[match.end() :]
         pieces = []
         position = 0
         for match in _INCLUDE.finditer(plain):
@@ -167,17 +159,13 @@ def whole_program(
                 continue
             content = ""
             header = path.read_text("utf-8", errors="replace")
-            if path.parent == root:
-                if path not in included:
-                    included.add(path)
-                    ours = f"kernels_cu/{path.name}"
-                    headers.append(f"{line_directive(1, ours)}{expanded(header, ours)}")
-            else:
-                if path not in above and not (path in included and _ONCE.search(header)):
-                    included.add(path)
-                    content = expanded(_ONCE.sub("", header), match[1], path.parent, (*above, path))
-                    content = f"{line_directive(1, match[1])}{content}\n"
-                content += line_directive(text.count("\n", 0, match.end()) + 1, name)
+            is_ours = path.parent == root
+            if path not in above and not (path in included and (is_ours or _ONCE.search(header))):
+                included.add(path)
+                shown = f"kernels_cu/{path.name}" if is_ours else match[1]
+                content = expanded(_ONCE.sub("", header), shown, path.parent, (*above, path))
+                content = f"{line_directive(1, shown)}{content}\n"
+            content += line_directive(text.count("\n", 0, match.end()) + 1, name)
             pieces += [text[position : match.start()], content]
             position = match.end()
         return "".join([*pieces, text[position:]])
@@ -215,13 +203,14 @@ def whole_program(
     parts = []
     if standard:
         parts.append(f"{line_directive(1, 'standard.cuh')}{standard}")
-    if is_own or headers or not words.isdisjoint(declared_names(common)):
+    has_headers = any(path.parent == root for path in included - {root / "common.cuh"})
+    if is_own or has_headers or not words.isdisjoint(declared_names(common)):
         parts += [macro for name, macro in macros.items() if name in tested]
         parts.append(f"{line_directive(1, 'kernels_cu/common.cuh')}{common}")
         parts += [macro for name, macro in macros.items() if name not in tested]
     else:
         parts += macros.values()
-    source = "\n".join([*parts, *headers, theirs])
+    source = "\n".join([*parts, theirs])
     if is_own:
         return source, LeftOut()
     source, left_out = device_code(source, len(source) - len(theirs))

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..compiler import kernel
+from ..compiler import launch
 from ..errors import CaptureError
 
 # Operations that give the host a value.
@@ -147,7 +147,7 @@ class Tape(TorchDispatchMode):
 
     def _call_unrecorded(self, func, args, kwargs):
         """Call an operation as one step: launches inside it are not recorded."""
-        hears = self._launched in kernel.recorders
+        hears = self._launched in launch.recorders
         if hears:
             self._hear_launches(False)
         try:
@@ -160,8 +160,8 @@ class Tape(TorchDispatchMode):
         """Add or remove the launch listener, which hears the launches of all threads.
 
         The list is replaced, not changed: another thread may be iterating over it."""
-        others = [recorder for recorder in kernel.recorders if recorder != self._launched]
-        kernel.recorders = [*others, self._launched] if hear else others
+        others = [recorder for recorder in launch.recorders if recorder != self._launched]
+        launch.recorders = [*others, self._launched] if hear else others
 
     def _launched(self, launch, args, tensors):
         if threading.get_ident() == self._thread:

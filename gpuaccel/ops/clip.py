@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..backends import find_driver, takes
-from ..compiler import KINDS, Kernel, kernel
+from ..compiler import KINDS, Kernel, launch
 from ..errors import ArgumentError, described
 from .accumulate import CHUNK, SQUARES_THREADS
 
@@ -176,7 +176,7 @@ def readable(t: Tensor) -> bool:
         t.is_cpu
         and type(t) is Tensor
         and not torch.compiler.is_compiling()
-        and not kernel.recorders
+        and not launch.recorders
     )
 
 

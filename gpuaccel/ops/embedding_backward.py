@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, kernel
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, launch
 from ..errors import ArgumentError
 from .accumulate import overlap
 from .token_sort import (
@@ -335,7 +335,7 @@ def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
         or type(tokens) is not Tensor
         or not tokens.numel()
         or torch.compiler.is_compiling()
-        or kernel.recorders
+        or launch.recorders
     ):
         return None
     low, high = torch.aminmax(tokens)

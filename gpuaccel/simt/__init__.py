@@ -9,7 +9,7 @@ build.py compiles the source to a library. driver.py launches it on the executor
 checking.py launches it with the checks (checks.cpp).
 """
 
-from .driver import checked, is_checked, time_limit
+from .driver import checked, is_checked
 from .reports import Report
 from .tracing import ATOMIC, BANKS, READ, SECTOR, WARP, Trace, groups, share, turns_per_bank
 
@@ -25,7 +25,6 @@ __all__ = [
     "groups",
     "is_checked",
     "share",
-    "time_limit",
     "trace",
     "turns_per_bank",
 ]

@@ -14,7 +14,6 @@ can have written, is compiled again.
 """
 
 import _ctypes
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -156,19 +155,13 @@ class Program:
         self.text, self.filename, self.names = text, filename, names
         self.runtime = runtime
         self.image = image
-        path = _library_file(image)
-        try:
-            handle = _ctypes.dlopen(path, os.RTLD_NOW)
-        finally:
-            # The loaded library stays.
-            os.unlink(path)
-        self.library = ctypes.CDLL(path, handle=handle)
+        self.library = _loaded(image)
         # Name -> address, and the bytes there, of each variable in device memory. A launch sets
         # them first, and kernels of several modules share a program: one at a time (`lock`).
         self.variables = {v.name: self._variable(v.name) for v in device_variables(text)}
         self.lock = threading.Lock()
         # ctypes itself never unloads a library.
-        unload = weakref.finalize(self, _ctypes.dlclose, handle)
+        unload = weakref.finalize(self, _ctypes.dlclose, self.library._handle)
         unload.atexit = False
 
     def _variable(self, name: str) -> tuple[int, bytes]:
@@ -203,64 +196,20 @@ def symbol(name: str) -> str:
     return f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}{zlib.crc32(name.encode()):08x}"
 
 
+# Of our temporary files and folders.
 PREFIX = "gpuaccel-simt-"
 
 
-@functools.cache
-def _process_folder() -> pathlib.Path:
-    """The folder of this process for libraries and compilers, removed when the process ends.
-
-    Its file `lock` is locked as long as the process, or a fork of it, lives. The next process thus
-    recognizes folders of killed processes, and removes them.
-    """
-    # Imported here: Windows has no fcntl, and imports this module as well.
-    import fcntl
-
-    root = pathlib.Path(tempfile.gettempdir())
-    _remove_leftovers(root)
-    # Renamed once it is locked: before that another process would take it for a leftover.
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="gpuaccel-new-", dir=root))
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    folder = folder.rename(root / folder.name.replace("gpuaccel-new-", PREFIX))
-    atexit.register(_remove_own, folder, os.getpid())
-    return folder
+def _loaded(image: bytes) -> ctypes.CDLL:
+    """Load a library. The loader needs a file, but only until it has read it."""
+    with tempfile.NamedTemporaryFile(prefix=PREFIX, suffix=".so") as file:
+        file.write(image)
+        file.flush()
+        return ctypes.CDLL(file.name)
 
 
-def _remove_own(folder: pathlib.Path, pid: int):
-    # A fork leaves the folder to its parent.
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_leftovers(root: pathlib.Path):
-    """Remove folders of this user's processes that were killed."""
-    import fcntl
-
-    for folder in root.glob(f"{PREFIX}*"):
-        try:
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            # Locked: its process is alive.
-            pass
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-def _library_file(image: bytes) -> str:
-    """The path of a new file with these bytes: the loader needs a file."""
-    file, path = tempfile.mkstemp(suffix=".so", dir=_process_folder())
-    with open(file, "wb") as library:
-        library.write(image)
-    return path
+# Once per process: a kernel's library finds the executor that is loaded by its name.
+_loaded_executor = functools.cache(_loaded)
 
 
 def compiler() -> Compiler:
@@ -280,11 +229,6 @@ def fill_pattern(host: Compiler) -> int:
     if host.kind == "g++" and int(host.version.split(".")[0]) < 12:
         return 0
     return PATTERNS[host.kind]
-
-
-def _first_options(host: Compiler) -> tuple[str, ...]:
-    """Options in front of all others: without them zig adds its own sanitizer callbacks."""
-    return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
 
 def _flags(checked: bool, variant: tuple[str, ...]) -> tuple[str, ...]:
@@ -308,14 +252,13 @@ def _commands(host: Compiler, flags, source, output, headers) -> list[tuple[str,
     )
     if host.kind != "g++":
         messages = ("-ferror-limit=5", "-fno-caret-diagnostics")
-    first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
         (
-            *(*first, *COMMON, *messages, *flags, *RETURNS, *headers),
+            *(*host.command, *COMMON, *messages, *flags, *RETURNS, *headers),
             *("-c", str(source), "-o", compiled),
         ),
-        (*first, *FAST, "-shared", compiled, "-o", str(output)),
+        (*host.command, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
 
@@ -355,9 +298,9 @@ QUIET = 2.0
 LIMIT = 900.0
 
 
-def _environment() -> dict[str, str]:
-    """English messages, and zig's cache in our cache folder."""
-    cache = _zig_folder(cache_dir() or _process_folder())
+def _environment(folder: pathlib.Path) -> dict[str, str]:
+    """English messages, and zig's cache in our cache folder, else in this one."""
+    cache = _zig_folder(cache_dir() or folder)
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
 
 
@@ -366,10 +309,7 @@ def _zig_folder(root: pathlib.Path) -> pathlib.Path:
     """zig's cache in a folder, emptied first if another user can have written a file in it."""
     folder = root / "zig"
     if _has_foreign_files(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        # Files that cannot be removed are left.
-        if _has_foreign_files(folder):
-            folder = _process_folder() / "zig"
+        shutil.rmtree(folder)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -394,6 +334,7 @@ def _run(command, subject: str, explain_log) -> None:
     Raises:
         CompileError: when the source does not compile, BackendError when the compiler does not run.
     """
+    output = pathlib.Path(command[command.index("-o") + 1])
     try:
         with subprocess.Popen(
             command,
@@ -401,7 +342,7 @@ def _run(command, subject: str, explain_log) -> None:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=_environment(),
+            env=_environment(output.parent),
             # zig keeps files, and links them into later libraries.
             umask=0o077,
         ) as process:
@@ -414,7 +355,7 @@ def _run(command, subject: str, explain_log) -> None:
         raise BackendError(f"the host compiler {command[0]} could not be run: {error}") from None
     if process.returncode:
         raise CompileError(explain_log(log), log)
-    if not os.path.exists(command[command.index("-o") + 1]):
+    if not output.exists():
         raise BackendError(
             f"the host compiler {command[0]} ended without an error, but wrote nothing: "
             "is it a compiler?"
@@ -434,10 +375,15 @@ def _messages(process, subject, command) -> str:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The loaded executor. tls: the macro that says how it stores thread-local variables."""
+    """The loaded executor.
 
+    Attributes:
+        name: by which the libraries of kernels find it; other sources and options have another.
+        tls: the macro that says how it stores thread-local variables.
+    """
+
+    name: str
     library: ctypes.CDLL
-    path: str
     image: bytes
     tls: tuple[str, ...]
 
@@ -462,25 +408,25 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
     host = compiler()
     files = [HERE / name for name in RUNTIME_SOURCES]
     sources = [HERE / "executor.cpp"]
-    # Without debug lines, which name folders: the bytes are the same wherever it is compiled.
+    # Reports show lines of kernels only.
     options = [*FAST, "-g0", *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
         options += ["-DSIMT_CHECKED", "-fno-omit-frame-pointer"]
     texts = [file.read_text() for file in files]
     key = _key(str(host), platform.machine(), checked, COMMON, options, texts)
+    name = f"libsimt-{key[:16]}.so"
 
     def compile():
-        with tempfile.TemporaryDirectory(dir=_process_folder()) as folder:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             output = pathlib.Path(folder) / "runtime.so"
             command = (
                 *host.command,
-                *_first_options(host),
                 *COMMON,
                 *options,
                 *map(str, sources),
                 "-shared",
-                f"-Wl,-soname,libsimt-{key[:16]}.so",
+                f"-Wl,-soname,{name}",
                 "-lpthread",
                 "-o",
                 str(output),
@@ -492,15 +438,10 @@ def runtime(checked: bool, tls: tuple[str, ...] = ()) -> Runtime:
             )
             return output.read_bytes()
 
-    def load(image):
-        # The same file for the same bytes: kernels must find the executor that is loaded already.
-        path = str(_process_folder() / f"{hashlib.sha256(image).hexdigest()[:32]}.so")
-        if not os.path.exists(path):
-            pathlib.Path(path).write_bytes(image)
-        return Runtime(ctypes.CDLL(path), path, image, tls)
-
     try:
-        return from_cache("simt", key, compile, load)
+        return from_cache(
+            "simt", key, compile, lambda image: Runtime(name, _loaded_executor(image), image, tls)
+        )
     except OSError as error:
         if not tls:
             return runtime(checked, SLOWER_TLS)
@@ -550,7 +491,7 @@ def program(
             str(host),
             platform.machine(),
             headers,
-            hashlib.sha256(executor.image).hexdigest(),
+            executor.name,
             (COMMON, RETURNS, flags, FAST),
             curand.read_text("latin-1") if (curand := _curand(source)) else None,
         )
@@ -583,7 +524,7 @@ def _curand(source: str) -> pathlib.Path | None:
 
 def _compile(text, written, filename, flags, host, executor) -> bytes:
     """The library of a translated text. written: the source that messages show."""
-    with tempfile.TemporaryDirectory(dir=_process_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
         source = pathlib.Path(folder) / "kernel.cpp"
         output = pathlib.Path(folder) / "kernel.so"
         text, ours = _with_headers(text)
@@ -619,7 +560,10 @@ def _compile(text, written, filename, flags, host, executor) -> bytes:
             headers.insert(0, "-DSIMT_NO_FORCED_INLINE")
             compiling, linking = _commands(host, flags, source, output, headers)
             _run(compiling, filename, explain_log)
-        _run((*linking, executor.path), filename, explain_log)
+        # The kernel's library gets the executor's name from its file.
+        runtime_file = pathlib.Path(folder) / "runtime.so"
+        runtime_file.write_bytes(executor.image)
+        _run((*linking, str(runtime_file)), filename, explain_log)
         return output.read_bytes()
 
 

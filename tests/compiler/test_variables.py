@@ -38,16 +38,6 @@ int main() { cudaMemcpyToSymbol(mask, 0, sizeof(mask)); }
 """
 
 
-@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda":
-        with ga.use_backend("cuda"):
-            yield "cuda"
-    else:
-        with ga.use_backend("simt"), ga.checked(request.param == "checked"):
-            yield "cpu"
-
-
 @pytest.fixture
 def module():
     with pytest.warns(ga.errors.CompileWarning, match="left out: main$"):

@@ -4,6 +4,9 @@ Each text stands for one dialect. NVRTC compiles it for sm_90, the CPU runs it, 
 compared with NumPy's.
 """
 
+import json
+import pathlib
+
 import numpy as np
 import pytest
 import torch
@@ -338,3 +341,36 @@ def test_what_device_code_does_not_need_is_not_compiled():
 def test_brackets_that_do_not_match_leave_the_text_as_it_is():
     source = "#define BEGIN {\n__global__ void k(float* x) BEGIN x[0] = 1; }\nint main() { }\n"
     assert device_code(source)[0] == source
+
+
+def test_the_page_has_the_figures_of_the_survey_of_other_peoples_kernels():
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    survey = json.loads((docs / "foreign_kernels.json").read_text())
+    _, _, page = (docs / "kernels.md").read_text().partition("## Kernels of other people")
+    page = " ".join(page.split())
+    outcomes, gpu, files = (
+        survey[name] for name in ("outcomes", "compared_with_a_gpu", "whole_files")
+    )
+    refused, gpu_runs = outcomes["refused"], [gpu[n] for n in ("equal", "close", "different")]
+    for words in (
+        f"{files['files']} whole files of {len(files['repositories'])} repositories",
+        f"{files['compiled']} compile, and three are refused",
+        f"{files['ran_and_compared_with_numpy']['equal']} of them ran with inputs of ours",
+        f"{survey['kernels']:,} kernels of {len(survey['repositories'])} repositories",
+        f"checked and unchecked | {outcomes['ran']} |",
+        f"rightly reported | {outcomes['reported_rightly']} |",
+        f"block that does not fit | {outcomes['reported_for_guessed_arguments']} |",
+        f"inline PTX ({refused['inline PTX']}), textures ({refused['textures']}) | ",
+        f" | {sum(refused.values())} |",
+        f"NVRTC does not compile it either | {outcomes['not_compiled_by_nvrtc']} |",
+        f"{sum(gpu_runs):,} kernels also ran on a GPU",
+        "{} were bit-identical, {} equal within rounding, and {} differed".format(*gpu_runs),
+    ):
+        assert words in page, words
+    assert sum(row["ran"] for row in survey["repositories"]) == outcomes["ran"]
+    for part, names in ((survey, ["kernels"]), (files, ["files", "kernels", "compiled"])):
+        for name in names:
+            assert sum(row[name] for row in part["repositories"]) == part[name], name
+    assert survey["kernels"] == sum(refused.values()) + sum(
+        count for count in outcomes.values() if isinstance(count, int)
+    )

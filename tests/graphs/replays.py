@@ -275,7 +275,7 @@ def healthy(device):
     ones = torch.ones(1000, device=device)
     one, two = F.dropout(ones, 0.5), F.dropout(ones, 0.5)
     assert 300 < (one == 0).sum().item() < 700 and not torch.equal(one, two)
-    assert not tape.kernel.recorders
+    assert not tape.launch.recorders
     if device == "cuda":
         new = torch.empty(5 << 20, dtype=torch.uint8, device=device)
         pools = [

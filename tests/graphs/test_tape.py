@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
-from gpuaccel.compiler import kernel
+from gpuaccel.compiler import launch
 from gpuaccel.errors import CaptureError
 from gpuaccel.graphs.tape import Tape
 
@@ -373,7 +373,7 @@ VALUES = {
 def test_a_value_on_the_host_is_refused(how):
     with pytest.raises(CaptureError, match="the host would wait for a value of the device"):
         taped(lambda: VALUES[how](torch.ones(3)))
-    assert not kernel.recorders
+    assert not launch.recorders
     assert torch.ones(3).sum().item() == 3 and VALUES[how](torch.ones(3)) is not NotImplemented, (
         "the refusal outlives the recording"
     )

@@ -13,6 +13,7 @@ import gpuaccel as ga
 from gpuaccel.backends import backend
 from gpuaccel.compiler import Kernel, kernel_files, kernel_names, replacements
 from gpuaccel.compiler import kernel as kernel_module
+from gpuaccel.compiler import launch as launch_module
 from gpuaccel.errors import ArgumentError, CompileError, ReplacementError
 from gpuaccel.learn import magics, replacement
 from gpuaccel.learn.kernel_cases import CASES
@@ -56,11 +57,11 @@ def edited(name, old, new):
 def launched_by(run):
     """Names of the kernels that are launched on the CPU while `run` runs."""
     names = set()
-    kernel_module.recorders.append(lambda launch, args, tensors: names.add(launch.kernel.name))
+    launch_module.recorders.append(lambda launch, args, tensors: names.add(launch.kernel.name))
     try:
         run()
     finally:
-        kernel_module.recorders.pop()
+        launch_module.recorders.pop()
     return names
 
 

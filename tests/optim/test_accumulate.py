@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
 from gpuaccel.backends import takes
-from gpuaccel.compiler import kernel
+from gpuaccel.compiler import launch as launches
 from gpuaccel.errors import ArgumentError
 from gpuaccel.ops.accumulate import (
     MAX_TENSORS,
@@ -453,7 +453,9 @@ def test_accumulate_is_bit_equal_to_torchs_add_at_any_alignment(
 @pytest.mark.parametrize("n, blocks", [(4096, 4), (5000, 5), (4099, 17)])
 def test_accumulate_launches_as_many_blocks_as_elements_fill(n, blocks, monkeypatch):
     launched = []
-    monkeypatch.setattr(kernel, "recorders", [lambda launch, *_: launched.append(launch.shape[0])])
+    monkeypatch.setattr(
+        launches, "recorders", [lambda launch, *_: launched.append(launch.shape[0])]
+    )
     with ga.use_backend("simt"):
         accumulate_(torch.zeros(n), torch.ones(n))
     assert launched == [blocks]
@@ -473,7 +475,7 @@ def test_many_tensors_are_added_in_one_launch_as_torch_adds_each(device, monkeyp
     wants = [acc + grad for acc, grad in zip(accs, grads)]
     versions = [acc._version for acc in accs]
     launched = []
-    monkeypatch.setattr(kernel, "recorders", [lambda launch, *_: launched.append(launch)])
+    monkeypatch.setattr(launches, "recorders", [lambda launch, *_: launched.append(launch)])
     accumulate_each_(accs, grads)
     assert all(torch.equal(acc, want) for acc, want in zip(accs, wants))
     assert all(acc._version > version for acc, version in zip(accs, versions))

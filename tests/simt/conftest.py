@@ -12,17 +12,6 @@ def mode(request):
         yield request.param
 
 
-@pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Both modes of the CPU's backend, and a GPU, in turn; where tensors are."""
-    if request.param == "cuda":
-        with ga.use_backend("cuda"):
-            yield "cuda"
-    else:
-        with ga.use_backend("simt"), ga.checked(request.param == "checked"):
-            yield "cpu"
-
-
 @pytest.fixture
 def on_the_cpu():
     with ga.use_backend("simt"):

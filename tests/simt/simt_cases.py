@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from simt_pairs import ints
 
 import gpuaccel as ga
 from gpuaccel.compiler.program import kernel_root, whole_program
@@ -157,10 +158,6 @@ def bug(source, call, *expects, **more):
 
 def ramp(n, dtype=torch.float32):
     return torch.arange(1, n + 1).to(dtype)
-
-
-def ints(n):
-    return torch.zeros(n, dtype=torch.int32)
 
 
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
@@ -390,20 +387,6 @@ extern "C" __global__ void too_many_partials(float* out, const float* x)
 
 bug(
     """
-extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
-{
-    __shared__ int local[32];
-    atomicAdd(&local[x[threadIdx.x] % 32], 1);                  // BUG: nobody wrote zeros
-    __syncthreads();
-    if (threadIdx.x < 32) bins[threadIdx.x] = local[threadIdx.x];
-}
-""",
-    lambda: Call(1, 64, (ints(32), torch.arange(64).int())),
-    Expect(UNSET, tensor="local", element=0, thread=(0, 0, 0), block=(0, 0, 0)),
-)
-
-bug(
-    """
 extern "C" __global__ void only_the_last_warp_waits(float* out)
 {
     __shared__ float total;
@@ -455,21 +438,6 @@ extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arri
 """,
     lambda: Call(4, 32, (torch.zeros(1), torch.zeros(4), ints(1), ramp(128))),
     Expect(RACE, other="OTHER", tensor="partial", block=(3, 0, 0)),
-)
-
-bug(
-    """
-extern "C" __global__ void result_of_another_block(float* out, float* sums, const float* x)
-{
-    int b = blockIdx.x;
-    if (threadIdx.x == 0) sums[b] = x[b];                       // OTHER
-    __syncthreads();
-    if (threadIdx.x == 1)
-        out[b] = sums[(b + 1) % gridDim.x];  // BUG: a barrier does not wait for other blocks
-}
-""",
-    lambda: Call(4, 32, (torch.zeros(4), torch.zeros(4), ramp(4))),
-    Expect(RACE, other="OTHER", tensor="sums"),
 )
 
 bug(

@@ -65,6 +65,20 @@ def launched(case: Case, source: str):
     return args[0], [str(warning.message) for warning in caught]
 
 
+def ints(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def mistakes(source, *args, name="k", grid=1, block=32, shared=0, tensors=()):
+    """The reports of a checked launch; an empty list if it has none."""
+    with ga.use_backend("simt"), ga.checked(seconds=60):
+        try:
+            ga.compile(source, name)[grid, block, shared](*args, tensors=tensors)
+        except ga.errors.KernelError as error:
+            return error.reports
+    return []
+
+
 def run(source, *args, grid=1, block=32, shared=0, **compiling):
     """Launch on copies of the tensors; those copies."""
     copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]

@@ -6,16 +6,12 @@ A case is a correct kernel and one mistake in it.
 import pytest
 import torch
 from simt_cases import GOOD, good_kernel
-from simt_pairs import Case, counts_on_page, launched, with_mistake
+from simt_pairs import Case, counts_on_page, ints, launched, with_mistake
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.simt import checking
 from gpuaccel.simt.build import fill_pattern
-
-
-def ints(*shape):
-    return torch.zeros(*shape, dtype=torch.int32)
 
 
 def alternating(n):

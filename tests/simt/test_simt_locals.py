@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simt_pairs import python
+from simt_pairs import mistakes
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -13,17 +13,6 @@ needs_filling = pytest.mark.skipif(
     HOST is None or not fill_pattern(HOST), reason=f"{HOST} cannot fill local variables"
 )
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
-
-
-def mistakes(source, *args, grid=1, block=32, shared=0, seconds=10):
-    """The reports of a checked launch of kernel k; an empty list if it has none."""
-    kernel = ga.compile(source, "k")
-    with ga.checked(seconds=seconds):
-        try:
-            kernel[grid, block, shared](*args)
-        except ga.errors.KernelError as error:
-            return error.reports
-    return []
 
 
 # ---- uninitialised local variables ---------------------------------------------------------------
@@ -200,38 +189,33 @@ extern "C" __global__ void k(float* out, int n)
 
 # ---- nothing ends Python -------------------------------------------------------------------------
 
-SURVIVED = r"""
-import torch, gpuaccel as ga
-ga.use_backend("simt")
-CASES = {
-    "a wrong argument of printf": ('printf("%s", (const char*)7);', "null", 1),
-    "printf after it": ('printf("%d\\n", 5); x[99] = 1;', "out of bounds", 1),
-    "a call through null": ("x[1] = ((int (*)(int))(size_t)x[0])(3);", "null", 1),
-    "memcpy from null": ("memcpy(x, (void*)(size_t)x[0], 8);", "null", 1),
-    "memset of a gigabyte": ("memset(x, 0, 1 << 30);", "out of bounds", 1),
-    "endless barriers": ("for (;;) __syncthreads();", "time limit", 1024),
-    "an endless wait for the active lanes":
-        ("while (((volatile int*)x)[1] == 0) __activemask();", "deadlock", 64),
-    "all threads at the end": ('''__shared__ int s[1024]; s[threadIdx.x] = 1; __syncthreads();
-        x[4 + s[1023 - threadIdx.x]] = 1;''', "out of bounds", 1024),
+# Statements -> the kind of mistake, and the threads of the launch.
+SURVIVED = {
+    # A wrong argument of printf, and printf after it.
+    'printf("%s", (const char*)7);': ("null", 1),
+    'printf("%d\\n", 5); x[99] = 1;': ("out of bounds", 1),
+    # A call through null.
+    "x[1] = ((int (*)(int))(size_t)x[0])(3);": ("null", 1),
+    "memcpy(x, (void*)(size_t)x[0], 8);": ("null", 1),
+    "memset(x, 0, 1 << 30);": ("out of bounds", 1),
+    "for (;;) __syncthreads();": ("time limit", 1024),
+    "while (((volatile int*)x)[1] == 0) __activemask();": ("deadlock", 64),
+    # All threads at the end.
+    "__shared__ int s[1024]; s[threadIdx.x] = 1; __syncthreads(); x[4 + s[threadIdx.x ^ 1]] = 1;": (
+        "out of bounds",
+        1024,
+    ),
 }
-for name, (body, kind, block) in CASES.items():
-    x = torch.zeros(4, dtype=torch.int32)
-    try:
-        with ga.checked(seconds=2 if kind == "time limit" else 60):
-            ga.compile('extern "C" __global__ void k(int* x) { ' + body + ' }')[1, block](x)
-        print(name, "nothing", sep="|")
-    except ga.errors.KernelError as error:
-        right = error.reports[0].kind == kind and error.reports[0].line and not x.any()
-        print(name, "right" if right else error, sep="|")
-"""
 
 
 @pytest.mark.slow
-def test_a_checked_launch_never_ends_python():
-    """In a process of its own, so that its end would be seen."""
-    run = python(SURVIVED)
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = [line.split("|") for line in run.stdout.splitlines() if "|" in line]
-    assert len(rows) == 8, run.stdout
-    assert not [row for row in rows if row[1] != "right"], run.stdout
+@pytest.mark.parametrize("statements", SURVIVED)
+def test_a_checked_launch_never_ends_python(statements):
+    kind, block = SURVIVED[statements]
+    kernel = ga.compile(f'extern "C" __global__ void k(int* x) {{ {statements} }}')
+    x = torch.zeros(4, dtype=torch.int32)
+    seconds = 2 if kind == "time limit" else 60
+    with ga.checked(seconds=seconds), pytest.raises(ga.errors.KernelError) as caught:
+        kernel[1, block](x)
+    report = caught.value.reports[0]
+    assert report.kind == kind and report.line and not x.any()

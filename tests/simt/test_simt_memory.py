@@ -3,7 +3,6 @@
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -50,49 +49,24 @@ def test_memory_of_kernels_that_nothing_uses_is_given_back(monkeypatch):
             if value == 7:
                 first = resident()
     assert resident() - first < 80 and loaded() - before <= 16
-    # No file of a kernel is left, also while this process lives.
-    assert not list(build._process_folder().glob("tmp*"))[1:]
 
 
-SCRIPT = """
-import sys, torch, gpuaccel as ga
+KILLED = """
+import os, signal, torch, gpuaccel as ga
 from gpuaccel.compiler import Kernel
-from gpuaccel.simt import build
 with ga.use_backend("simt"), ga.checked(False):
     x = torch.zeros(32)
     source = 'extern "C" __global__ void one(float* x) { x[threadIdx.x] = 1; }'
     Kernel.from_source(source, "one")[1, 32](x)
-print(build._process_folder(), x.sum().item(), flush=True)
-if sys.argv[1:]:
-    input()
+print(x.sum().item(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def start(folder, *arguments):
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
-def test_folders_go_with_their_process_also_when_it_is_killed(tmp_path):
-    with start(tmp_path, "wait") as killed, start(tmp_path, "wait") as living:
-        first = pathlib.Path(killed.stdout.readline().split()[0])
-        second = pathlib.Path(living.stdout.readline().split()[0])
-        assert first.is_dir() and second.is_dir() and first.parent == tmp_path
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
-        assert first.is_dir()
-        # The next one removes what the killed one left, and only that.
-        with start(tmp_path) as third:
-            assert third.stdout.readline().split()[1] == "32.0"
-        assert not first.exists() and second.is_dir()
-        living.communicate("\n")
+def test_no_file_is_left_also_when_the_process_is_killed(tmp_path):
+    done = python(KILLED, TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "32.0\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,24 +7,11 @@ import ctypes
 
 import pytest
 import torch
+from simt_pairs import ints, mistakes
 
 import gpuaccel as ga
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with ga.use_backend("simt"), ga.checked(seconds=60):
-        yield
-
-
-def ints(*shape):
-    return torch.zeros(*shape, dtype=torch.int32)
-
-
-def mistakes(source, name, args, block=4, grid=1, tensors=()):
-    with pytest.raises(ga.errors.KernelError) as caught:
-        ga.compile(source, name)[grid, block](*args, tensors=tensors)
-    return caught.value.reports
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 # ---- wild indices --------------------------------------------------------------------------------
@@ -75,7 +62,7 @@ WILD_CASES = {
 @pytest.mark.parametrize("name", WILD_CASES)
 def test_a_wild_index_is_named_with_its_tensor(name):
     args, tensor, element, words = WILD_CASES[name]
-    (report,) = mistakes(WILD, name, args)
+    (report,) = mistakes(WILD, *args, name=name, block=4)
     assert (report.kind, report.tensor, report.element) == ("out of bounds", tensor, element)
     assert words in report.message and "tensors=" not in report.message, report.message
 
@@ -137,7 +124,7 @@ LOCAL_CASES = [
 
 @pytest.mark.parametrize("name, n, line, words", LOCAL_CASES)
 def test_an_overrun_of_a_local_array_is_named_at_its_line(name, n, line, words):
-    (report,) = mistakes(LOCAL, name, (torch.zeros(4), n))
+    (report,) = mistakes(LOCAL, torch.zeros(4), n, name=name, block=4)
     assert (report.kind, report.line, report.file) == ("out of bounds", line, "<source>")
     assert words in report.message and report.callers, report.message
 
@@ -229,13 +216,14 @@ def test_a_linked_list_is_followed_and_one_that_a_kernel_made_has_the_tensors_ad
 def test_an_address_behind_its_tensor_and_one_that_cannot_be_found_are_named():
     m = ints(4)
     table = addresses(m)[1:]
-    (report,) = mistakes(ADDRESSES, "locks", (torch.cat([table, table[-1:] + 4]),), tensors=[m])
+    table = torch.cat([table, table[-1:] + 4])
+    (report,) = mistakes(ADDRESSES, table, name="locks", block=4, tensors=[m])
     assert (report.tensor, report.element, report.thread) == ("tensors[0]", 4, (3, 0, 0))
     halves = addresses(m).view(torch.int32)
-    (report,) = mistakes(ADDRESSES, "halves", (halves,), tensors=[m])
+    (report,) = mistakes(ADDRESSES, halves, name="halves", block=4, tensors=[m])
     assert report.kind == "far" and "that of tensors[0][0]" in report.message
     assert "ga.checked(False)" in report.message
-    (report,) = mistakes(ADDRESSES, "locks", (addresses(m),))
+    (report,) = mistakes(ADDRESSES, addresses(m), name="locks", block=4)
     assert report.kind == "far" and "tensors=[...]" in report.message
 
 
@@ -286,7 +274,7 @@ extern "C" __global__ void functor(int* out, int* x)
 
 @pytest.mark.parametrize("name", ["later", "barrier", "locked"])
 def test_a_wait_that_cannot_end_is_found_long_before_the_time_limit(name):
-    (report,) = mistakes(OTHER, name, (ints(4), ints(1)), 1, grid=2)
+    (report,) = mistakes(OTHER, ints(4), ints(1), name=name, grid=2, block=1)
     assert report.kind == "deadlock" and "waits in a loop" in report.message
     assert "cannot wait for a later one" in report.message and report.line is not None
 
@@ -298,8 +286,8 @@ def test_a_wait_with_an_end_is_no_mistake():
 
 
 def test_forgotten_dynamic_shared_memory_says_how_a_launch_asks_for_it():
-    reports = mistakes(OTHER, "dynamic", (ints(4), ints(1)))
-    assert all("kernel[grid, block, bytes]" in report.message for report in reports)
+    reports = mistakes(OTHER, ints(4), ints(1), name="dynamic", block=4)
+    assert reports and all("kernel[grid, block, bytes]" in report.message for report in reports)
     ga.compile(OTHER, "dynamic")[1, 4, 16](ints(4), ints(1))
 
 
@@ -312,9 +300,7 @@ def test_a_race_says_how_the_kernel_runs_all_the_same():
     assert out.tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_forceinline_function_may_be_an_argument(checked):
+def test_a_forceinline_function_may_be_an_argument(mode):
     out = ints(32)
-    with ga.checked(checked):
-        ga.compile(OTHER, "functor")[1, 32](out, ints(1))
+    ga.compile(OTHER, "functor")[1, 32](out, ints(1))
     assert out.tolist() == [496 + 31 + 0 + i for i in range(32)]

@@ -252,24 +252,6 @@ def test_headers_in_a_folder_of_the_options(mode, folder, monkeypatch):
         assert torch.equal(out, NUMBERS + 1)
 
 
-def test_a_source_may_ask_whether_a_header_is_there(mode, folder):
-    source = """#if __has_include("FOUND")
-#include "FOUND"
-#define T float
-#else
-#define T double
-#endif
-#if __has_include("missing.h")
-#define BY 3
-#else
-#define BY 4
-#endif
-extern "C" __global__ void asks(T* x) { if (sizeof(*x) == 4) x[threadIdx.x] += BY; }"""
-    for found in ("part/inner.h", "common.cuh"):
-        (out,) = run(source.replace("FOUND", found), NUMBERS)
-        assert torch.equal(out, NUMBERS + 4)
-
-
 def test_a_header_may_have_another_encoding(mode, folder):
     (folder / "latin.h").write_bytes(b"// caf\xe9\n#define VALUE 4\n")
     source = '#include "latin.h"\nextern "C" __global__ void k(float* x) '
