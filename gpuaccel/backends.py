@@ -158,21 +158,24 @@ def find_compiler() -> tuple[Compiler | None, str]:
     compiles a C++ library for a minute, and kernels do not need one.
     """
     chosen = os.environ.get("GPUACCEL_CXX")
-    if chosen:
-        commands = [tuple(shlex.split(chosen))]
-    else:
-        commands = [("g++",), ("clang++",)]
-        # `%pip install` in a notebook may have brought it a moment ago
-        importlib.invalidate_caches()
-        if importlib.util.find_spec("ziglang"):
-            commands.append((sys.executable, "-m", "ziglang", "cc"))
-    for command in commands:
+    for command in [tuple(shlex.split(chosen))] if chosen else _compilers():
         with contextlib.suppress(LookupError):
             compiler = _ask_compiler(command)
             return compiler, f"{compiler} found"
     if chosen:
         return None, f"GPUACCEL_CXX={chosen!r} does not answer"
     return None, f"neither g++ nor clang++ nor ziglang found: {GET_COMPILER}"
+
+
+def _compilers() -> Iterator[tuple[str, ...]]:
+    """Commands of compilers that may be there."""
+    yield ("g++",)
+    yield ("clang++",)
+    # `%pip install` in a notebook may have brought it a moment ago. Not asked where another one
+    # answers: two threads may not invalidate caches at a time.
+    importlib.invalidate_caches()
+    if importlib.util.find_spec("ziglang"):
+        yield (sys.executable, "-m", "ziglang", "cc")
 
 
 # An error is not cached: a compiler can be installed while a notebook runs.

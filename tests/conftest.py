@@ -48,6 +48,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if hasattr(item, "output_timeout"):
+            # Seconds between a cell's outputs. nbval's 5 are too few for a busy machine.
+            item.output_timeout = 120
     there, why = find_gpu()
     gpu_items = [] if there else [item for item in items if "gpu" in item.keywords]
     fast = fast_items(items) if config.getoption("--fast") else set(items)
