@@ -62,7 +62,6 @@ MISSPELT = {
     'ga.optim.Lion(arena, scope="blocks")': "block",
     'ga.clip_grad_norm_(arena, 1.0, scope="tensors")': "tensor",
     'ga.optim.clip_grads_(arena, 1.0, on_nonfinite="raises")': "raise",
-    'ga.TrainStep(model, divide="token")': "tokens",
     'ga.TrainStep(model, replay="graphs")': "graph",
     'ga.training.Replay(policy="required")': "require",
     'ga.GraphedStep(print, model, policy="Auto")': "auto",

@@ -43,7 +43,7 @@ class OrderedReducer(ReducerBase):
         self.received = [False] * len(arena.segments)
 
     @torch.no_grad()
-    def add_micro_batch(self, loss, tokens, rows, micro_batches):
+    def add_micro_batch(self, loss, tokens, micro_batches):
         """Add one micro-batch of each rank, in the order of the ranks. arena.grads has this rank's,
         or none (loss None): it has none left, and others have."""
         arena, grads = self.arena, self.arena.grads
@@ -65,7 +65,7 @@ class OrderedReducer(ReducerBase):
                 collectives.all_gather(self.rests.view(-1), rest, group=self.group)
             for rank in range(self.world):
                 accumulate_(self.total_rest, self.rests[rank])
-        self.messages.append(self._message(loss, tokens, rows, micro_batches))
+        self.messages.append(self._message(loss, tokens, micro_batches))
         self.received = [a or b for a, b in zip(self.received, arena.gradients.received())]
         arena.gradients.clear()
 
@@ -77,7 +77,7 @@ class OrderedReducer(ReducerBase):
         for one_rank in self.slices:
             accumulate_(self.total, one_rank)
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+    def _reduce(self, loss, tokens, micro_batches) -> StepTotals:
         """All-gather the ordered sums, and the messages of all micro-batches."""
         grads = self.arena.grads
         mine = torch.cat([*self.messages, self.nonfinite.message()])
@@ -101,7 +101,7 @@ class OrderedReducer(ReducerBase):
         them.
 
         Args:
-            everyone: (ranks, 5 * count) float64, the messages of each rank's micro-batches.
+            everyone: (ranks, 4 * count) float64, the messages of each rank's micro-batches.
             count: micro-batches of each rank.
         """
         by_rank = everyone.view(self.world, count, StepTotals.FIELDS)

@@ -4,7 +4,7 @@ and the words for them: distributed/config.py.
     reducer = Reducer(config, arena, optimizers, settings)
     with arena.gradients.listening(reducer.listener()):      # buckets are sent
         loss.backward()
-    loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
+    loss, tokens, micro_batches = reducer.reduce(loss, tokens, 1)
     # arena.grads holds the sum over all ranks
 
 On GPUs everything runs on streams that fork from the current one by events and join it again, so
@@ -157,12 +157,12 @@ class Reducer(ReducerBase):
 
     # ---- after backward ----
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+    def _reduce(self, loss, tokens, micro_batches) -> StepTotals:
         if self.light:
             self.light.begin()
         while self.next < len(self.buckets):
             self.send_next_bucket()
-        totals = self._exchange_totals(self._message(loss, tokens, rows, micro_batches))
+        totals = self._exchange_totals(self._message(loss, tokens, micro_batches))
         self._join()
         return totals
 

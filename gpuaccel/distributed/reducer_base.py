@@ -35,11 +35,10 @@ class StepTotals:
 
     loss: Tensor  # sum of losses
     tokens: Tensor
-    rows: Tensor
     micro_batches: Tensor
     counted: Tensor  # micro-batches whose tokens were counted
 
-    FIELDS = 5
+    FIELDS = 4
 
 
 class ReducerBase:
@@ -169,16 +168,15 @@ class ReducerBase:
         return None
 
     @torch.no_grad()
-    def reduce(self, loss, tokens, rows, micro_batches: Tensor | float):
+    def reduce(self, loss, tokens, micro_batches: Tensor | float):
         """Sum the gradients in arena.grads and the step's totals over all ranks.
 
         Args:
             loss, tokens: sums over this rank's micro-batches; None: it had none. tokens is None too
                 where loss_fn returns means.
-            rows: of this rank's batch, a number or a tensor.
 
         Returns:
-            (loss, tokens, rows, micro-batches), () tensors over all ranks, the loss in fp32, the
+            (loss, tokens, micro-batches), () tensors over all ranks, the loss in fp32, the
             others in fp64: a rank that has had no batch does not know the dtype of the tokens.
             tokens is None where loss_fn returns means.
         """
@@ -189,7 +187,7 @@ class ReducerBase:
         if tokens is not None:
             self.count_dtype = tokens.dtype
         self.arena.gradients.collect()
-        totals = self._reduce(loss, tokens, rows, micro_batches)
+        totals = self._reduce(loss, tokens, micro_batches)
         self.summed = True
         try:
             self.used.expose()
@@ -203,7 +201,7 @@ class ReducerBase:
         tokens = None
         if not means:
             tokens = torch.where(totals.counted > 0, totals.tokens, totals.micro_batches)
-        return totals.loss, tokens, totals.rows, totals.micro_batches
+        return totals.loss, tokens, totals.micro_batches
 
     def as_counted(self, tokens: Tensor | None) -> Tensor | None:
         """The tokens of all ranks in the dtype in which loss_fn counts them, if that is known.
@@ -213,15 +211,15 @@ class ReducerBase:
         """
         return tokens if tokens is None or self.count_dtype is None else tokens.to(self.count_dtype)
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+    def _reduce(self, loss, tokens, micro_batches) -> StepTotals:
         """The order of summation decides."""
         raise NotImplementedError
 
-    def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
-        """(5,) float64: what this rank adds to StepTotals. None counts as 0."""
+    def _message(self, loss, tokens, micro_batches) -> Tensor:
+        """(4,) float64: what this rank adds to StepTotals. None counts as 0."""
         counted = 0 if tokens is None else micro_batches
         zero = torch.zeros((), dtype=torch.float64, device=self.arena.device)
-        values = (loss, tokens, rows, micro_batches, counted)
+        values = (loss, tokens, micro_batches, counted)
         return torch.stack([zero if value is None else zero + value for value in values])
 
     def after_step(self):

@@ -54,16 +54,14 @@ class Totals:
     Attributes:
         loss: fp32; None before the first micro-batch.
         tokens: None where loss_fn returns means.
-        rows: sequences, dim 0 of the batch.
         micro_batches: how many were added.
     """
 
     loss: Tensor | None = None
     tokens: Tensor | None = None
-    rows: float | Tensor = 0.0
     micro_batches: int | Tensor = 0
 
-    def add(self, loss: Tensor, tokens: Tensor | None, rows: int):
+    def add(self, loss: Tensor, tokens: Tensor | None):
         self.loss = loss if self.loss is None else self.loss + loss
         if self.tokens is None:
             self.tokens = tokens
@@ -71,5 +69,4 @@ class Totals:
             # loss_fn counts tokens in every micro-batch, or in none.
             assert tokens is not None
             self.tokens = self.tokens + tokens
-        self.rows += rows
         self.micro_batches += 1

@@ -54,9 +54,6 @@ CASES = {
     "grouped attention": {"net": llama},
     "encoder": {"net": gpt2},
     "tied attention": {"net": lambda: llama(tied=True)},
-    "sequences": {"divide": "sequences"},
-    "micro_batches": {"divide": "micro_batches"},
-    "tokens": {"divide": "tokens"},
     "a mean": {"loss": mean_loss},
     "a mean, three": {"loss": mean_loss, "micro_batches": 3},
     "scope block": {"opt": {"scope": "block"}},
@@ -313,7 +310,6 @@ SETTINGS = {
 # Attributes of the step: their value in each step.
 STAGES = {
     "micro_batches": [2, 4, 1, 2, 2],
-    "divide": ["tokens", "sequences", "micro_batches", "tokens", "tokens"],
     "autocast": [None, torch.bfloat16, None, None, None],
     "loss_fn": [loss_fn, half_the_loss, loss_fn, loss_fn, half_the_loss],
 }
