@@ -12,7 +12,7 @@ from .config import Distributed
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer import Reducer
-from .reducer_base import ReducerBase
+from .reducer_base import ReducerBase, Totals
 from .spawn import RankBackend, launch
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "RankBackend",
     "Reducer",
     "ReducerBase",
+    "Totals",
     "launch",
     "gather_objects",
     "raises_dist_error",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..distributed import Totals
 from ..errors import CaptureError, check_choice
 from ..graphs import (
     ForwardState,
@@ -24,7 +25,7 @@ from ..graphs import (
 )
 from ..optim import Arena, DeviceOptimizer, GradientListener
 from .micro import is_split
-from .results import StepOutput, Totals
+from .results import StepOutput
 
 # A TrainStep, whose module imports this one.
 Step = Any

@@ -34,6 +34,7 @@ from ..distributed import (
     PeerToPeer,
     Reducer,
     ReducerBase,
+    Totals,
 )
 from ..errors import ArgumentError, check_module
 from ..graphs import GraphedStep
@@ -43,7 +44,7 @@ from ..optim import AdamW, Arena, DeviceOptimizer, Products
 from .checkpoint import as_list
 from .micro import split, with_dicts
 from .replay import Replay, ReplayMode, StepGraphs, replay_options
-from .results import StepOutput, Totals, clipped_by, clipped_here
+from .results import StepOutput, clipped_by, clipped_here
 from .step_checks import (
     check_clip,
     check_kinds,
@@ -420,11 +421,11 @@ class TrainStep:
                 loss, tokens = self._micro(micro, len(micros), mark, reducer if is_last else None)
                 totals.add(loss, tokens)
                 if ordered is not None:
-                    ordered.add_micro_batch(loss, tokens, 1)
+                    ordered.add_micro_batch(Totals(loss, tokens, 1))
         if ordered is not None:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
-                ordered.add_micro_batch(None, None, 0)
+                ordered.add_micro_batch(Totals())
         return totals
 
     def _micro(
@@ -492,10 +493,7 @@ class TrainStep:
 
         optimizers: those that take a step. Default: all."""
         if self.reducer is not None:
-            loss, tokens, micro_batches = self.reducer.reduce(
-                totals.loss, totals.tokens, totals.micro_batches
-            )
-            totals = Totals(loss, tokens, micro_batches.clamp(min=1))
+            totals = self.reducer.reduce(totals)
         mean_loss = self._mean_loss(totals)
         divisor = self._divisor(totals)
         mark("accumulate")
