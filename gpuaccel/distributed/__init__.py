@@ -7,7 +7,7 @@ global order), light_gradients (gradients of compiled backwards), p2p (all-reduc
 copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
 finite), plan (a step on N GPUs and its checkpoints, predicted)."""
 
-from .collectives import gather_objects, raises_dist_error
+from .collectives import gather_objects
 from .config import Distributed
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
@@ -25,5 +25,4 @@ __all__ = [
     "Totals",
     "launch",
     "gather_objects",
-    "raises_dist_error",
 ]

@@ -28,7 +28,7 @@ from ..errors import ArgumentError
 from ..ops import CHUNK
 from ..optim import ParameterLayout, own_storage
 from ..optim.update_rule import Jobs, arena_launches, torch_step
-from .collectives import all_gather, gather_objects
+from .collectives import all_gather
 
 
 class Piece(NamedTuple):
@@ -146,10 +146,6 @@ class ShardedLayout(ParameterLayout):
         if not held:
             return 0, 0, 0
         return held[0][0], held[-1][1], held[0][2]
-
-    def gather_texts(self, text: str) -> list[str]:
-        """A text of each rank, in the order of the ranks. Collective."""
-        return gather_objects(text, self.group, self.ranks)
 
     # ---- memory ----
 

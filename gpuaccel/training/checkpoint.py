@@ -19,15 +19,15 @@ NumPy, and `extra`. A tensor with two names (tied weights) is stored twice. The 
 checkpoint_file.py.
 
 It is one file, or, where an optimizer's state is spread over ranks, a folder into which each of
-them writes its share (checkpoint_shards.py). Either is loaded by one process and by any number of
-ranks, and none of them holds more of the state than it trains with, and one tensor.
+them writes its share. Either is loaded by one process and by any number of ranks, and none of them
+holds more of the state than it trains with, and one tensor.
 """
 
 import copy
 import pathlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed import gather_objects
 from ..errors import ArgumentError, CheckpointError, GpuaccelError
 from ..files import host_bytes, remove_folder
 from ..optim import Arena
 from .checkpoint_file import (
     Contents,
+    FlatRange,
+    Ranks,
     Stored,
     describe,
     pack,
     read_checkpoint,
     refusing,
     write_file,
+    write_folder,
 )
 from .models import uncompiled
 
@@ -72,10 +74,9 @@ def _model_tensors(path, model) -> dict[str, Tensor]:
     return tensors
 
 
-def _master_tensors(arena) -> dict[str, Tensor]:
-    if arena is None:
-        return {}
-    return {f"master.{name}": tensor for name, tensor in arena.named_master().items()}
+def _master_tensors(arena) -> dict[str, Any]:
+    masters = {} if arena is None else arena.named_master()
+    return {f"master.{name}": tensor for name, tensor in masters.items()}
 
 
 def as_list(value) -> list:
@@ -167,32 +168,16 @@ def _check_batches(batches):
 # ---- the ranks of a run --------------------------------------------------------------------------
 
 
-def _ranks_of(model, arena) -> tuple[int, int, Any]:
-    """(this process's rank, number of ranks, process group): of the model's TrainStep where it has
-    a ga.Distributed, else of torch.distributed's default group."""
+def _ranks_of(model, arena) -> Ranks:
+    """Those of the model's TrainStep where it has a ga.Distributed, else of torch.distributed's
+    default group."""
     arena = arena or Arena.of(uncompiled(model))
     step = None if arena is None else arena.step
     if step is not None and step.distributed is not None:
-        return step.distributed.rank, step.distributed.world, step.distributed.group
+        return Ranks(step.distributed.rank, step.distributed.world, step.distributed.group)
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), None
-    return 0, 1, None
-
-
-def _on_all_ranks(action: Callable, ranks: int, group) -> list:
-    """What `action()` returns on each rank. An error of one rank is one on all."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as raised:
-        error = raised
-    everyone = gather_objects((result, error and (str(error) or repr(error))), group, ranks)
-    if error is not None:
-        raise error
-    for rank, (_, words) in enumerate(everyone):
-        if words:
-            raise CheckpointError(f"rank {rank}: {words}")
-    return [value for value, _ in everyone]
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks()
 
 
 # ---- a state that is spread over ranks ---------------------------------------------------------
@@ -203,15 +188,13 @@ class _Shares:
 
     def __init__(self, optimizer):
         self.layout = optimizer.layout
+        self.ranks = Ranks(self.layout.rank, self.layout.ranks, self.layout.group)
         # The state that is spread; a step count is on every rank.
         self.keys = optimizer.rule.state_keys
         self.numbers = {id(p): i for i, p in enumerate(self.layout.arena.masters)}
 
     def range_of(self, tensor: Tensor, state: Tensor | None = None):
         """What this rank saves of a parameter of the optimizer, or of a state of it."""
-        # torch.distributed.checkpoint is imported only where it is needed.
-        from .checkpoint_shards import FlatRange
-
         first, last, place = self.layout.saved(self.numbers[id(tensor)])
         if state is None:
             data = tensor.detach().reshape(-1)[first:last]
@@ -324,33 +307,33 @@ def save_checkpoint(
     path = pathlib.Path(path).expanduser()
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     shares = _shares_of(optimizers)
-    if shares is not None:
-        from .checkpoint_shards import save_shards
-
-        tensors, state = _contents(path, model, optimizers, arena, schedulers, batches, extra)
-        mine = _of_one_rank(shares, model, arena, tensors)
-        save_shards(path, mine, step, state, shares.layout.group)
-        return path
-    rank, ranks, group = _ranks_of(model, arena)
-    written: list = []
+    ranks = _ranks_of(model, arena) if shares is None else shares.ranks
+    tensors: dict[str, Any] = {}
+    state: dict = {}
 
     def prepare():
-        written[:] = _contents(path, model, optimizers, arena, schedulers, batches, extra)
+        contents = _contents(path, model, optimizers, arena, schedulers, batches, extra)
+        tensors.update(contents[0])
+        state.update(contents[1])
         return str(path), random_state()
 
-    def write():
-        if rank == 0:
-            write_file(path, written[0], step, written[1])
-
-    paths, random_states = zip(*_on_all_ranks(prepare, ranks, group))
+    paths, random_states = zip(*ranks.each(prepare))
     if len(set(paths)) > 1:
         raise CheckpointError(
             f"the ranks save to {' and '.join(sorted(set(paths)))}; expected one path, at which "
             "rank 0 writes"
         )
-    if ranks > 1:
-        written[0].update((f"rng.rank{r}", state) for r, state in enumerate(random_states))
-    _on_all_ranks(write, ranks, group)
+    if ranks.world > 1:
+        tensors.update((f"rng.rank{r}", of_rank) for r, of_rank in enumerate(random_states))
+    if shares is None:
+        ranks.each(lambda: None if ranks.rank else write_file(path, tensors, step, state))
+        return path
+    tensors.update((name, shares.range_of(t)) for name, t in _master_tensors(arena).items())
+    # Not buffers, which are each rank's own.
+    parameters = dict(uncompiled(model).named_parameters(remove_duplicate=False))
+    alike = {f"model.{name}" for name in parameters}
+    alike |= {name for name in tensors if name.startswith("optim.")}
+    write_folder(path, tensors, alike, step, state, ranks)
     return path
 
 
@@ -377,23 +360,6 @@ def _contents(
     if batches is not None:
         state["batches"] = {"values": pack(batches.state_dict(), "the data position")}
     return tensors, state
-
-
-def _of_one_rank(shares: _Shares, model, arena, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What one rank of several offers to write: parameters, which all ranks have alike, its ranges,
-    and its random state. Rank 0 also what may differ: buffers, and its generators."""
-    rank = shares.layout.rank
-    parameters = dict(uncompiled(model).named_parameters(remove_duplicate=False))
-    alike = {f"model.{name}" for name in parameters}
-    mine = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if rank == 0 or name in alike or name.startswith("optim.")
-    }
-    for name, tensor in _master_tensors(arena).items():
-        mine[name] = shares.range_of(tensor)
-    mine[f"rng.rank{rank}"] = random_state()
-    return mine
 
 
 # ---- what is checked on load ---------------------------------------------------------------------
@@ -572,9 +538,7 @@ def load_checkpoint(
     _check_batches(batches)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     shares = _shares_of(optimizers)
-    layout = shares and shares.layout
-    group = (layout.rank, layout.ranks, layout.gather_texts) if layout else ()
-    contents = read_checkpoint(path, *group)
+    contents = read_checkpoint(path, Ranks() if shares is None else shares.ranks)
     state = contents.state
     weights = _model_tensors(path, model)
     masters = _master_tensors(arena)
@@ -618,7 +582,7 @@ def load_checkpoint(
     if optimizers:
         _restore_optimizers(contents, optimizers, groups)
     if restore_rng:
-        _restore_random_states(contents, _ranks_of(model, arena)[0])
+        _restore_random_states(contents, _ranks_of(model, arena).rank)
     return {"step": contents.step, "extra": state["extra"]}
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import gpuaccel as ga
 from gpuaccel import files
 from gpuaccel.distributed.zero1 import ShardedLayout
-from gpuaccel.training import checkpoint_file, checkpoint_shards
+from gpuaccel.training import checkpoint_file
 from gpuaccel.training.checkpoint import checkpoint_path, latest_checkpoint
 from gpuaccel.training.checkpoint_file import read_checkpoint
 
@@ -224,7 +224,7 @@ def train_and_die_in_a_save(folder, who=None, at=None, steps=6):
     left = at if isinstance(at, int) else 1
     module, name = checkpoint_file, "host_bytes"
     if at == "rename":
-        module, name = checkpoint_shards, "replace_folder"
+        name = "replace_folder"
     function = getattr(module, name)
     step = checks.make_step(Wide(), micro_batches=4 // config.world, distributed=config)
 
