@@ -16,7 +16,7 @@ The formula and its launches: optim/update_rule.py. Where the state lies: optim/
 import contextlib
 import functools
 import logging
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +42,6 @@ from .step_plan import DevicePlan, facts_of
 from .update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
 
 log = logging.getLogger("gpuaccel")
-
-
-class StepOptions(TypedDict, total=False):
-    """The keyword arguments of a DeviceOptimizer that a subclass hands on."""
-
-    max_norm: float | None
-    scope: Scope
-    on_nonfinite: OnNonfinite | None
-    stochastic_rounding: bool
-    seed: int
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
@@ -603,9 +593,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self):
         """Copies and pickles: what belongs to a device is made again."""
-        if self.layout.ranks > 1:
-            raise TypeError(
-                "a sharded optimizer cannot be copied or pickled: close its TrainStep before"
+        if self.arena is not None:
+            raise ArgumentError(
+                "an optimizer over an arena is neither copied nor pickled. Instead: copy its "
+                "state_dict(), and load it into a new one"
             )
         names = ("arena", "max_norm", "scope", "on_nonfinite", "stochastic_rounding", "seed")
         return {**{name: getattr(self, name) for name in names}, **super().__getstate__()}

@@ -113,7 +113,7 @@ class ArenaLayout(ParameterLayout):
     def _new(self, key, p, i):
         if key not in self.buffers:
             self.buffers[key] = torch.zeros_like(self.arena.weights)
-        return own_storage(self.arena.slice(self.buffers[key], i))
+        return own_storage(self.arena.segments[i].of(self.buffers[key]))
 
     def launches(self, rule, jobs, stochastic):
         lists, arena = list_launches(rule, jobs, stochastic), self.arena

@@ -223,13 +223,11 @@ class TrainStep:
             self._cleanup.callback(self._release_own_arena)
             self.arena: Arena = arena
             arena.check()
-            arena.check_trainable()
-            self._frozen = arena.frozen()
             self.optimizers: list[torch.optim.Optimizer] = (
                 optimizers if opt is not None else [AdamW(arena, lr=3e-4, weight_decay=0.1)]
             )
-            # Frozen tensors that no optimizer holds.
-            self._unheld = check_tensors(self.optimizers, arena)
+            # What is not trained.
+            self._frozen = check_tensors(self.optimizers, arena)
             # The optimizer that clips by itself; None: clipping is done here.
             self._clipping_opt: DeviceOptimizer | None = None
             first, *others = self.optimizers
@@ -282,7 +280,8 @@ class TrainStep:
 
     def _make_reducer(self, distributed: Distributed, settings: dict, adds: bool, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""
-        if distributed.sharded and (self._clipping_opt is None or self._unheld):
+        unheld = any(self.arena.number_of(p) is not None for p in self._frozen)
+        if distributed.sharded and (self._clipping_opt is None or unheld):
             kinds = ", ".join(type(opt).__name__ for opt in self.optimizers)
             raise ArgumentError(
                 f"sharded=True with {kinds}: a rank has its share of the gradient only; expected "
@@ -341,9 +340,8 @@ class TrainStep:
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
-        self.arena.check_frozen(self._frozen)
-        if any(p.requires_grad for p in self._unheld):
-            self._unheld = check_tensors(self.optimizers, self.arena)
+        if any(p.requires_grad for p in self._frozen):
+            self._frozen = check_tensors(self.optimizers, self.arena)
         if self._graphs is not None:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
