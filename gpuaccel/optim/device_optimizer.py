@@ -39,7 +39,7 @@ from .device_state import DeviceState, Norms, is_capturing
 from .members import Members, fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
-from .update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
+from .update_rule import Job, StepInputs, UpdateRule, launch_begin, launch_update, torch_step
 
 log = logging.getLogger("gpuaccel")
 
@@ -300,17 +300,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
             state.record,
         )
         if part.by_kernels:
-            coefficients = launch_begin(self.rule, part.by_kernels, state.settings, inputs)
+            coefficients = launch_begin(self.rule, part.begins, state.settings, inputs)
             launch_update(part.updates, coefficients, state.seed)
         if part.by_torch:
-            self.layout.torch_step(
-                self.rule,
-                part.by_torch,
-                self.param_groups,
-                inputs,
-                not part.by_kernels,
-                self.seed if self.stochastic_rounding else None,
-            )
+            seed = self.seed if self.stochastic_rounding else None
+            jobs = self.layout.local(part.by_torch, seed)
+            torch_step(self.rule, jobs, self.param_groups, inputs, not part.by_kernels, seed)
         self.layout.after_update()
         if part.by_kernels:
             torch.autograd.graph.increment_version(part.changed)
@@ -329,7 +324,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         parts = [
             DevicePlan(
                 device,
-                Jobs(j for j in jobs if j.weight.device == device),
+                [j for j in jobs if j.weight.device == device],
                 self.rule,
                 self.layout,
                 self.stochastic_rounding,
@@ -345,7 +340,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
         return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
-    def _jobs(self) -> Jobs:
+    def _jobs(self) -> list[Job]:
         """What this step updates, by number, checked; nothing has changed when it raises."""
         arena, rule = self.arena, self.rule
         if arena is not None:
@@ -368,7 +363,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         rows = [0] * self._members.count(self.param_groups)
         if devices and self._takes_norm():
             rows = self._norms(next(iter(devices))).rows
-        jobs = Jobs()
+        jobs = []
         options = [(rule.keys_of(group), rule.macros_of(group)) for group in self.param_groups]
         for g, p, i in members:
             (keys, macros), state = options[g], self.state[p]

@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..ops.clip import dense
 from .device_state import is_capturing
 from .layout import own_storage
-from .update_rule import Jobs, StepInputs, UpdateRule, arena_launches, list_launches, torch_step
+from .update_rule import Job, UpdateRule, arena_launches, list_launches
 
 
 class ParameterLayout:
@@ -74,21 +74,13 @@ class ParameterLayout:
 
     # ---- the update ----
 
-    def launches(self, rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]:
+    def launches(self, rule: UpdateRule, jobs: list[Job], stochastic: bool) -> list[tuple]:
         """For launch_update."""
         return list_launches(rule, jobs, stochastic)
 
-    def torch_step(
-        self,
-        rule: UpdateRule,
-        jobs: Jobs,
-        param_groups: list[dict],
-        inputs: StepInputs,
-        count_it: bool,
-        seed: int | None,
-    ):
-        """The update in torch; arguments: optim/update_rule.py."""
-        torch_step(rule, jobs, param_groups, inputs, count_it, seed)
+    def local(self, jobs: list[Job], seed: int | None) -> list[Job]:
+        """What torch_step updates of these: this rank's part."""
+        return jobs
 
     def after_update(self):
         """Called after a device's update, by kernels or by torch."""
