@@ -514,7 +514,7 @@ def _follow_optimizers(arena):
     An optimizer's own hooks may edit weights: adopt() runs after its last pre-step hook, and
     publish() before its first post-step hook.
 
-    An optimizer with the attribute `publishes` does both itself, in its step.
+    One of this package over the arena does both itself, in its step.
 
     Returns:
         The hooks' handles. The hooks hold the arena weakly.
@@ -529,7 +529,7 @@ def _follow_optimizers(arena):
         return None if arena.master_ids.isdisjoint(held) else arena
 
     def before_all(optimizer, args, kwargs):
-        if getattr(optimizer, "publishes", False) or updated_arena(optimizer) is None:
+        if getattr(optimizer, "arena", None) or updated_arena(optimizer) is None:
             return None
         before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         if adopt not in before.values():
@@ -570,7 +570,7 @@ def _follow_optimizers(arena):
             return
         # Other hooks may have edited parameters or masters.
         arena.adopt()
-        if not getattr(optimizer, "publishes", False):
+        if not getattr(optimizer, "arena", None):
             arena.publish(optimizer)
 
     return [

@@ -137,11 +137,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """Number of ranks that share the state; 1 if it is not sharded."""
         return self.layout.ranks
 
-    @property
-    def publishes(self) -> bool:
-        """True if step() writes the arena's bf16 weights, so that no hook has to."""
-        return self.arena is not None
-
     # ---- what the host may ask ----
 
     @property

@@ -138,13 +138,7 @@ def place_states(layout: ParameterLayout, state: dict, members, names):
             "captured: take one step before the capture, or call prepare()"
         )
     places = [layout.allocate(key, p, i) for p, i, key, _ in elsewhere]
-    # Of what lies in memory that is written below: the user may have exchanged two states.
-    written = {place.data_ptr() for place in places}
-    values = [
-        value.clone() if isinstance(value, Tensor) and value.data_ptr() in written else value
-        for *_, value in elsewhere
-    ]
-    for (p, i, key, _), place, value in zip(elsewhere, places, values):
+    for (p, i, key, value), place in zip(elsewhere, places):
         if value is None:
             place.zero_()
         elif key == "step":

@@ -13,8 +13,8 @@ Requirements that led to this design:
 * the arena's views survive a load: tensors are copied into, never replaced;
 * any tool can read the weights: they are safetensors entries `model.<name in the state dict>`.
 
-A checkpoint holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and `rng.*`,
-and as JSON the hyper-parameters, the scheduler, the data position, the random state of Python and
+A checkpoint holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and, of each
+rank's generators of torch, `rng.rank<number>`; and as JSON the hyper-parameters, the scheduler, the data position, the random state of Python and
 NumPy, and `extra`. A tensor with two names (tied weights) is stored twice. The format is
 checkpoint_file.py.
 
@@ -214,16 +214,12 @@ class _Shares:
 # ---- random state --------------------------------------------------------------------------------
 
 
-def _torch_random_state() -> dict[str, Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
-    return tensors
-
-
 def random_state() -> Tensor:
     """(bytes,) uint8 on the CPU: torch's CPU generator, then the GPU's where one is in use."""
-    return torch.cat(list(_torch_random_state().values()))
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
 
 
 def _python_random_state() -> dict:
@@ -239,16 +235,12 @@ def _restore_random_states(contents: Contents, rank: int):
     values = contents.state["random"]
     random.setstate(values["python"])
     np.random.set_state(values["numpy"])
-    cpu = contents.tensor("rng.cpu")
-    if rank == 0:
-        cuda = contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0]
-    elif f"rng.rank{rank}" in contents:
-        cpu, cuda = contents.tensor(f"rng.rank{rank}").tensor_split([len(cpu)])
-    else:
-        return
-    torch.set_rng_state(cpu.clone())
-    if len(cuda) and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda.clone())
+    if f"rng.rank{rank}" in contents:
+        state = contents.tensor(f"rng.rank{rank}")
+        cpu, cuda = state.tensor_split([len(torch.get_rng_state())])
+        torch.set_rng_state(cpu.clone())
+        if len(cuda) and torch.cuda.is_available():
+            torch.cuda.set_rng_state(cuda.clone())
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -323,8 +315,7 @@ def save_checkpoint(
             f"the ranks save to {' and '.join(sorted(set(paths)))}; expected one path, at which "
             "rank 0 writes"
         )
-    if ranks.world > 1:
-        tensors.update((f"rng.rank{r}", of_rank) for r, of_rank in enumerate(random_states))
+    tensors.update((f"rng.rank{r}", of_rank) for r, of_rank in enumerate(random_states))
     if shares is None:
         ranks.each(lambda: None if ranks.rank else write_file(path, tensors, step, state))
         return path
@@ -342,7 +333,7 @@ def _contents(
 ) -> tuple[dict[str, Any], dict]:
     """(tensors, JSON) of a checkpoint. The tensors are not copied."""
     _check_batches(batches)
-    tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
+    tensors = {**_model_tensors(path, model), **_master_tensors(arena)}
     state = {
         "random": pack(_python_random_state(), "the random state"),
         "extra": pack(extra, "extra"),
@@ -369,8 +360,10 @@ def _in_words(description) -> str:
     return f"{description[0]} {description[1]}" if description else "nothing"
 
 
-def _check_same(path, stored: dict, expected: dict, what: str):
-    """CheckpointError, naming a difference, unless two dicts name -> [dtype, shape] are equal."""
+def _check_tensors(path, contents: Contents, prefix: str, tensors: dict[str, Tensor], what: str):
+    """CheckpointError unless the file's tensors whose names begin with `prefix` are like these."""
+    stored = {name: entry for name, entry in contents.entries.items() if name.startswith(prefix)}
+    expected = {name: describe(tensor) for name, tensor in tensors.items()}
     names = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
     if names:
         name = names[0]
@@ -379,12 +372,6 @@ def _check_same(path, stored: dict, expected: dict, what: str):
             f"in the file, expected {_in_words(expected.get(name))}"
             + (f" (and {len(names) - 1} more differ)" if names[1:] else "")
         )
-
-
-def _check_tensors(path, contents: Contents, prefix: str, expected: dict[str, Tensor], what):
-    """The file's tensors whose names begin with `prefix` are those of `expected`."""
-    stored = {name: entry for name, entry in contents.entries.items() if name.startswith(prefix)}
-    _check_same(path, stored, {name: describe(t) for name, t in expected.items()}, what)
 
 
 def _check_tied(path, contents: Contents, weights: dict[str, Tensor]):
@@ -566,9 +553,6 @@ def load_checkpoint(
             values = state["scheduler"]["values"]
             # One scheduler's state is no list.
             with_state += zip(schedulers, values if schedulers[1:] else [values], strict=True)
-        if restore_rng:
-            generators = {"rng.cpu": torch.get_rng_state()}
-            _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
     _load_state_dicts(path, with_state)
 
     # All of it fits.

@@ -39,7 +39,7 @@ from ..distributed import gather_objects
 from ..errors import CheckpointError, GpuaccelError
 from ..files import host_bytes, replace_folder, written_aside
 
-FORMAT = "gpuaccel-checkpoint-2"
+FORMAT = "gpuaccel-checkpoint-3"
 SHARD_FORMAT = "gpuaccel-checkpoint-shard-3"
 MANIFEST = "manifest.safetensors"
 # How a file begins whose sha256 is over itself, with zeros in the place of these 64 digits.
