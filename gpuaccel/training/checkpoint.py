@@ -622,28 +622,21 @@ def older_whole_checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
     return [other for other in reversed(older) if is_whole(other)]
 
 
-def prune_checkpoints(
-    folder: str | pathlib.Path, keep: int = 3, saved: pathlib.Path | None = None
-) -> list[pathlib.Path]:
-    """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
+def prune_checkpoints(saved: pathlib.Path, keep: int = 3) -> list[pathlib.Path]:
+    """Delete all but the `keep` newest checkpoints up to `saved`, which was written now; returns the
+    paths that are gone.
 
-    Also deletes what killed runs left unfinished, up to the newest step. Checkpoints of later steps
-    than `saved`, which was written now, are of another run, or of one that went on from an older
-    checkpoint: they stay, and do not count. Another one of its step, which a run with another
-    number of ranks has left, is deleted."""
+    Also another one of its step, which a run with another number of ranks has left, and what killed
+    runs left unfinished up to it. Checkpoints of later steps are of another run, or of one that went
+    on from an older checkpoint: they stay, and do not count."""
+    folder = saved.parent
     if keep < 1:
         raise CheckpointError(f"{folder}: keep is {keep}, expected at least 1")
     checkpoints = _checkpoints(folder)
-    gone = []
-    if saved is not None:
-        gone = [path for _, path in checkpoints if path.stem == saved.stem and path != saved]
-        checkpoints = [(step, path) for step, path in checkpoints if path not in gone]
-    if not checkpoints:
-        return []
-    newest = checkpoints[-1][0]
-    last = next((step for step, path in checkpoints if path == saved), newest)
-    gone += [path for step, path in checkpoints if step <= last][:-keep]
-    gone += [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= newest]
+    last = next(step for step, path in checkpoints if path == saved)
+    gone = [path for step, path in checkpoints if step == last and path != saved]
+    gone += [path for step, path in checkpoints if step <= last and path not in gone][:-keep]
+    gone += [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= last]
     for path in gone:
         if path.is_dir():
             remove_folder(path)

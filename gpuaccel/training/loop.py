@@ -139,7 +139,7 @@ class _Checkpoints:
         path = checkpoint_path(self.folder, self.step.count, self.step.optimizers)
         save_checkpoint(path, step=self.step.count, **self.state)
         if reducer is None or reducer.rank == 0:
-            prune_checkpoints(self.folder, self.keep, path)
+            prune_checkpoints(path, self.keep)
         self.saved_step = self.step.count
 
 

@@ -367,7 +367,7 @@ def test_prune_deletes_folders_and_the_other_form_of_a_step(saved, tmp_path):
     for name in ("step-00000006.sharded.tmp-7", "step-00000008.sharded.tmp-0"):
         (tmp_path / name).mkdir()
     whole = ga.save_checkpoint(checkpoint_path(tmp_path, 8), model=checks.Net(), step=8)
-    gone = {path.name for path in prune_checkpoints(tmp_path, 2, whole)}
+    gone = {path.name for path in prune_checkpoints(whole, 2)}
     assert gone == {
         "step-00000002.sharded",
         "step-00000004.sharded",

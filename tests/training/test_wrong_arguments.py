@@ -129,7 +129,7 @@ CASES = {
     ),
     "clipping of parameter groups": (
         lambda model: ga.clip_grad_norm_(sgd(model).param_groups, 1.0),
-        "parameters holds a dict; expected tensors, or pairs of a name and a tensor",
+        "parameters holds a dict; expected tensors",
     ),
     "clipping with the arguments swapped": (
         lambda model: ga.clip_grad_norm_(1.0, model.parameters()),
