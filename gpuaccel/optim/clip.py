@@ -219,7 +219,7 @@ def clip_grads_(
     return state
 
 
-def _grads_of(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Callable]:
+def _grads_of(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Callable[[], list]]:
     """The gradients that are not None, and a function that returns their names."""
     check_parameters_or_arena("parameters", parameters)
     members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
