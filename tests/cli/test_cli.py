@@ -406,10 +406,10 @@ def test_a_run_of_a_large_model_takes_the_default_dtype(dtype, tmp_path, monkeyp
     module = sys.modules["gpuaccel.cli.train"]
     monkeypatch.setattr(module, "preset", small)
     monkeypatch.setattr(module, "default_dtype", lambda: dtype)
-    monkeypatch.setitem(RECIPES, "gpt2-124m", Recipe("byte", 2, 3e-3))
+    monkeypatch.setitem(RECIPES, "llama-350m", Recipe("byte", 2, 3e-3))
     (tmp_path / "text").write_text(TEXT)
     words = ["--text", tmp_path / "text", "--out", tmp_path / "run", "--steps", 2, "--seq", 8]
-    words = ["--model", "gpt2-124m", "--device", "cpu", "--no-progress", *map(str, words)]
+    words = ["--model", "llama-350m", "--device", "cpu", "--no-progress", *map(str, words)]
     assert main(["train", *words]) == 0
     assert f"parameters in {dtype}," in capsys.readouterr().err
     weights = load_file(next((tmp_path / "run").glob("**/*.safetensors")))
