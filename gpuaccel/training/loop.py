@@ -213,7 +213,8 @@ def train(
     end_together = bool(checkpoint_dir) and world > 1 and _equally_long(batches, reducer)
     meter = step.meter = step.meter or Meter(step.arena.device)
     rows = None
-    if log is not None and (reducer is None or reducer.rank == 0):
+    # Where no step is left to take the rows stay as they are.
+    if log is not None and step.count < steps and (reducer is None or reducer.rank == 0):
         rows = RunLog(log, step.count)
     val = list(val or ())
     # Are the data as far as the weights?

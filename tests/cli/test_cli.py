@@ -139,7 +139,10 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
         (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
         (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequenc"),
         (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
-        (["train", *SMALL, "--out", "taken"], "log is taken/metrics.jsonl, a folder; expected a f"),
+        (
+            ["train", *SMALL, "--out", "taken"],
+            "log is taken/metrics.jsonl, which cannot be written: Is a directory",
+        ),
         (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
         (["train", "--text", "x" * 5000], "File name too long"),
         (["kernels", "folder"], "folder"),
