@@ -133,7 +133,7 @@ class Arena:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
         >>> arena = ga.Arena(model)
-        >>> arena.parameter_names()
+        >>> list(arena.named_parameters())
         ['0.weight', '0.bias', '1.weight', '1.bias']
         >>> arena.weights.shape, arena.grads.dtype
         (torch.Size([16384]), torch.float32)
@@ -284,13 +284,9 @@ class Arena:
         self.adopt()
         return self.masters[::-1]
 
-    def parameter_names(self) -> list[str]:
-        """The names of parameters(), in the same order."""
-        return [s.name for s in reversed(self.segments)]
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """name -> tensor of each of parameters(), in their order."""
-        return dict(zip(self.parameter_names(), self.parameters()))
+        return dict(zip([s.name for s in reversed(self.segments)], self.parameters()))
 
     def named_master(self) -> dict[str, nn.Parameter]:
         """name -> fp32 master of each bf16 parameter; empty for an fp32 module.

@@ -107,8 +107,7 @@ def _optimizer_groups(path, model, optimizers, arena) -> list[dict[str, Tensor]]
     An fp32 master has the name of its parameter."""
     names = {id(parameter): name for name, parameter in uncompiled(model).named_parameters()}
     if arena is not None:
-        pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
-        names.update((id(parameter), name) for name, parameter in pairs)
+        names.update((id(p), name) for name, p in arena.named_parameters().items())
     groups: list[dict[str, Tensor]] = []
     for _, optimizer, group in _with_groups(optimizers):
         for parameter in group["params"]:

@@ -153,7 +153,7 @@ def holds(step, contents):
     with step.gathered():
         named = {f"model.{name}": t for name, t in step.model.state_dict().items()}
         named |= {f"master.{name}": t for name, t in step.arena.named_master().items()}
-        for name, p in zip(step.arena.parameter_names(), step.arena.parameters(), strict=True):
+        for name, p in step.arena.named_parameters().items():
             named |= {
                 f"optim.{name}.{key}": t for key, t in step.optimizers[0].state.get(p, {}).items()
             }

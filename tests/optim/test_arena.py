@@ -125,7 +125,9 @@ def test_layout_and_views_of_any_module(model):
     assert set(arena.named_master()) == {
         s.name for s, p in zip(arena.segments, arena.params) if p.dtype == torch.bfloat16
     }
-    assert arena.parameter_names() == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert list(arena.named_parameters()) == [
+        n for n, p in model.named_parameters() if p.requires_grad
+    ]
     for i, s in enumerate(arena.segments):  # the table the kernel reads
         rows = arena.chunk_table[arena.first_chunk[i] : arena.first_chunk[i + 1]]
         assert (
