@@ -20,6 +20,7 @@ else that compares storages see separate, ordinary tensors.
 This module lays out and stores; it launches no kernel of this package.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -34,12 +35,10 @@ from torch.optim.optimizer import (
 
 from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
-from .gradients import Gradients, Master, remove_all
+from .gradients import Gradients, Master
 from .layout import lay_out, own_storage, trainable
 
 log = logging.getLogger("gpuaccel")
-# Hooks of arenas that are gone: removed when an arena is made or released.
-_abandoned_hooks: list = []
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
@@ -174,11 +173,8 @@ class Arena:
         self._step: Callable[[], Any] = _nobody
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: list[Callable[[], object]] = []
-        hooks = _follow_optimizers(self) if self._bf16_pairs else []
-        # An arena that is garbage-collected without release() leaves its hooks to the next arena:
-        # they cannot be removed at that moment, for torch may be calling them.
-        self._hooks = weakref.finalize(self, _abandoned_hooks.extend, hooks)
-        remove_all(_abandoned_hooks)
+        if self._bf16_pairs:
+            _follow_optimizers()
         _arenas.add(self)
 
     def _allocate(self):
@@ -489,8 +485,6 @@ class Arena:
         self.gradients.close()
         for p in self.params:
             p.data = p.data.clone()
-        self._hooks()
-        remove_all(_abandoned_hooks)
         _arenas.discard(self)
 
     def __reduce__(self):
@@ -504,75 +498,72 @@ def _nobody() -> None:
     pass
 
 
-def _follow_optimizers(arena):
-    """Adopt before, and publish after, every step of an optimizer over arena.parameters().
+# ---- optimizers of torch's over masters ----------------------------------------------------------
 
-    An optimizer's own hooks may edit weights: adopt() runs after its last pre-step hook, and
-    publish() before its first post-step hook.
 
-    One of this package over the arena does both itself, in its step.
+@functools.cache
+def _follow_optimizers():
+    """Adopt before, and publish after, every step of an optimizer over masters.
 
-    Returns:
-        The hooks' handles. The hooks hold the arena weakly.
-    """
-    weak = weakref.ref(arena)
+    An optimizer's own hooks may edit weights: _adopt() runs after its last pre-step hook, and
+    _publish() before its first post-step hook. An optimizer of this package over the arena does
+    both itself, in its step."""
+    register_optimizer_step_pre_hook(_before_all)
+    register_optimizer_step_post_hook(_behind_all)
 
-    def updated_arena(optimizer):
-        arena = weak()
-        if arena is None or arena.released:
-            return None
-        held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        return None if arena.master_ids.isdisjoint(held) else arena
 
-    def before_all(optimizer, args, kwargs):
-        if getattr(optimizer, "arena", None) or updated_arena(optimizer) is None:
-            return None
-        before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if adopt not in before.values():
-            optimizer.register_step_pre_hook(adopt)
-            handle = optimizer.register_step_post_hook(publish)
-            behind.move_to_end(handle.id, last=False)
-        before.move_to_end(next(key for key, hook in before.items() if hook is adopt))
-        # LBFGS calls its closure after each of its updates.
-        own, *rest = args
-        return (own, *map(with_current_weights, rest)), {
-            name: with_current_weights(value) for name, value in kwargs.items()
-        }
+def _arenas_of(optimizer) -> list[Arena]:
+    """The arenas whose masters of bf16 parameters the optimizer updates."""
+    arenas = [arena for arena in _arenas if arena.bf16_weights is not None]
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]] if arenas else []
+    return [arena for arena in arenas if not arena.master_ids.isdisjoint(held)]
 
-    def adopt(optimizer, args, kwargs):
-        arena = updated_arena(optimizer)
-        if arena is not None:
-            arena.check()
-            arena.adopt()
+
+def _before_all(optimizer, args, kwargs):
+    if getattr(optimizer, "arena", None) or not _arenas_of(optimizer):
+        return None
+    before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if _adopt not in before.values():
+        optimizer.register_step_pre_hook(_adopt)
+        handle = optimizer.register_step_post_hook(_publish)
+        behind.move_to_end(handle.id, last=False)
+    before.move_to_end(next(key for key, hook in before.items() if hook is _adopt))
 
     def with_current_weights(closure):
         def called():
-            arena = weak()
-            if arena is not None:
+            for arena in _arenas_of(optimizer):
                 arena.adopt()
                 arena.publish()
             return closure()
 
         return called if callable(closure) else closure
 
-    def publish(optimizer, args, kwargs):
-        arena = updated_arena(optimizer)
-        if arena is not None:
-            arena.publish(optimizer)
+    # LBFGS calls its closure after each of its updates.
+    own, *rest = args
+    return (own, *map(with_current_weights, rest)), {
+        name: with_current_weights(value) for name, value in kwargs.items()
+    }
 
-    def behind_all(optimizer, args, kwargs):
-        arena = updated_arena(optimizer)
-        if arena is None or not {*optimizer._optimizer_step_post_hooks.values()} - {publish}:
-            return
-        # Other hooks may have edited parameters or masters.
+
+def _adopt(optimizer, args, kwargs):
+    for arena in _arenas_of(optimizer):
+        arena.check()
+        arena.adopt()
+
+
+def _publish(optimizer, args, kwargs):
+    for arena in _arenas_of(optimizer):
+        arena.publish(optimizer)
+
+
+def _behind_all(optimizer, args, kwargs):
+    if not {*optimizer._optimizer_step_post_hooks.values()} - {_publish}:
+        return
+    # Other hooks may have edited parameters or masters.
+    for arena in _arenas_of(optimizer):
         arena.adopt()
         if not getattr(optimizer, "arena", None):
             arena.publish(optimizer)
-
-    return [
-        register_optimizer_step_pre_hook(before_all),
-        register_optimizer_step_post_hook(behind_all),
-    ]
 
 
 def check_parameters_or_arena(name: str, value):

@@ -484,36 +484,6 @@ def test_an_arena_that_nobody_holds_leaves_no_hook_on_its_parameters():
     opt.step()
 
 
-@pytest.mark.slow
-def test_an_arena_that_dies_while_an_optimizer_calls_its_hooks_does_no_harm():
-    """An arena may be collected at any moment; its hooks are removed at a quiet one."""
-    from torch.optim import optimizer as torch_optimizer
-
-    def hooks():
-        return len(torch_optimizer._global_optimizer_pre_hooks)
-
-    # Arenas of earlier tests leave nothing behind.
-    gc.collect()
-    Arena(nn.Linear(2, 2).bfloat16()).release()
-    before = hooks()
-    kept = [Arena(nn.Linear(2, 2).bfloat16())]
-
-    def lose(*_):
-        kept.clear()
-        gc.collect()
-
-    other = nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    handle = torch_optimizer.register_optimizer_step_pre_hook(lose)
-    try:
-        torch.optim.SGD([other], lr=1.0).step()
-    finally:
-        handle.remove()
-    assert not other.any() and hooks() == before + 1
-    Arena(nn.Linear(2, 2).bfloat16()).release()
-    assert hooks() == before
-
-
 class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
