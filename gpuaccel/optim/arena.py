@@ -177,7 +177,7 @@ class Arena:
             _follow_optimizers()
         _arenas.add(self)
 
-    def _allocate(self):
+    def _allocate(self) -> None:
         # Nothing of the module changes until all allocations have succeeded.
         self.weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         self.grads = torch.zeros_like(self.weights)

@@ -65,13 +65,21 @@ class UpdateRule:
     optional: dict[str, str] = field(default_factory=dict)
 
     def keys_of(self, group: dict) -> list[str]:
-        """Names of the state tensors that a parameter of this group has."""
+        """Names of the state tensors that a parameter of this group has.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return [
             key for key in self.state_keys if key not in self.optional or group[self.optional[key]]
         ]
 
     def macros_of(self, group: dict) -> tuple:
-        """(macro, 0 or 1) for each option."""
+        """(macro, 0 or 1) for each option.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         options = dict.fromkeys(self.optional.values())
         return tuple((option.upper(), int(bool(group[option]))) for option in options)
 
@@ -90,14 +98,23 @@ class UpdateRule:
         return len(struct_fields(self._source, "Coefficients"))
 
     def values_of(self, group: dict) -> list:
-        """A group's settings, numbers or one-element tensors, in the order of `settings`."""
+        """A group's settings, numbers or one-element tensors, in the order of `settings`.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return [_setting(group, name) for name in self.settings]
 
     # ---- kernels ----
 
     @functools.cache
     def kernel(self, version: str, *macros) -> Kernel:
-        """The kernel <file>_<version>, version "begin", "v2" or "v3". macros: (name, value)."""
+        """The kernel <file>_<version>.
+
+        Args:
+            version: "begin", "v2" or "v3".
+            *macros: (name, value) of each.
+        """
         return Kernel(
             self.file,
             f"{self.file}_{version}",
@@ -115,12 +132,25 @@ class UpdateRule:
     def update_kernel(self, version: str, param, grad, macros: tuple, stochastic: bool) -> Kernel:
         """The kernel that updates weights: from a list of tensors (v2), or from flat buffers (v3).
 
-        param, grad: dtypes. macros: of macros_of()."""
+        Args:
+            version: "v2" or "v3".
+            param: dtype of the parameters.
+            grad: dtype of the gradients.
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+        """
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
     def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> list[Kernel]:
-        """All kernels that a step over parameters of this dtype, in an arena or not, may launch."""
+        """All kernels that a step over parameters of this dtype may launch.
+
+        Args:
+            param: dtype of the parameters.
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+            arena: whether they lie in an arena.
+        """
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:

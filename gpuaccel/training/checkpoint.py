@@ -14,9 +14,9 @@ Requirements that led to this design:
 * any tool can read the weights: they are safetensors entries `model.<name in the state dict>`.
 
 A checkpoint holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and, of each
-rank's generators of torch, `rng.rank<number>`; and as JSON the hyper-parameters, the scheduler, the data position, the random state of Python and
-NumPy, and `extra`. A tensor with two names (tied weights) is stored twice. The format is
-checkpoint_file.py.
+rank's generators of torch, `rng.rank<number>`; and as JSON the hyper-parameters, the scheduler, the
+data position, the random state of Python and NumPy, and `extra`. A tensor with two names (tied
+weights) is stored twice. The format is checkpoint_file.py.
 
 It is one file, or, where an optimizer's state is spread over ranks, a folder into which each of
 them writes its share. Either is loaded by one process and by any number of ranks, and none of them
@@ -622,12 +622,12 @@ def older_whole_checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def prune_checkpoints(saved: pathlib.Path, keep: int = 3) -> list[pathlib.Path]:
-    """Delete all but the `keep` newest checkpoints up to `saved`, which was written now; returns the
-    paths that are gone.
+    """Delete all but the `keep` newest checkpoints up to `saved`, which was written now.
 
     Also another one of its step, which a run with another number of ranks has left, and what killed
-    runs left unfinished up to it. Checkpoints of later steps are of another run, or of one that went
-    on from an older checkpoint: they stay, and do not count."""
+    runs left unfinished up to it. Checkpoints of later steps are of another run, or of one that
+    went on from an older checkpoint: they stay, and do not count. Returns the paths that are gone.
+    """
     folder = saved.parent
     if keep < 1:
         raise CheckpointError(f"{folder}: keep is {keep}, expected at least 1")

@@ -8,9 +8,9 @@ verified by sha256 when it is read.
 The metadata of a safetensors file hold the format, the sha256 of the whole file, the step, and as
 JSON the state: everything that is no tensor. Any tool that reads safetensors can read the tensors.
 
-A folder has a shard of each rank, and a manifest: a file like that of one process, without tensors,
-whose state also has the sha256 of each shard. A tensor lies whole in one shard, or as flat ranges of
-its elements in several. torch.distributed.checkpoint.HuggingFaceStorageReader reads the shards, too.
+A folder has a shard of each rank, and a manifest: a file like that of one process, without
+tensors, whose state also has the sha256 of each shard. A tensor lies whole in one shard, or as flat
+ranges of its elements in several. torch's HuggingFaceStorageReader reads the shards, too.
 
 safetensors reads the files and does not write them: its save_file takes all tensors at once, so
 that a copy of everything on a GPU would lie in the host's memory. The writers of
@@ -298,7 +298,7 @@ def write_folder(
     """Write a checkpoint with all ranks, into a folder that takes the place of `path`. Collective.
 
     Each writes its ranges, and its part of the whole tensors that all have alike. The other whole
-    tensors are rank 0's. After an error, which is one on all ranks, what was at `path` is untouched.
+    tensors are rank 0's. An error is one on all ranks, and leaves what was at `path` untouched.
 
     Args:
         tensors: of this rank; names in the same order on all.
