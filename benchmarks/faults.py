@@ -47,7 +47,7 @@ from gpuaccel.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from gpuaccel.training.checkpoint_file import read_file
+from gpuaccel.training.checkpoint_file import read_checkpoint
 from gpuaccel.training.data import Batches
 from gpuaccel.training.loop import train, warmup_cosine
 from gpuaccel.training.models import Config
@@ -233,7 +233,7 @@ def draw_fault(chance, seconds, size):
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
-    contents = read_file(path)
+    contents = read_checkpoint(path)
     return {name: contents.tensor(name) for name in contents.entries}
 
 

@@ -59,10 +59,8 @@ ga.AdamWW  # Module has no attribute "AdamWW"; maybe "AdamW"?
 MISSPELT = {
     'ga.AdamW(arena, scope="globl")': "global",
     'ga.AdamW(arena, on_nonfinite="skp")': "skip",
-    'ga.optim.Lion(arena, scope="blocks")': "block",
     'ga.clip_grad_norm_(arena, 1.0, scope="tensors")': "tensor",
     'ga.optim.clip_grads_(arena, 1.0, on_nonfinite="raises")': "raise",
-    'ga.TrainStep(model, divide="token")': "tokens",
     'ga.TrainStep(model, replay="graphs")': "graph",
     'ga.training.Replay(policy="required")': "require",
     'ga.GraphedStep(print, model, policy="Auto")': "auto",

@@ -60,7 +60,6 @@ class Recipe(NamedTuple):
 RECIPES = {
     "tiny": Recipe("byte", 8, 3e-3),
     "llama-350m": Recipe("bpe", 16, 3e-4),
-    "gpt2-124m": Recipe("bpe", 16, 6e-4),
 }
 
 

@@ -7,12 +7,12 @@ global order), light_gradients (gradients of compiled backwards), p2p (all-reduc
 copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
 finite), plan (a step on N GPUs and its checkpoints, predicted)."""
 
-from .collectives import gather_objects, raises_dist_error
+from .collectives import gather_objects
 from .config import Distributed
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer import Reducer
-from .reducer_base import ReducerBase
+from .reducer_base import ReducerBase, Totals
 from .spawn import RankBackend, launch
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "RankBackend",
     "Reducer",
     "ReducerBase",
+    "Totals",
     "launch",
     "gather_objects",
-    "raises_dist_error",
 ]

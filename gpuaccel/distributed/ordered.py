@@ -13,7 +13,7 @@ import torch
 from ..ops import CHUNK, accumulate_
 from . import collectives
 from .buckets import Bucket
-from .reducer_base import ReducerBase, StepTotals
+from .reducer_base import ReducerBase, Totals
 
 
 class OrderedReducer(ReducerBase):
@@ -43,9 +43,9 @@ class OrderedReducer(ReducerBase):
         self.received = [False] * len(arena.segments)
 
     @torch.no_grad()
-    def add_micro_batch(self, loss, tokens, rows, micro_batches):
+    def add_micro_batch(self, totals: Totals):
         """Add one micro-batch of each rank, in the order of the ranks. arena.grads has this rank's,
-        or none (loss None): it has none left, and others have."""
+        or none (without a loss): it has none left, and others have."""
         arena, grads = self.arena, self.arena.grads
         if not self.messages:
             self.exchange_began = time.monotonic()
@@ -65,7 +65,7 @@ class OrderedReducer(ReducerBase):
                 collectives.all_gather(self.rests.view(-1), rest, group=self.group)
             for rank in range(self.world):
                 accumulate_(self.total_rest, self.rests[rank])
-        self.messages.append(self._message(loss, tokens, rows, micro_batches))
+        self.messages.append(self._message(totals))
         self.received = [a or b for a, b in zip(self.received, arena.gradients.received())]
         arena.gradients.clear()
 
@@ -77,7 +77,7 @@ class OrderedReducer(ReducerBase):
         for one_rank in self.slices:
             accumulate_(self.total, one_rank)
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+    def _reduce(self, totals: Totals) -> torch.Tensor:
         """All-gather the ordered sums, and the messages of all micro-batches."""
         grads = self.arena.grads
         mine = torch.cat([*self.messages, self.nonfinite.message()])
@@ -93,24 +93,17 @@ class OrderedReducer(ReducerBase):
         count = len(self.messages)
         self.arena.gradients.set(self.received)
         self._forget_step()
-        self.nonfinite.record(everyone[:, StepTotals.FIELDS * count :])
-        return self._added(everyone[:, : StepTotals.FIELDS * count], count)
-
-    def _added(self, everyone, count: int) -> StepTotals:
-        """The totals of a step; losses are added in global order and in fp32, as one process adds
-        them.
-
-        Args:
-            everyone: (ranks, 5 * count) float64, the messages of each rank's micro-batches.
-            count: micro-batches of each rank.
-        """
-        by_rank = everyone.view(self.world, count, StepTotals.FIELDS)
-        in_order = by_rank.transpose(0, 1).reshape(-1, StepTotals.FIELDS)
-        losses = in_order[:, 0].float()
-        loss = losses[0]
-        for other in losses[1:]:
+        messages, tensors = everyone.tensor_split([everyone.shape[1] - self.world], 1)
+        self.nonfinite.record(tensors)
+        # (micro-batches in global order, 4).
+        in_order = messages.view(self.world, count, -1).transpose(0, 1).flatten(0, 1)
+        result = in_order.sum(0)
+        # Losses are added in global order and in fp32, as one process adds them.
+        loss, *others = in_order[:, 0].float()
+        for other in others:
             loss = loss + other
-        return StepTotals(loss, *in_order[:, 1:].sum(0))
+        result[0] = loss
+        return result
 
     def _sent_something(self) -> bool:
         return bool(self.messages)

@@ -4,7 +4,7 @@ and the words for them: distributed/config.py.
     reducer = Reducer(config, arena, optimizers, settings)
     with arena.gradients.listening(reducer.listener()):      # buckets are sent
         loss.backward()
-    loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
+    totals = reducer.reduce(Totals(loss, tokens, 1))
     # arena.grads holds the sum over all ranks
 
 On GPUs everything runs on streams that fork from the current one by events and join it again, so
@@ -27,7 +27,7 @@ from .buckets import Bucket
 from .config import Distributed
 from .light_gradients import LightGradients
 from .p2p import PeerToPeer
-from .reducer_base import ReducerBase, StepTotals
+from .reducer_base import ReducerBase, Totals
 from .zero1 import share
 
 
@@ -157,16 +157,16 @@ class Reducer(ReducerBase):
 
     # ---- after backward ----
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+    def _reduce(self, totals: Totals) -> Tensor:
         if self.light:
             self.light.begin()
         while self.next < len(self.buckets):
             self.send_next_bucket()
-        totals = self._exchange_totals(self._message(loss, tokens, rows, micro_batches))
+        message = self._exchange_totals(self._message(totals))
         self._join()
-        return totals
+        return message
 
-    def _exchange_totals(self, message: Tensor) -> StepTotals:
+    def _exchange_totals(self, message: Tensor) -> Tensor:
         """One all-reduce behind the last bucket: the step's totals, the search for non-finite
         gradients, and with peer-to-peer copies the squares of what each rank has added."""
         on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -187,7 +187,7 @@ class Reducer(ReducerBase):
             self.nonfinite.record(tensors)
             if self.p2p is not None:
                 self.squares.copy_(*squares)
-            return StepTotals(numbers[0].float(), *numbers[1:])
+            return numbers
 
     def _join(self):
         """From here on the current stream sees the sums; the arena keeps their squares."""

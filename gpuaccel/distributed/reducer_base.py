@@ -30,16 +30,27 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class StepTotals:
-    """Totals of a step over all ranks, () tensors."""
+class Totals:
+    """Sums over the micro-batches of a step: of one rank, or of all ranks.
 
-    loss: Tensor  # sum of losses
-    tokens: Tensor
-    rows: Tensor
-    micro_batches: Tensor
-    counted: Tensor  # micro-batches whose tokens were counted
+    Numbers on the host, or () tensors on the device in a captured step and after an all-reduce.
 
-    FIELDS = 5
+    Attributes:
+        loss: fp32; None before the first micro-batch.
+        tokens: None where loss_fn returns means.
+        micro_batches: how many were added.
+    """
+
+    loss: Tensor | None = None
+    tokens: Tensor | None = None
+    micro_batches: int | Tensor = 0
+
+    def add(self, loss: Tensor, tokens: Tensor | None):
+        self.loss = loss if self.loss is None else self.loss + loss
+        # loss_fn counts tokens in every micro-batch, or in none.
+        if tokens is not None:
+            self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        self.micro_batches += 1
 
 
 class ReducerBase:
@@ -169,27 +180,24 @@ class ReducerBase:
         return None
 
     @torch.no_grad()
-    def reduce(self, loss, tokens, rows, micro_batches: Tensor | float):
+    def reduce(self, totals: Totals) -> Totals:
         """Sum the gradients in arena.grads and the step's totals over all ranks.
 
         Args:
-            loss, tokens: sums over this rank's micro-batches; None: it had none. tokens is None too
-                where loss_fn returns means.
-            rows: of this rank's batch, a number or a tensor.
+            totals: of this rank's micro-batches.
 
         Returns:
-            (loss, tokens, rows, micro-batches), () tensors over all ranks, the loss in fp32, the
-            others in fp64: a rank that has had no batch does not know the dtype of the tokens.
-            tokens is None where loss_fn returns means.
+            Those of all ranks, () tensors, micro_batches at least 1. All but the loss are fp64: a
+            rank that has had no batch does not know the dtype of the tokens.
         """
         if not self._capturing():
             self.heartbeat()
-        if loss is not None:
-            self.means = tokens is None
-        if tokens is not None:
-            self.count_dtype = tokens.dtype
+        if totals.loss is not None:
+            self.means = totals.tokens is None
+        if totals.tokens is not None:
+            self.count_dtype = totals.tokens.dtype
         self.arena.gradients.collect()
-        totals = self._reduce(loss, tokens, rows, micro_batches)
+        loss, total, micro_batches, counted = self._reduce(totals).unbind()
         self.summed = True
         try:
             self.used.expose()
@@ -199,11 +207,9 @@ class ReducerBase:
             raise
         means = self.means
         if means is None and not self.cuda:
-            means = not totals.counted
-        tokens = None
-        if not means:
-            tokens = torch.where(totals.counted > 0, totals.tokens, totals.micro_batches)
-        return totals.loss, tokens, totals.rows, totals.micro_batches
+            means = not counted
+        tokens = None if means else torch.where(counted > 0, total, micro_batches)
+        return Totals(loss.float(), tokens, micro_batches.clamp(min=1))
 
     def as_counted(self, tokens: Tensor | None) -> Tensor | None:
         """The tokens of all ranks in the dtype in which loss_fn counts them, if that is known.
@@ -213,15 +219,15 @@ class ReducerBase:
         """
         return tokens if tokens is None or self.count_dtype is None else tokens.to(self.count_dtype)
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
-        """The order of summation decides."""
+    def _reduce(self, totals: Totals) -> Tensor:
+        """(4,) float64: the messages of all ranks, added. The order of summation decides."""
         raise NotImplementedError
 
-    def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
-        """(5,) float64: what this rank adds to StepTotals. None counts as 0."""
-        counted = 0 if tokens is None else micro_batches
+    def _message(self, totals: Totals) -> Tensor:
+        """(4,) float64: loss, tokens, micro-batches, and those whose tokens were counted."""
+        counted = 0 if totals.tokens is None else totals.micro_batches
         zero = torch.zeros((), dtype=torch.float64, device=self.arena.device)
-        values = (loss, tokens, rows, micro_batches, counted)
+        values = (totals.loss, totals.tokens, totals.micro_batches, counted)
         return torch.stack([zero if value is None else zero + value for value in values])
 
     def after_step(self):

@@ -27,8 +27,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..ops import CHUNK
 from ..optim import ParameterLayout, own_storage
-from ..optim.update_rule import Jobs, arena_launches, torch_step
-from .collectives import all_gather, gather_objects
+from ..optim.update_rule import arena_launches
+from .collectives import all_gather
 
 
 class Piece(NamedTuple):
@@ -147,10 +147,6 @@ class ShardedLayout(ParameterLayout):
             return 0, 0, 0
         return held[0][0], held[-1][1], held[0][2]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """A text of each rank, in the order of the ranks. Collective."""
-        return gather_objects(text, self.group, self.ranks)
-
     # ---- memory ----
 
     def fits(self, t, p, i):
@@ -213,14 +209,14 @@ class ShardedLayout(ParameterLayout):
     def launches(self, rule, jobs, stochastic):
         return arena_launches(rule, jobs, stochastic, self.arena, self.buffers, self.pieces)
 
-    def torch_step(self, rule, jobs, param_groups, inputs, count_it, seed):
-        """By parts: the first one of a tensor (which may be empty) counts its step."""
+    def local(self, jobs, seed):
+        """The first part of a tensor (which may be empty) counts its step."""
         if seed is not None:
             raise ArgumentError(
                 "stochastic_rounding with shares needs our kernels; expected backend cuda or simt, "
                 "or sharded=False"
             )
-        cut = Jobs()
+        cut = []
         for j in jobs:
             flat = [None if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
             for k, (first, last, offset) in enumerate(self._parts[j.number] or [(0, 0, 0)]):
@@ -232,7 +228,7 @@ class ShardedLayout(ParameterLayout):
                 step = j.step.clone() if k else j.step
                 part = replace(j, weight=weight, grad=grad, state=state, step=step, copy=copy)
                 cut.append(part)
-        torch_step(rule, cut, param_groups, inputs, count_it, seed)
+        return cut
 
     def after_update(self):
         """All-gather the new weights."""

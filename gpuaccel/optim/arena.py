@@ -20,6 +20,7 @@ else that compares storages see separate, ordinary tensors.
 This module lays out and stores; it launches no kernel of this package.
 """
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -34,12 +35,10 @@ from torch.optim.optimizer import (
 
 from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
-from .gradients import Gradients, Master, remove_all
-from .layout import Block, Segment, lay_out, own_storage, trainable
+from .gradients import Gradients, Master
+from .layout import lay_out, own_storage, trainable
 
 log = logging.getLogger("gpuaccel")
-# Hooks of arenas that are gone: removed when an arena is made or released.
-_abandoned_hooks: list = []
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
@@ -133,7 +132,7 @@ class Arena:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
         >>> arena = ga.Arena(model)
-        >>> arena.parameter_names()
+        >>> list(arena.named_parameters())
         ['0.weight', '0.bias', '1.weight', '1.bias']
         >>> arena.weights.shape, arena.grads.dtype
         (torch.Size([16384]), torch.float32)
@@ -159,42 +158,26 @@ class Arena:
         _check_parameters(module, named)
         segments, blocks = lay_out(module, decay, lr_scale)
         for other in self.all():
-            if any(id(p) in other._index for _, p in named):
+            if any(other.number_of(p) is not None for _, p in named):
                 log.warning("a new Arena of %s takes the place of the first", type(module).__name__)
                 other.release()
-        self._build(module, [p for _, p in reversed(named)], segments, blocks)
-
-    def _build(
-        self,
-        module,
-        params: list[nn.Parameter],
-        segments: list[Segment],
-        blocks: list[Block],
-        masters=None,
-    ):
-        """Allocate the buffers, move the parameters into them, and follow optimizer steps.
-
-        params and masters are in the arena's order; masters exist after a copy or an unpickling."""
         self.module: nn.Module = module
-        self.device: torch.device = params[0].device
-        self.params = params
+        self.params = [p for _, p in reversed(named)]
+        self.device: torch.device = self.params[0].device
         self.segments = segments
         self.blocks = blocks
         self.numel: int = blocks[-1].stop
-        self._index = {id(p): i for i, p in enumerate(params)}
-        self._allocate(masters)
+        self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._allocate()
         # The open TrainStep of this arena, weakly.
         self._step: Callable[[], Any] = _nobody
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: list[Callable[[], object]] = []
-        hooks = _follow_optimizers(self) if self._bf16_pairs else []
-        # An arena that is garbage-collected without release() leaves its hooks to the next arena:
-        # they cannot be removed at that moment, for torch may be calling them.
-        self._hooks = weakref.finalize(self, _abandoned_hooks.extend, hooks)
-        remove_all(_abandoned_hooks)
+        if self._bf16_pairs:
+            _follow_optimizers()
         _arenas.add(self)
 
-    def _allocate(self, masters: list[nn.Parameter] | None):
+    def _allocate(self) -> None:
         # Nothing of the module changes until all allocations have succeeded.
         self.weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         self.grads = torch.zeros_like(self.weights)
@@ -219,7 +202,7 @@ class Arena:
         self.gradients = Gradients(
             self.params, self.segments, self.grads, self.chunk_to_tensor, self.check
         )
-        self.masters = [self._move_into_slices(i, masters) for i in range(len(self.params))]
+        self.masters = [self._move_into_slices(i) for i in range(len(self.params))]
         # (bf16 parameter, its master).
         self._bf16_pairs = [
             (p, master) for p, master in zip(self.params, self.masters) if master is not p
@@ -242,34 +225,18 @@ class Arena:
         self.weights_current()
 
     @torch.no_grad()
-    def _move_into_slices(self, i: int, masters: list[nn.Parameter] | None) -> nn.Parameter:
-        """Move parameter i and its master into their slices, keeping values. Returns the master."""
-        p = self.params[i]
-        weight = own_storage(self.slice(self.weights, i))
+    def _move_into_slices(self, i: int) -> nn.Parameter:
+        """Move parameter i into its slice, keeping its values. Returns its master."""
+        p, segment = self.params[i], self.segments[i]
+        weight = own_storage(segment.of(self.weights))
         if p.dtype == torch.float32:
             p.data = weight.copy_(p)
             return p
-        if masters is None:
-            master = Master(weight.copy_(p))
-        else:
-            master = masters[i]  # type: ignore[assignment]
-            master.data = weight.copy_(master)
+        master = Master(weight.copy_(p))
         master.arena, master.number = weakref.ref(self), i
         assert self.bf16_weights is not None  # a parameter is not fp32
-        p.data = own_storage(self.slice(self.bf16_weights, i)).copy_(p)
+        p.data = own_storage(segment.of(self.bf16_weights)).copy_(p)
         return master
-
-    def slice(self, buffer: Tensor, i: int) -> Tensor:
-        """Tensor i's part of a flat buffer (N,), in the tensor's shape.
-
-        Args:
-            buffer: (N,), one of the arena's buffers or one like them.
-            i: index of the tensor in `segments`.
-
-        Returns:
-            A view of the buffer in the tensor's shape and strides, without the padding.
-        """
-        return self.segments[i].of(buffer)
 
     def number_of(self, parameter: Tensor) -> int | None:
         """The index of the module's parameter in the arena, or None if the arena lacks it.
@@ -313,13 +280,9 @@ class Arena:
         self.adopt()
         return self.masters[::-1]
 
-    def parameter_names(self) -> list[str]:
-        """The names of parameters(), in the same order."""
-        return [s.name for s in reversed(self.segments)]
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """name -> tensor of each of parameters(), in their order."""
-        return dict(zip(self.parameter_names(), self.parameters()))
+        return dict(zip([s.name for s in reversed(self.segments)], self.parameters()))
 
     def named_master(self) -> dict[str, nn.Parameter]:
         """name -> fp32 master of each bf16 parameter; empty for an fp32 module.
@@ -389,7 +352,7 @@ class Arena:
             return
         for i, view in self._held:
             if view.dtype == memory.dtype:
-                view.data = own_storage(self.slice(memory, i))
+                view.data = own_storage(self.segments[i].of(memory))
         self._addresses = [t.data_ptr() for _, t in self._held]
 
     def check(self):
@@ -417,7 +380,7 @@ class Arena:
             buffer = self.weights if t.dtype == torch.float32 else self.bf16_weights
             assert buffer is not None
             with torch.no_grad():
-                t.data = own_storage(self.slice(buffer, i)).copy_(t)
+                t.data = own_storage(self.segments[i].of(buffer)).copy_(t)
         if any(t is self.params[i] for i, t in moved):
             self.adopt(everything=True)
 
@@ -441,35 +404,6 @@ class Arena:
             if buffer is not None
         )
         return tuple(p.shape) == tuple(self.segments[i].shape) and not shared
-
-    def check_trainable(self):
-        """Find trainable parameters of the module that are not in the arena.
-
-        Raises:
-            ArgumentError: for the first one, with its name and the way out.
-        """
-        in_arena = set(map(id, self.params))
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and id(p) not in in_arena:
-                raise _not_trained(name)
-
-    def frozen(self) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of the module's parameters that are in no arena."""
-        return [(name, p) for name, p in self.module.named_parameters() if not _in_an_arena(p)]
-
-    @staticmethod
-    def check_frozen(parameters: list[tuple[str, Tensor]]):
-        """Find a frozen parameter that was unfrozen since.
-
-        Args:
-            parameters: what frozen() returned.
-
-        Raises:
-            ArgumentError: for the first one that is in no arena now either.
-        """
-        for name, p in parameters:
-            if p.requires_grad and not _in_an_arena(p):
-                raise _not_trained(name)
 
     @torch.no_grad()
     def publish(self, optimizer: torch.optim.Optimizer | None = None):
@@ -551,127 +485,85 @@ class Arena:
         self.gradients.close()
         for p in self.params:
             p.data = p.data.clone()
-        self._hooks()
-        remove_all(_abandoned_hooks)
         _arenas.discard(self)
 
-    def __getstate__(self):
-        """The state of a copy or a pickle: the module with its weights, the masters, the sums."""
-        for name, part in self.module.named_modules():
-            for key, value in vars(part).items():
-                if value is self or getattr(value, "arena", None) is self:
-                    raise ArgumentError(
-                        f"the module keeps its own arena as {f'{name}.{key}'.strip('.')}, and "
-                        "neither a copy nor a pickle can be made of such a circle: keep it outside "
-                        "of the module"
-                    )
-        self.gradients.collect()
-        return {
-            "module": self.module,
-            "masters": self.masters,
-            "grads": self.grads,
-            "received": self.gradients.received(),
-            "segments": self.segments,
-            "blocks": self.blocks,
-        }
-
-    def __setstate__(self, state):
-        params = dict(state["module"].named_parameters())
-        self._build(
-            state["module"],
-            [params[s.name] for s in state["segments"]],
-            state["segments"],
-            state["blocks"],
-            state["masters"],
+    def __reduce__(self):
+        raise ArgumentError(
+            "an arena is neither copied nor pickled. Instead: copy the module, which must not hold "
+            "its own arena, and make a new Arena of the copy"
         )
-        self.grads.copy_(state["grads"])
-        self.gradients.set(state["received"])
 
 
 def _nobody() -> None:
     pass
 
 
-def _in_an_arena(p: Tensor) -> bool:
-    return any(id(p) in arena._index for arena in _arenas)
+# ---- optimizers of torch's over masters ----------------------------------------------------------
 
 
-def _not_trained(name: str) -> ArgumentError:
-    return ArgumentError(
-        f"parameter {name} is not in the arena, which would not train it; it was added or unfrozen "
-        "after the arena was made: call arena.release(), and make a new Arena"
-    )
+@functools.cache
+def _follow_optimizers():
+    """Adopt before, and publish after, every step of an optimizer over masters.
+
+    An optimizer's own hooks may edit weights: _adopt() runs after its last pre-step hook, and
+    _publish() before its first post-step hook. An optimizer of this package over the arena does
+    both itself, in its step."""
+    register_optimizer_step_pre_hook(_before_all)
+    register_optimizer_step_post_hook(_behind_all)
 
 
-def _follow_optimizers(arena):
-    """Adopt before, and publish after, every step of an optimizer over arena.parameters().
+def _arenas_of(optimizer) -> list[Arena]:
+    """The arenas whose masters of bf16 parameters the optimizer updates."""
+    arenas = [arena for arena in _arenas if arena.bf16_weights is not None]
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]] if arenas else []
+    return [arena for arena in arenas if not arena.master_ids.isdisjoint(held)]
 
-    An optimizer's own hooks may edit weights: adopt() runs after its last pre-step hook, and
-    publish() before its first post-step hook.
 
-    An optimizer with the attribute `publishes` does both itself, in its step.
-
-    Returns:
-        The hooks' handles. The hooks hold the arena weakly.
-    """
-    weak = weakref.ref(arena)
-
-    def updated_arena(optimizer):
-        arena = weak()
-        if arena is None or arena.released:
-            return None
-        held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        return None if arena.master_ids.isdisjoint(held) else arena
-
-    def before_all(optimizer, args, kwargs):
-        if getattr(optimizer, "publishes", False) or updated_arena(optimizer) is None:
-            return None
-        before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if adopt not in before.values():
-            optimizer.register_step_pre_hook(adopt)
-            handle = optimizer.register_step_post_hook(publish)
-            behind.move_to_end(handle.id, last=False)
-        before.move_to_end(next(key for key, hook in before.items() if hook is adopt))
-        # LBFGS calls its closure after each of its updates.
-        own, *rest = args
-        return (own, *map(with_current_weights, rest)), {
-            name: with_current_weights(value) for name, value in kwargs.items()
-        }
-
-    def adopt(optimizer, args, kwargs):
-        arena = updated_arena(optimizer)
-        if arena is not None:
-            arena.check()
-            arena.adopt()
+def _before_all(optimizer, args, kwargs):
+    if getattr(optimizer, "arena", None) or not _arenas_of(optimizer):
+        return None
+    before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if _adopt not in before.values():
+        optimizer.register_step_pre_hook(_adopt)
+        handle = optimizer.register_step_post_hook(_publish)
+        behind.move_to_end(handle.id, last=False)
+    before.move_to_end(next(key for key, hook in before.items() if hook is _adopt))
 
     def with_current_weights(closure):
         def called():
-            arena = weak()
-            if arena is not None:
+            for arena in _arenas_of(optimizer):
                 arena.adopt()
                 arena.publish()
             return closure()
 
         return called if callable(closure) else closure
 
-    def publish(optimizer, args, kwargs):
-        arena = updated_arena(optimizer)
-        if arena is not None:
-            arena.publish(optimizer)
+    # LBFGS calls its closure after each of its updates.
+    own, *rest = args
+    return (own, *map(with_current_weights, rest)), {
+        name: with_current_weights(value) for name, value in kwargs.items()
+    }
 
-    def behind_all(optimizer, args, kwargs):
-        arena = updated_arena(optimizer)
-        if arena is None or not {*optimizer._optimizer_step_post_hooks.values()} - {publish}:
-            return
-        # Other hooks may have edited parameters or masters.
+
+def _adopt(optimizer, args, kwargs):
+    for arena in _arenas_of(optimizer):
+        arena.check()
         arena.adopt()
-        if not getattr(optimizer, "publishes", False):
-            arena.publish(optimizer)
 
-    return [
-        register_optimizer_step_pre_hook(before_all),
-        register_optimizer_step_post_hook(behind_all),
-    ]
+
+def _publish(optimizer, args, kwargs):
+    for arena in _arenas_of(optimizer):
+        arena.publish(optimizer)
+
+
+def _behind_all(optimizer, args, kwargs):
+    if not {*optimizer._optimizer_step_post_hooks.values()} - {_publish}:
+        return
+    # Other hooks may have edited parameters or masters.
+    for arena in _arenas_of(optimizer):
+        arena.adopt()
+        if not getattr(optimizer, "arena", None):
+            arena.publish(optimizer)
 
 
 def check_parameters_or_arena(name: str, value):

@@ -64,7 +64,7 @@ from .arena import Arena, check_parameters_or_arena
 
 
 def clip_grad_norm_(
-    parameters_or_arena: Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    parameters_or_arena: Arena | Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -86,8 +86,8 @@ def clip_grad_norm_(
     several devices, and on the CPU.
 
     Args:
-        parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or
-            pairs as of named_parameters(). Or an Arena, whose `grads` are clipped.
+        parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, or a single one. Or
+            an Arena, whose `grads` are clipped.
         max_norm: 0 or more; infinity: nothing is clipped.
         norm_type: 1, 2 and inf are computed by kernels, others by torch. Default: 2.
         error_if_nonfinite: raise NonFiniteError where a norm is not finite, before anything is
@@ -134,7 +134,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grads_(
-    parameters_or_arena: Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    parameters_or_arena: Arena | Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -219,28 +219,18 @@ def clip_grads_(
     return state
 
 
-def _grads_of(
-    parameters: Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
-) -> tuple[list[Tensor], Callable[[], list[str]]]:
+def _grads_of(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], Callable[[], list]]:
     """The gradients that are not None, and a function that returns their names."""
     check_parameters_or_arena("parameters", parameters)
     members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if isinstance(parameters, types.GeneratorType) and not members:
         warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
-    given: list[str] | None = None
-    if members and isinstance(members[0], tuple):
-        given = [name for name, _ in members]
-        members = [p for _, p in members]
     for member in members:
         if not isinstance(member, Tensor):
-            raise ArgumentError(
-                f"parameters holds {described(member)}; expected tensors, or pairs of a name and a "
-                "tensor"
-            )
+            raise ArgumentError(f"parameters holds {described(member)}; expected tensors")
 
     def names():
-        pairs = zip(given or unnamed(members), members)
-        return [name for name, p in pairs if p.grad is not None]
+        return [name for name, p in zip(unnamed(members), members) if p.grad is not None]
 
     return [g for p in members if (g := p.grad) is not None], names
 

@@ -16,7 +16,7 @@ The formula and its launches: optim/update_rule.py. Where the state lies: optim/
 import contextlib
 import functools
 import logging
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,19 +39,9 @@ from .device_state import DeviceState, Norms, is_capturing
 from .members import Members, fitted
 from .state_layout import ArenaLayout, ParameterLayout, place_states
 from .step_plan import DevicePlan, facts_of
-from .update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
+from .update_rule import Job, StepInputs, UpdateRule, launch_begin, launch_update, torch_step
 
 log = logging.getLogger("gpuaccel")
-
-
-class StepOptions(TypedDict, total=False):
-    """The keyword arguments of a DeviceOptimizer that a subclass hands on."""
-
-    max_norm: float | None
-    scope: Scope
-    on_nonfinite: OnNonfinite | None
-    stochastic_rounding: bool
-    seed: int
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
@@ -146,11 +136,6 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def ranks(self) -> int:
         """Number of ranks that share the state; 1 if it is not sharded."""
         return self.layout.ranks
-
-    @property
-    def publishes(self) -> bool:
-        """True if step() writes the arena's bf16 weights, so that no hook has to."""
-        return self.arena is not None
 
     # ---- what the host may ask ----
 
@@ -310,17 +295,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
             state.record,
         )
         if part.by_kernels:
-            coefficients = launch_begin(self.rule, part.by_kernels, state.settings, inputs)
+            coefficients = launch_begin(self.rule, part.begins, state.settings, inputs)
             launch_update(part.updates, coefficients, state.seed)
         if part.by_torch:
-            self.layout.torch_step(
-                self.rule,
-                part.by_torch,
-                self.param_groups,
-                inputs,
-                not part.by_kernels,
-                self.seed if self.stochastic_rounding else None,
-            )
+            seed = self.seed if self.stochastic_rounding else None
+            jobs = self.layout.local(part.by_torch, seed)
+            torch_step(self.rule, jobs, self.param_groups, inputs, not part.by_kernels, seed)
         self.layout.after_update()
         if part.by_kernels:
             torch.autograd.graph.increment_version(part.changed)
@@ -339,7 +319,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         parts = [
             DevicePlan(
                 device,
-                Jobs(j for j in jobs if j.weight.device == device),
+                [j for j in jobs if j.weight.device == device],
                 self.rule,
                 self.layout,
                 self.stochastic_rounding,
@@ -355,7 +335,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
         return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
-    def _jobs(self) -> Jobs:
+    def _jobs(self) -> list[Job]:
         """What this step updates, by number, checked; nothing has changed when it raises."""
         arena, rule = self.arena, self.rule
         if arena is not None:
@@ -378,7 +358,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         rows = [0] * self._members.count(self.param_groups)
         if devices and self._takes_norm():
             rows = self._norms(next(iter(devices))).rows
-        jobs = Jobs()
+        jobs = []
         options = [(rule.keys_of(group), rule.macros_of(group)) for group in self.param_groups]
         for g, p, i in members:
             (keys, macros), state = options[g], self.state[p]
@@ -603,9 +583,10 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self):
         """Copies and pickles: what belongs to a device is made again."""
-        if self.layout.ranks > 1:
-            raise TypeError(
-                "a sharded optimizer cannot be copied or pickled: close its TrainStep before"
+        if self.arena is not None:
+            raise ArgumentError(
+                "an optimizer over an arena is neither copied nor pickled. Instead: copy its "
+                "state_dict(), and load it into a new one"
             )
         names = ("arena", "max_norm", "scope", "on_nonfinite", "stochastic_rounding", "seed")
         return {**{name: getattr(self, name) for name in names}, **super().__getstate__()}

@@ -9,17 +9,14 @@ larger. A file like this one and kernels_cu/lion.cu are all that an optimizer ne
 Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .device_optimizer import DeviceOptimizer, StepOptions
+from .device_optimizer import DeviceOptimizer
 from .update_rule import UpdateRule
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def reference_lion(
@@ -72,7 +69,7 @@ class Lion(DeviceOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        **options: "Unpack[StepOptions]",
+        **options: Any,
     ):
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ArgumentError(f"lr has shape {tuple(lr.shape)}; expected one element")

@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..ops.clip import dense
 from .device_state import is_capturing
 from .layout import own_storage
-from .update_rule import Jobs, StepInputs, UpdateRule, arena_launches, list_launches, torch_step
+from .update_rule import Job, UpdateRule, arena_launches, list_launches
 
 
 class ParameterLayout:
@@ -33,8 +33,6 @@ class ParameterLayout:
     def __init__(self):
         # Parameter -> key -> memory of its state.
         self._memory: dict[Tensor, dict[str, Tensor]] = {}
-        # Parameter -> the dict in `opt.state` that place_states has made for it.
-        self.dicts: dict[Tensor, dict] = {}
 
     # ---- memory. `key`: name of the state; `p`: its parameter; `i`: the parameter's number ----
 
@@ -74,21 +72,13 @@ class ParameterLayout:
 
     # ---- the update ----
 
-    def launches(self, rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]:
+    def launches(self, rule: UpdateRule, jobs: list[Job], stochastic: bool) -> list[tuple]:
         """For launch_update."""
         return list_launches(rule, jobs, stochastic)
 
-    def torch_step(
-        self,
-        rule: UpdateRule,
-        jobs: Jobs,
-        param_groups: list[dict],
-        inputs: StepInputs,
-        count_it: bool,
-        seed: int | None,
-    ):
-        """The update in torch; arguments: optim/update_rule.py."""
-        torch_step(rule, jobs, param_groups, inputs, count_it, seed)
+    def local(self, jobs: list[Job], seed: int | None) -> list[Job]:
+        """What torch_step updates of these: this rank's part."""
+        return jobs
 
     def after_update(self):
         """Called after a device's update, by kernels or by torch."""
@@ -113,15 +103,11 @@ class ArenaLayout(ParameterLayout):
     def _new(self, key, p, i):
         if key not in self.buffers:
             self.buffers[key] = torch.zeros_like(self.arena.weights)
-        return own_storage(self.arena.slice(self.buffers[key], i))
+        return own_storage(self.arena.segments[i].of(self.buffers[key]))
 
     def launches(self, rule, jobs, stochastic):
-        lists, arena = list_launches(rule, jobs, stochastic), self.arena
-        # A gradient in another order than its weight's has been copied.
-        if any(j.grad.data_ptr() != arena.gradients.views[j.number].data_ptr() for j in jobs):
-            return lists
-        whole = [(0, arena.numel, 0)]
-        runs = arena_launches(rule, jobs, stochastic, arena, self.buffers, whole)
+        lists, whole = list_launches(rule, jobs, stochastic), [(0, self.arena.numel, 0)]
+        runs = arena_launches(rule, jobs, stochastic, self.arena, self.buffers, whole)
         return runs if 0 < len(runs) <= len(lists) else lists
 
 
@@ -134,52 +120,32 @@ def place_states(layout: ParameterLayout, state: dict, members, names):
     Raises:
         ArgumentError: with nothing changed, for a state of another shape, and in a capture.
     """
-    misplaced = []
+    # State that lies elsewhere, or is missing (None).
+    elsewhere = []
     for p, i, keys in members:
-        stored = state.get(p, {})
-        keys = "step", *keys
-        elsewhere = [key for key in keys if stored.get(key) is not layout.existing(key, p, i)]
-        # A key may be missing on both sides.
-        if not elsewhere and all(key in stored for key in keys):
-            continue
-        misplaced.append((p, i, keys))
-        for key in elsewhere:
-            if key in stored and key != "step" and not layout.fits(stored[key], p, i):
-                raise ArgumentError(
-                    f"{key} of {names()[i]} has shape {tuple(stored[key].shape)}; expected "
-                    f"{tuple(p.shape)}"
-                )
-    if misplaced and is_capturing():
+        for key in ("step", *keys):
+            value = state.get(p, {}).get(key)
+            if value is None or value is not layout.existing(key, p, i):
+                elsewhere.append((p, i, key, value))
+    for p, i, key, value in elsewhere:
+        if value is not None and key != "step" and not layout.fits(value, p, i):
+            raise ArgumentError(
+                f"{key} of {names()[i]} has shape {tuple(value.shape)}; expected {tuple(p.shape)}"
+            )
+    if elsewhere and is_capturing():
         raise ArgumentError(
-            f"{names()[misplaced[0][1]]} has no state on the device yet, and a CUDA graph is being "
+            f"{names()[elsewhere[0][1]]} has no state on the device yet, and a CUDA graph is being "
             "captured: take one step before the capture, or call prepare()"
         )
-    written = {layout.allocate(key, p, i).data_ptr() for p, i, keys in misplaced for key in keys}
-    # Copy values that lie in memory written below: the user may have exchanged two states.
-    values = {
-        (i, key): torch.as_tensor(value).clone() if _address(value) in written else value
-        for p, i, keys in misplaced
-        for key, value in state.get(p, {}).items()
-        if key in keys
-    }
-    for p, i, keys in misplaced:
-        tensors = {key: layout.allocate(key, p, i) for key in keys}
-        for key, t in tensors.items():
-            value = values.pop((i, key), None)
-            if value is None:
-                t.zero_()
-            elif key == "step":
-                t.copy_(torch.as_tensor(value).view(()))
-            else:
-                layout.fill(t, value, p, i)
-        # Another optimizer may share this dict: update a copy.
-        if state.get(p) is not layout.dicts.get(p, state):
-            state[p] = layout.dicts[p] = {**state.get(p, {})}
-        state[p].update(tensors)
-
-
-def _address(value) -> int:
-    return value.data_ptr() if isinstance(value, Tensor) else 0
+    places = [layout.allocate(key, p, i) for p, i, key, _ in elsewhere]
+    for (p, i, key, value), place in zip(elsewhere, places):
+        if value is None:
+            place.zero_()
+        elif key == "step":
+            place.copy_(torch.as_tensor(value).view(()))
+        else:
+            layout.fill(place, value, p, i)
+        state.setdefault(p, {})[key] = place
 
 
 def same_order(t: Tensor, like: Tensor) -> bool:

@@ -15,7 +15,7 @@ from ..backends import backend, takes
 from ..compiler import KINDS
 from ..ops.clip import dense, kernel_takes
 from .state_layout import ParameterLayout, same_order
-from .update_rule import Job, Jobs, UpdateRule
+from .update_rule import Job, UpdateRule, begin_launches
 
 
 def facts_of(param_groups, rule: UpdateRule, state: dict, buffers, grads, *options):
@@ -51,21 +51,23 @@ class DevicePlan:
 
     Attributes:
         by_kernels, by_torch: the jobs, by who takes them.
-        updates: of by_kernels, for launch_update.
+        begins, updates: of by_kernels, for launch_begin and launch_update.
         measurable: whether our kernels take all gradients for the norm.
         changed: what our kernels write and autograd may know.
     """
 
-    def __init__(self, device, jobs: Jobs, rule, layout: ParameterLayout, stochastic: bool):
+    def __init__(self, device, jobs: list, rule, layout: ParameterLayout, stochastic: bool):
         self.device = device
         self.jobs = jobs
         self._reordered = [j for j in jobs if j.grad.is_neg() or not same_order(j.grad, j.weight)]
         self._reorder()
         kernels = takes(device)
-        self.by_kernels = Jobs(j for j in jobs if kernels and _kernels_take(j))
-        ids = set(map(id, self.by_kernels))
-        self.by_torch = Jobs(j for j in jobs if id(j) not in ids)
-        self.updates = layout.launches(rule, self.by_kernels, stochastic) if ids else []
+        self.by_kernels: list[Job] = []
+        self.by_torch: list[Job] = []
+        for j in jobs:
+            (self.by_kernels if kernels and _kernels_take(j) else self.by_torch).append(j)
+        self.begins = begin_launches(self.by_kernels)
+        self.updates = layout.launches(rule, self.by_kernels, stochastic) if self.begins else []
         self.measurable = kernel_takes([j.grad for j in jobs]) and all(dense(j.grad) for j in jobs)
         self.changed = [t for j in self.by_kernels for t in (j.weight, j.copy) if t is not None]
 

@@ -12,6 +12,7 @@ import itertools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ from ..source import struct_fields
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
-# Elements of one call of UpdateRule.fused. Scaled gradients are copies, of this size at most.
-BATCH = 2**24
 LOW = (torch.bfloat16, torch.float16)
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
@@ -53,9 +52,8 @@ class UpdateRule:
         reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr,
             ..., factor)`, by the names of `struct Settings`; returns the new weight before it is
             rounded.
-        fused: the same for lists of tensors on a CPU, by a kernel of torch's: `fused(weights,
-            grads, *state, steps, *, lr, ..., maximize)`; the steps are counted already. None: torch
-            has none.
+        fused: the same on a CPU, by a kernel of torch's: `fused(weight, grad, *state, step, *, lr,
+            ..., maximize)`, step () fp32. None: torch has none.
         optional: state key -> option of a parameter group without which the group has no such
             state. The kernels know the option as a macro in capitals, 0 or 1.
     """
@@ -208,28 +206,6 @@ class Job:
     row: int = 0
 
 
-class Jobs(list):
-    """Jobs of one device, by number. Steps may give them other gradients, and nothing else."""
-
-    @functools.cached_property
-    def steps(self) -> list[tuple[int, bytes]]:
-        """(place of the first job, struct Steps) of each launch of <file>_begin."""
-        launches = []
-        for start in range(0, len(self), MAX_TENSORS):
-            part = self[start : start + MAX_TENSORS]
-            rest = [0] * (MAX_TENSORS - len(part))
-            addresses = [*[j.step.data_ptr() for j in part], *rest]
-            numbers = [*[j.number for j in part], *[-1] * len(rest)]
-            packed = STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
-            launches.append((start, packed))
-        return launches
-
-    @functools.cached_property
-    def batches(self) -> "tuple[list[FusedBatch], list[Job]]":
-        """Of a step in torch: what UpdateRule.fused updates, and the other jobs."""
-        return _fused_batches(self)
-
-
 @dataclass(slots=True)
 class StepInputs:
     """What all tensors of a step on one device depend on.
@@ -262,7 +238,20 @@ def launch_settings(settings: Tensor, values: list[float]):
         settings_kernel()[1, MAX_VALUES](settings[start:], len(part), packed)
 
 
-def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]:
+def begin_launches(jobs: list[Job]) -> list[tuple[bytes, list[Tensor]]]:
+    """(struct Steps, counts) of each launch of <file>_begin: for launch_begin."""
+    launches = []
+    for start in range(0, len(jobs), MAX_TENSORS):
+        part = jobs[start : start + MAX_TENSORS]
+        rest = [0] * (MAX_TENSORS - len(part))
+        addresses = [*[j.step.data_ptr() for j in part], *rest]
+        numbers = [*[j.number for j in part], *[-1] * len(rest)]
+        packed = STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
+        launches.append((packed, [j.step for j in part]))
+    return launches
+
+
+def list_launches(rule: UpdateRule, jobs: list[Job], stochastic: bool) -> list[tuple]:
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
 
     Gradients may lie elsewhere when it launches them."""
@@ -303,7 +292,7 @@ def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> list[tuple]
 
 
 def arena_launches(
-    rule: UpdateRule, jobs: Jobs, stochastic: bool, arena, buffers: dict[str, Tensor], pieces
+    rule: UpdateRule, jobs: list[Job], stochastic: bool, arena, buffers: dict[str, Tensor], pieces
 ) -> list[tuple]:
     """For launch_update: <file>_v3 over flat buffers, a launch per run of neighbours and piece.
 
@@ -340,7 +329,7 @@ def arena_launches(
     return launches
 
 
-def _runs(jobs: Jobs, arena) -> list[tuple[int, int, int, Job]]:
+def _runs(jobs: list[Job], arena) -> list[tuple[int, int, int, Job]]:
     """Adjacent tensors with the same options: (first chunk, last chunk, offset, a job).
 
     The coefficients of tensor i are at i - offset."""
@@ -358,17 +347,17 @@ def _runs(jobs: Jobs, arena) -> list[tuple[int, int, int, Job]]:
     return runs
 
 
-def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
+def launch_begin(rule: UpdateRule, launches: list, settings: Tensor, inputs: StepInputs) -> Tensor:
     """<file>_begin: count the step, or skip it.
 
-    settings: the groups' numbers on the device, fp64. Returns the coefficients, (tensors,
-    rule.coefficients) fp32."""
-    rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
+    launches: of begin_launches(). settings: the groups' numbers on the device, fp64. Returns the
+    coefficients, (tensors, rule.coefficients) fp32."""
+    rows = len(launches) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, dtype=torch.float32, device=settings.device)
     clip = inputs.clip
-    for start, packed in jobs.steps:
+    for n, (packed, steps) in enumerate(launches):
         rule.begin(
-            coefficients[start:],
+            coefficients[n * MAX_TENSORS :],
             settings,
             None if clip is None else clip.values,
             None if clip is None else clip.nonfinite_tensor,
@@ -378,9 +367,9 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
             inputs.divisor,
             inputs.found_inf,
             inputs.record,
-            int(start == 0),
+            int(n == 0),
             packed,
-            tensors=[j.step for j in jobs[start : start + MAX_TENSORS]],
+            tensors=steps,
         )
     return coefficients
 
@@ -403,7 +392,7 @@ def launch_update(launches: list[tuple], coefficients: Tensor, seed: Tensor):
 
 def torch_step(
     rule: UpdateRule,
-    jobs: Jobs,
+    jobs: list[Job],
     param_groups: list[dict],
     inputs: StepInputs,
     count_it: bool,
@@ -437,23 +426,23 @@ def torch_step(
             first = numbers.index_select(0, (numbers >= 0).int().argmax().view(1))[0]
             first = torch.where((numbers >= 0).any(), first, -1)
             record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
-    if not skipped:
-        # What the gradients of each row are multiplied by.
-        factors = (
-            torch.ones(1, dtype=torch.float32, device=device) if clip is None else clip.values[:, 0]
-        )
-        if inputs.divisor is not None:
-            factors = factors / inputs.divisor
-        others: list[Job] = jobs
-        if on_host and rule.fused is not None:
-            others = _fused_step(rule, rule.fused, jobs, param_groups, factors.tolist(), seed)
-        if others:
-            counts = torch.stack([j.step for j in others]) + 1
-            steps = counts.tolist() if on_host else counts.double().unbind()
-            unless = None if on_host else keep
-            for j, step in zip(others, steps):
-                group = param_groups[j.group]
-                _reference_update(rule, j, step, group, factors[j.row], unless, seed)
+    if skipped:
+        return
+    # What the gradients of each row are multiplied by.
+    factors = (
+        torch.ones(1, dtype=torch.float32, device=device) if clip is None else clip.values[:, 0]
+    )
+    if inputs.divisor is not None:
+        factors = factors / inputs.divisor
+    each = factors.tolist() if on_host else factors
+    settings = [_settings_of(rule, group) for group in param_groups]
+    for j in jobs:
+        values: dict[str, Any] = settings[j.group]
+        factor: Any = each[j.row]
+        if on_host and _fused_takes(rule, j, factor != 1 or seed is not None):
+            _fused_update(rule, j, factor, seed, **values)
+        else:
+            _reference_update(rule, j, factors[j.row], seed, None if on_host else keep, **values)
 
 
 def _settings_of(rule: UpdateRule, group: dict) -> dict:
@@ -464,90 +453,31 @@ def _settings_of(rule: UpdateRule, group: dict) -> dict:
     }
 
 
-class FusedBatch:
-    """Tensors of one group, row and dtype that one call of UpdateRule.fused updates."""
-
-    def __init__(self, jobs: list[Job]):
-        self.jobs = jobs
-        self.weights = [j.weight for j in jobs]
-        self.state = [list(column) for column in zip(*[j.state for j in jobs])]
-        self.steps = [j.step for j in jobs]
-        self.copied = [j for j in jobs if j.copy is not None]
-        self.copies = [j.copy for j in jobs if j.copy is not None]
-        self.masters = [j.weight for j in self.copied]
-
-
-def _fused_step(
-    rule: UpdateRule,
-    fused: Callable[..., None],
-    jobs: Jobs,
-    param_groups: list[dict],
-    factors: list[float],
-    seed: int | None,
-) -> list[Job]:
-    """Update the tensors that rule.fused takes; return the jobs of the others.
-
-    factors: of each row. The reference rounds bf16 and fp16 once; rule.fused cannot if their
-    gradients are scaled, or weights are rounded stochastically."""
-    batches, others = jobs.batches
-    others = [*others]
-    taken = []
-    for batch in batches:
-        factor = factors[batch.jobs[0].row]
-        if batch.weights[0].dtype in LOW and (factor != 1 or seed is not None):
-            others += batch.jobs
-        else:
-            taken.append((batch, factor))
-    if taken:
-        steps = [step for batch, _ in taken for step in batch.steps]
-        # One value per tensor: torch would convert a shared one for each of them.
-        torch._foreach_add_(steps, [torch.ones((), dtype=torch.float32)] * len(steps))
-    for batch, factor in taken:
-        settings = _settings_of(rule, param_groups[batch.jobs[0].group])
-        maximize = settings.pop("direction") < 0
-        grads = [j.grad for j in batch.jobs]
-        if factor != 1:
-            grads = list(torch._foreach_mul(grads, factor))
-        fused(batch.weights, grads, *batch.state, batch.steps, **settings, maximize=maximize)
-        # Autograd does not see that the kernel writes them.
-        torch.autograd.graph.increment_version(batch.weights)
-        if seed is not None:
-            for j in batch.copied:
-                _round(j, j.weight, seed)
-        elif batch.copied:
-            torch._foreach_copy_(batch.copies, batch.masters)
-    return others
-
-
-def _fused_batches(jobs: list[Job]) -> tuple[list[FusedBatch], list[Job]]:
-    """Calls of rule.fused, each of about BATCH elements, and the jobs that it does not take."""
-    lists: dict[tuple, list[list[Job]]] = {}
-    others = []
-    for j in jobs:
-        if not _fused_takes(j):
-            others.append(j)
-            continue
-        batches = lists.setdefault((j.group, j.row, j.weight.dtype), [[]])
-        if sum(j.weight.numel() for j in batches[-1]) >= BATCH:
-            batches.append([])
-        batches[-1].append(j)
-    return [FusedBatch(batch) for batches in lists.values() for batch in batches], others
-
-
-def _fused_takes(j: Job) -> bool:
+def _fused_takes(rule: UpdateRule, j: Job, scaled: bool) -> bool:
+    """The reference rounds bf16 and fp16 once; rule.fused cannot if their gradients are scaled, or
+    weights are rounded stochastically."""
+    if rule.fused is None or scaled and j.weight.dtype in LOW:
+        return False
     tensors = [j.weight, j.grad, *[t for t in j.state if t is not None]]
     plain = all([t.dtype == j.weight.dtype and type(t) in (Tensor, Parameter) for t in tensors])
     return plain and j.weight.numel() > 0 and dense(j.weight)
 
 
-def _reference_update(rule, j, step, group, factor, keep, seed):
+def _fused_update(rule, j, factor, seed, direction, **numbers):
+    j.step += 1
+    grad = j.grad if factor == 1 else j.grad * factor
+    rule.fused(j.weight, grad, *j.state, j.step, **numbers, maximize=direction < 0)
+    # Autograd does not see that the kernel writes it.
+    torch.autograd.graph.increment_version(j.weight)
+    _round(j, j.weight, seed)
+
+
+def _reference_update(rule, j, factor, seed, keep, direction, **numbers):
     targets = [t for t in (j.weight, *j.state, j.step, j.copy) if t is not None]
     before = [t.clone() for t in targets] if keep is not None else ()
     j.step += 1
-    settings = _settings_of(rule, group)
-    if settings.pop("direction") < 0:
-        factor = -factor
-    w = rule.reference(j.weight, j.grad, *j.state, step, **settings, factor=factor)
+    step = j.step.item() if keep is None else j.step.double()
+    w = rule.reference(j.weight, j.grad, *j.state, step, **numbers, factor=factor * direction)
     _round(j, w, seed)
     for t, old in zip(targets, before):
         t.copy_(torch.where(keep, old, t))

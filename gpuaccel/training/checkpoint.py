@@ -13,21 +13,21 @@ Requirements that led to this design:
 * the arena's views survive a load: tensors are copied into, never replaced;
 * any tool can read the weights: they are safetensors entries `model.<name in the state dict>`.
 
-A checkpoint holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and `rng.*`,
-and as JSON the hyper-parameters, the scheduler, the data position, the random state of Python and
-NumPy, and `extra`. A tensor with two names (tied weights) is stored twice. The format is
-checkpoint_file.py.
+A checkpoint holds tensors `model.*`, `optim.<parameter>.<key>`, `master.<parameter>` and, of each
+rank's generators of torch, `rng.rank<number>`; and as JSON the hyper-parameters, the scheduler, the
+data position, the random state of Python and NumPy, and `extra`. A tensor with two names (tied
+weights) is stored twice. The format is checkpoint_file.py.
 
 It is one file, or, where an optimizer's state is spread over ranks, a folder into which each of
-them writes its share (checkpoint_shards.py). Either is loaded by one process and by any number of
-ranks, and none of them holds more of the state than it trains with, and one tensor.
+them writes its share. Either is loaded by one process and by any number of ranks, and none of them
+holds more of the state than it trains with, and one tensor.
 """
 
 import copy
 import pathlib
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed import gather_objects
 from ..errors import ArgumentError, CheckpointError, GpuaccelError
 from ..files import host_bytes, remove_folder
 from ..optim import Arena
 from .checkpoint_file import (
     Contents,
+    FlatRange,
+    Ranks,
     Stored,
     describe,
     pack,
     read_checkpoint,
     refusing,
     write_file,
+    write_folder,
 )
 from .models import uncompiled
 
@@ -72,10 +74,9 @@ def _model_tensors(path, model) -> dict[str, Tensor]:
     return tensors
 
 
-def _master_tensors(arena) -> dict[str, Tensor]:
-    if arena is None:
-        return {}
-    return {f"master.{name}": tensor for name, tensor in arena.named_master().items()}
+def _master_tensors(arena) -> dict[str, Any]:
+    masters = {} if arena is None else arena.named_master()
+    return {f"master.{name}": tensor for name, tensor in masters.items()}
 
 
 def as_list(value) -> list:
@@ -106,8 +107,7 @@ def _optimizer_groups(path, model, optimizers, arena) -> list[dict[str, Tensor]]
     An fp32 master has the name of its parameter."""
     names = {id(parameter): name for name, parameter in uncompiled(model).named_parameters()}
     if arena is not None:
-        pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
-        names.update((id(parameter), name) for name, parameter in pairs)
+        names.update((id(p), name) for name, p in arena.named_parameters().items())
     groups: list[dict[str, Tensor]] = []
     for _, optimizer, group in _with_groups(optimizers):
         for parameter in group["params"]:
@@ -167,32 +167,16 @@ def _check_batches(batches):
 # ---- the ranks of a run --------------------------------------------------------------------------
 
 
-def _ranks_of(model, arena) -> tuple[int, int, Any]:
-    """(this process's rank, number of ranks, process group): of the model's TrainStep where it has
-    a ga.Distributed, else of torch.distributed's default group."""
+def _ranks_of(model, arena) -> Ranks:
+    """Those of the model's TrainStep where it has a ga.Distributed, else of torch.distributed's
+    default group."""
     arena = arena or Arena.of(uncompiled(model))
     step = None if arena is None else arena.step
     if step is not None and step.distributed is not None:
-        return step.distributed.rank, step.distributed.world, step.distributed.group
+        return Ranks(step.distributed.rank, step.distributed.world, step.distributed.group)
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), None
-    return 0, 1, None
-
-
-def _on_all_ranks(action: Callable, ranks: int, group) -> list:
-    """What `action()` returns on each rank. An error of one rank is one on all."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as raised:
-        error = raised
-    everyone = gather_objects((result, error and (str(error) or repr(error))), group, ranks)
-    if error is not None:
-        raise error
-    for rank, (_, words) in enumerate(everyone):
-        if words:
-            raise CheckpointError(f"rank {rank}: {words}")
-    return [value for value, _ in everyone]
+        return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks()
 
 
 # ---- a state that is spread over ranks ---------------------------------------------------------
@@ -203,15 +187,13 @@ class _Shares:
 
     def __init__(self, optimizer):
         self.layout = optimizer.layout
+        self.ranks = Ranks(self.layout.rank, self.layout.ranks, self.layout.group)
         # The state that is spread; a step count is on every rank.
         self.keys = optimizer.rule.state_keys
         self.numbers = {id(p): i for i, p in enumerate(self.layout.arena.masters)}
 
     def range_of(self, tensor: Tensor, state: Tensor | None = None):
         """What this rank saves of a parameter of the optimizer, or of a state of it."""
-        # torch.distributed.checkpoint is imported only where it is needed.
-        from .checkpoint_shards import FlatRange
-
         first, last, place = self.layout.saved(self.numbers[id(tensor)])
         if state is None:
             data = tensor.detach().reshape(-1)[first:last]
@@ -231,16 +213,12 @@ class _Shares:
 # ---- random state --------------------------------------------------------------------------------
 
 
-def _torch_random_state() -> dict[str, Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
-    return tensors
-
-
 def random_state() -> Tensor:
     """(bytes,) uint8 on the CPU: torch's CPU generator, then the GPU's where one is in use."""
-    return torch.cat(list(_torch_random_state().values()))
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return torch.cat(states)
 
 
 def _python_random_state() -> dict:
@@ -256,16 +234,12 @@ def _restore_random_states(contents: Contents, rank: int):
     values = contents.state["random"]
     random.setstate(values["python"])
     np.random.set_state(values["numpy"])
-    cpu = contents.tensor("rng.cpu")
-    if rank == 0:
-        cuda = contents.tensor("rng.cuda") if "rng.cuda" in contents else cpu[:0]
-    elif f"rng.rank{rank}" in contents:
-        cpu, cuda = contents.tensor(f"rng.rank{rank}").tensor_split([len(cpu)])
-    else:
-        return
-    torch.set_rng_state(cpu.clone())
-    if len(cuda) and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda.clone())
+    if f"rng.rank{rank}" in contents:
+        state = contents.tensor(f"rng.rank{rank}")
+        cpu, cuda = state.tensor_split([len(torch.get_rng_state())])
+        torch.set_rng_state(cpu.clone())
+        if len(cuda) and torch.cuda.is_available():
+            torch.cuda.set_rng_state(cuda.clone())
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -324,33 +298,32 @@ def save_checkpoint(
     path = pathlib.Path(path).expanduser()
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     shares = _shares_of(optimizers)
-    if shares is not None:
-        from .checkpoint_shards import save_shards
-
-        tensors, state = _contents(path, model, optimizers, arena, schedulers, batches, extra)
-        mine = _of_one_rank(shares, model, arena, tensors)
-        save_shards(path, mine, step, state, shares.layout.group)
-        return path
-    rank, ranks, group = _ranks_of(model, arena)
-    written: list = []
+    ranks = _ranks_of(model, arena) if shares is None else shares.ranks
+    tensors: dict[str, Any] = {}
+    state: dict = {}
 
     def prepare():
-        written[:] = _contents(path, model, optimizers, arena, schedulers, batches, extra)
+        contents = _contents(path, model, optimizers, arena, schedulers, batches, extra)
+        tensors.update(contents[0])
+        state.update(contents[1])
         return str(path), random_state()
 
-    def write():
-        if rank == 0:
-            write_file(path, written[0], step, written[1])
-
-    paths, random_states = zip(*_on_all_ranks(prepare, ranks, group))
+    paths, random_states = zip(*ranks.each(prepare))
     if len(set(paths)) > 1:
         raise CheckpointError(
             f"the ranks save to {' and '.join(sorted(set(paths)))}; expected one path, at which "
             "rank 0 writes"
         )
-    if ranks > 1:
-        written[0].update((f"rng.rank{r}", state) for r, state in enumerate(random_states))
-    _on_all_ranks(write, ranks, group)
+    tensors.update((f"rng.rank{r}", of_rank) for r, of_rank in enumerate(random_states))
+    if shares is None:
+        ranks.each(lambda: None if ranks.rank else write_file(path, tensors, step, state))
+        return path
+    tensors.update((name, shares.range_of(t)) for name, t in _master_tensors(arena).items())
+    # Not buffers, which are each rank's own.
+    parameters = dict(uncompiled(model).named_parameters(remove_duplicate=False))
+    alike = {f"model.{name}" for name in parameters}
+    alike |= {name for name in tensors if name.startswith("optim.")}
+    write_folder(path, tensors, alike, step, state, ranks)
     return path
 
 
@@ -359,7 +332,7 @@ def _contents(
 ) -> tuple[dict[str, Any], dict]:
     """(tensors, JSON) of a checkpoint. The tensors are not copied."""
     _check_batches(batches)
-    tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
+    tensors = {**_model_tensors(path, model), **_master_tensors(arena)}
     state = {
         "random": pack(_python_random_state(), "the random state"),
         "extra": pack(extra, "extra"),
@@ -379,23 +352,6 @@ def _contents(
     return tensors, state
 
 
-def _of_one_rank(shares: _Shares, model, arena, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What one rank of several offers to write: parameters, which all ranks have alike, its ranges,
-    and its random state. Rank 0 also what may differ: buffers, and its generators."""
-    rank = shares.layout.rank
-    parameters = dict(uncompiled(model).named_parameters(remove_duplicate=False))
-    alike = {f"model.{name}" for name in parameters}
-    mine = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if rank == 0 or name in alike or name.startswith("optim.")
-    }
-    for name, tensor in _master_tensors(arena).items():
-        mine[name] = shares.range_of(tensor)
-    mine[f"rng.rank{rank}"] = random_state()
-    return mine
-
-
 # ---- what is checked on load ---------------------------------------------------------------------
 
 
@@ -403,8 +359,10 @@ def _in_words(description) -> str:
     return f"{description[0]} {description[1]}" if description else "nothing"
 
 
-def _check_same(path, stored: dict, expected: dict, what: str):
-    """CheckpointError, naming a difference, unless two dicts name -> [dtype, shape] are equal."""
+def _check_tensors(path, contents: Contents, prefix: str, tensors: dict[str, Tensor], what: str):
+    """CheckpointError unless the file's tensors whose names begin with `prefix` are like these."""
+    stored = {name: entry for name, entry in contents.entries.items() if name.startswith(prefix)}
+    expected = {name: describe(tensor) for name, tensor in tensors.items()}
     names = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
     if names:
         name = names[0]
@@ -413,12 +371,6 @@ def _check_same(path, stored: dict, expected: dict, what: str):
             f"in the file, expected {_in_words(expected.get(name))}"
             + (f" (and {len(names) - 1} more differ)" if names[1:] else "")
         )
-
-
-def _check_tensors(path, contents: Contents, prefix: str, expected: dict[str, Tensor], what):
-    """The file's tensors whose names begin with `prefix` are those of `expected`."""
-    stored = {name: entry for name, entry in contents.entries.items() if name.startswith(prefix)}
-    _check_same(path, stored, {name: describe(t) for name, t in expected.items()}, what)
 
 
 def _check_tied(path, contents: Contents, weights: dict[str, Tensor]):
@@ -572,9 +524,7 @@ def load_checkpoint(
     _check_batches(batches)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     shares = _shares_of(optimizers)
-    layout = shares and shares.layout
-    group = (layout.rank, layout.ranks, layout.gather_texts) if layout else ()
-    contents = read_checkpoint(path, *group)
+    contents = read_checkpoint(path, Ranks() if shares is None else shares.ranks)
     state = contents.state
     weights = _model_tensors(path, model)
     masters = _master_tensors(arena)
@@ -602,9 +552,6 @@ def load_checkpoint(
             values = state["scheduler"]["values"]
             # One scheduler's state is no list.
             with_state += zip(schedulers, values if schedulers[1:] else [values], strict=True)
-        if restore_rng:
-            generators = {"rng.cpu": torch.get_rng_state()}
-            _check_tensors(path, contents, "rng.cpu", generators, "version of torch")
     _load_state_dicts(path, with_state)
 
     # All of it fits.
@@ -618,7 +565,7 @@ def load_checkpoint(
     if optimizers:
         _restore_optimizers(contents, optimizers, groups)
     if restore_rng:
-        _restore_random_states(contents, _ranks_of(model, arena)[0])
+        _restore_random_states(contents, _ranks_of(model, arena).rank)
     return {"step": contents.step, "extra": state["extra"]}
 
 
@@ -674,28 +621,21 @@ def older_whole_checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
     return [other for other in reversed(older) if is_whole(other)]
 
 
-def prune_checkpoints(
-    folder: str | pathlib.Path, keep: int = 3, saved: pathlib.Path | None = None
-) -> list[pathlib.Path]:
-    """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
+def prune_checkpoints(saved: pathlib.Path, keep: int = 3) -> list[pathlib.Path]:
+    """Delete all but the `keep` newest checkpoints up to `saved`, which was written now.
 
-    Also deletes what killed runs left unfinished, up to the newest step. Checkpoints of later steps
-    than `saved`, which was written now, are of another run, or of one that went on from an older
-    checkpoint: they stay, and do not count. Another one of its step, which a run with another
-    number of ranks has left, is deleted."""
+    Also another one of its step, which a run with another number of ranks has left, and what killed
+    runs left unfinished up to it. Checkpoints of later steps are of another run, or of one that
+    went on from an older checkpoint: they stay, and do not count. Returns the paths that are gone.
+    """
+    folder = saved.parent
     if keep < 1:
         raise CheckpointError(f"{folder}: keep is {keep}, expected at least 1")
     checkpoints = _checkpoints(folder)
-    gone = []
-    if saved is not None:
-        gone = [path for _, path in checkpoints if path.stem == saved.stem and path != saved]
-        checkpoints = [(step, path) for step, path in checkpoints if path not in gone]
-    if not checkpoints:
-        return []
-    newest = checkpoints[-1][0]
-    last = next((step for step, path in checkpoints if path == saved), newest)
-    gone += [path for step, path in checkpoints if step <= last][:-keep]
-    gone += [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= newest]
+    last = next(step for step, path in checkpoints if path == saved)
+    gone = [path for step, path in checkpoints if step == last and path != saved]
+    gone += [path for step, path in checkpoints if step <= last and path not in gone][:-keep]
+    gone += [path for step, path in _checkpoints(folder, r"\.tmp-\d+") if step <= last]
     for path in gone:
         if path.is_dir():
             remove_folder(path)

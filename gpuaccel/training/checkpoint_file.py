@@ -1,20 +1,20 @@
-"""One checkpoint as a file, or as a folder of shards that the ranks of a run have written:
-safetensors without pickle, verified by sha256 when it is read.
+"""One checkpoint as a file, or as a folder with a file of each rank: safetensors without pickle,
+verified by sha256 when it is read.
 
     write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
     contents = read_checkpoint(path)
     contents.tensor("model.head.weight"), contents.step, contents.state["extra"]
 
-The metadata of a safetensors file hold the format, the step, the sha256 of the whole file, and as
+The metadata of a safetensors file hold the format, the sha256 of the whole file, the step, and as
 JSON the state: everything that is no tensor. Any tool that reads safetensors can read the tensors.
 
-A folder has a file per rank, and manifest.json with the step, the state, and the sha256 of each
-file. A tensor lies whole in one file, or as flat ranges of its elements in several. The files also
-have the metadata by which torch.distributed.checkpoint.HuggingFaceStorageReader reads them. The
-folder is written by checkpoint_shards.py.
+A folder has a shard of each rank, and a manifest: a file like that of one process, without
+tensors, whose state also has the sha256 of each shard. A tensor lies whole in one shard, or as flat
+ranges of its elements in several. torch's HuggingFaceStorageReader reads the shards, too.
 
 safetensors reads the files and does not write them: its save_file takes all tensors at once, so
-that a copy of everything on a GPU would lie in the host's memory.
+that a copy of everything on a GPU would lie in the host's memory. The writers of
+torch.distributed.checkpoint do the same, or write a pickle; neither writes a checksum.
 """
 
 import bisect
@@ -22,22 +22,26 @@ import collections
 import contextlib
 import hashlib
 import json
+import os
 import pathlib
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..distributed import gather_objects
 from ..errors import CheckpointError, GpuaccelError
-from ..files import host_bytes, written_aside
+from ..files import host_bytes, replace_folder, written_aside
 
-FORMAT = "gpuaccel-checkpoint-2"
-SHARDS_FORMAT = "gpuaccel-sharded-checkpoint-2"
-MANIFEST = "manifest.json"
+FORMAT = "gpuaccel-checkpoint-3"
+SHARD_FORMAT = "gpuaccel-checkpoint-shard-3"
+MANIFEST = "manifest.safetensors"
 # How a file begins whose sha256 is over itself, with zeros in the place of these 64 digits.
 DIGEST = b'{"__metadata__":{"sha256":"'
 DIGEST_PLACE = 8 + len(DIGEST)
@@ -62,15 +66,47 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+class FlatRange(NamedTuple):
+    """Elements [first, first + len(data)) of a tensor of this shape, in C order; perhaps none."""
+
+    data: Tensor
+    first: int
+    shape: torch.Size
+
+
+class Ranks(NamedTuple):
+    """This rank's number, and the ranks that save or load together."""
+
+    rank: int = 0
+    world: int = 1
+    group: Any = None
+
+    def each(self, action: Callable) -> list:
+        """What `action()` returns on each rank. An error of one rank is one on all."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+        words = error and (str(error) or repr(error))
+        everyone = gather_objects((result, words), self.group, self.world)
+        if error is not None:
+            raise error
+        for rank, (_, words) in enumerate(everyone):
+            if words:
+                raise CheckpointError(f"rank {rank}: {words}")
+        return [value for value, _ in everyone]
+
+
 class Contents:
     """What a verified checkpoint holds."""
 
-    def __init__(self, step: int, state: dict, shapes: dict[str, list] | None = None):
+    def __init__(self, step: int, state: dict):
         self.step = step
         # Everything that is no tensor.
         self.state = state
-        # Name -> [dtype, shape] of each tensor; `shapes` are those that are stored as flat ranges.
-        self.entries: dict[str, list] = dict(shapes or {})
+        # Name -> [dtype, shape] of each tensor.
+        self.entries: dict[str, list] = {}
         # Of each tensor, in order: (first element, (n,) elements), a view of the mapped file.
         self._ranges: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -99,9 +135,10 @@ class Contents:
         return whole.view(self.entries[name][1])
 
 
-def describe(tensor: Tensor) -> list:
+def describe(tensor: Tensor, shape: torch.Size | None = None) -> list:
     """[dtype, shape], such as ["F32", [16, 8]]: equal for tensors that fit each other."""
-    return [DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape)]
+    shape = tensor.shape if shape is None else shape
+    return [DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), list(shape)]
 
 
 # ---- Python values as JSON -----------------------------------------------------------------------
@@ -211,27 +248,29 @@ def _write(path: pathlib.Path, tensors: dict[str, Tensor], metadata: dict[str, s
     return total.hexdigest()
 
 
+@contextlib.contextmanager
+def _explained(path: pathlib.Path):
+    """An error of the disk in the block becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror or error}); "
+            "what was there before is untouched"
+        ) from error
+
+
+def _metadata(step: int, state: dict) -> dict[str, str]:
+    return {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
+
+
 def write_file(path: pathlib.Path, tensors: dict[str, Tensor], step: int, state: dict):
     """Write a checkpoint aside and rename it to `path`; missing folders are made.
 
     After a CheckpointError what was at `path` is untouched."""
-    metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
-    try:
+    with _explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, tensors, metadata)
-    except OSError as error:
-        raise cannot_be_written(path, error) from error
-
-
-def cannot_be_written(path: pathlib.Path, error: OSError, who: str = "") -> CheckpointError:
-    """For an error of the disk. who: the rank, in front of its error."""
-    return CheckpointError(
-        f"{path} cannot be written ({who}{error.strerror or error}); "
-        "what was there before is untouched"
-    )
-
-
-# ---- writing shards ------------------------------------------------------------------------------
+        _write(path, tensors, _metadata(step, state))
 
 
 def shard_name(rank: int, ranks: int) -> str:
@@ -239,49 +278,78 @@ def shard_name(rank: int, ranks: int) -> str:
     return f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
 
 
-def write_shard(path: pathlib.Path, tensors: dict[str, Tensor], firsts: dict[str, int]) -> str:
-    """Write one rank's file of a folder; returns its sha256, for the manifest.
-
-    tensors: whole ones, and flat ranges. firsts: of each range its first element in the whole."""
+def _write_shard(path: pathlib.Path, tensors: dict[str, Tensor | FlatRange]) -> str:
     offsets = {
-        name: {"saved_offsets": [firsts[name]] if name in firsts else [0] * tensor.dim()}
-        for name, tensor in tensors.items()
+        name: {"saved_offsets": [t.first] if isinstance(t, FlatRange) else [0] * t.dim()}
+        for name, t in tensors.items()
     }
-    return _write(path, tensors, {"format": SHARDS_FORMAT, TORCH_OFFSETS: json.dumps(offsets)})
+    metadata = {"format": SHARD_FORMAT, TORCH_OFFSETS: json.dumps(offsets)}
+    return _write(path, {name: t.data for name, t in tensors.items()}, metadata)
 
 
-def write_manifest(
-    folder: pathlib.Path,
-    files: dict[str, str],
+def write_folder(
+    path: pathlib.Path,
+    tensors: dict[str, Tensor | FlatRange],
+    alike: set[str],
     step: int,
     state: dict,
-    shapes: dict[str, list],
+    ranks: Ranks,
 ):
-    """Write what a folder of shards consists of: the last file of it.
+    """Write a checkpoint with all ranks, into a folder that takes the place of `path`. Collective.
 
-    files: name -> what write_shard returned. shapes: [dtype, shape] of each tensor in ranges."""
-    manifest = {
-        "format": SHARDS_FORMAT,
-        "step": int(step),
-        "files": files,
-        "shapes": shapes,
-        "state": state,
-    }
-    manifest["sha256"] = _manifest_sha256(manifest)
-    with written_aside(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest).encode())
+    Each writes its ranges, and its part of the whole tensors that all have alike. The other whole
+    tensors are rank 0's. An error is one on all ranks, and leaves what was at `path` untouched.
 
+    Args:
+        tensors: of this rank; names in the same order on all.
+        alike: names of tensors that are equal on all ranks."""
+    mine: dict[str, Tensor | FlatRange] = {}
+    sizes = [0] * ranks.world
+    for name, t in tensors.items():
+        if isinstance(t, FlatRange):
+            is_mine = len(t.data) > 0
+        else:
+            writer = sizes.index(min(sizes)) if name in alike else 0
+            sizes[writer] += t.nbytes
+            is_mine = writer == ranks.rank
+        if is_mine:
+            mine[name] = t
+    shapes = {n: describe(t.data, t.shape) for n, t in tensors.items() if isinstance(t, FlatRange)}
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
-def _manifest_sha256(manifest: dict) -> str:
-    """Over all but itself."""
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    def begin():
+        with _explained(path):
+            if ranks.rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        return aside.name
+
+    def write():
+        name = shard_name(ranks.rank, ranks.world)
+        with _explained(path):
+            return name, _write_shard(path.with_name(folder) / name, mine)
+
+    def finish():
+        with _explained(path):
+            if ranks.rank == 0:
+                everything = {**state, "files": files, "shapes": shapes}
+                _write(aside / MANIFEST, {}, _metadata(step, everything))
+                replace_folder(aside, path)
+
+    try:
+        folder = ranks.each(begin)[0]
+        files = dict(ranks.each(write))
+        ranks.each(finish)
+    finally:
+        # Left where an error has ended it.
+        if ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read_safetensors(path: pathlib.Path, expected: str) -> tuple[dict[str, Tensor], dict]:
+def _open(path: pathlib.Path, expected: str = FORMAT) -> tuple[dict[str, Tensor], dict]:
     """(tensors, metadata) of a file of the format `expected`, not yet verified."""
     if not path.is_file():
         raise CheckpointError(
@@ -299,7 +367,7 @@ def _read_safetensors(path: pathlib.Path, expected: str) -> tuple[dict[str, Tens
         ) from error
     if metadata.get("format") != expected:
         hint = ""
-        if metadata.get("format") == SHARDS_FORMAT:
+        if metadata.get("format") == SHARD_FORMAT:
             hint = f": it is one of several shards; give the folder, {path.parent}"
         raise CheckpointError(
             f"{path} is a safetensors file, but not a checkpoint of this version: its format is "
@@ -319,9 +387,8 @@ def _verify(path: pathlib.Path, metadata: dict[str, str]):
         raise CheckpointError(f"{path} is damaged: it has sha256 {sha256}, expected {expected}")
 
 
-def read_file(path: pathlib.Path) -> Contents:
-    """Everything in a file, verified."""
-    tensors, metadata = _read_safetensors(path, FORMAT)
+def _read_file(path: pathlib.Path) -> Contents:
+    tensors, metadata = _open(path)
     with refusing(path):
         _verify(path, metadata)
         state = json.loads(metadata["state"], object_hook=unpack)
@@ -331,45 +398,11 @@ def read_file(path: pathlib.Path) -> Contents:
     return contents
 
 
-# ---- reading shards ------------------------------------------------------------------------------
-
-
-def _read_manifest(folder: pathlib.Path) -> dict:
-    path = folder / MANIFEST
-    try:
-        text = path.read_bytes()
-        manifest = json.loads(text)
-        expected = manifest["sha256"]
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); expected a checkpoint written by "
-            "save_checkpoint"
-        ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it cannot be read ({error})") from error
-    sha256 = _manifest_sha256(manifest)
-    if sha256 != expected:
-        raise CheckpointError(f"{path} is damaged: it has sha256 {sha256}, expected {expected}")
-    if manifest.get("format") != SHARDS_FORMAT:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint of this version: its format is "
-            f"{manifest.get('format')!r}, expected {SHARDS_FORMAT!r}"
-        )
-    return json.loads(text, object_hook=unpack)
-
-
-def _check_files(folder: pathlib.Path, files: dict[str, str]):
-    """The folder has the shards of its manifest, and no other."""
-    present = {path.name for path in folder.glob("*.safetensors")}
-    for name in sorted(present - files.keys()):
-        raise CheckpointError(f"{folder} is damaged: {name} does not belong to it")
-    for name in sorted(files.keys() - present):
-        raise CheckpointError(f"{folder} is damaged: shard {name} is missing")
-
-
 def _verify_shard(path: pathlib.Path, sha256: str):
     """Read all of a shard; CheckpointError unless it is the one that the manifest means."""
-    _, metadata = _read_safetensors(path, SHARDS_FORMAT)
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} is damaged: shard {path.name} is missing")
+    _, metadata = _open(path, SHARD_FORMAT)
     _verify(path, metadata)
     if metadata["sha256"] != sha256:
         raise CheckpointError(
@@ -378,44 +411,30 @@ def _verify_shard(path: pathlib.Path, sha256: str):
         )
 
 
-def read_folder(
-    folder: pathlib.Path,
-    rank: int = 0,
-    ranks: int = 1,
-    gather: Callable[[str], list[str]] = lambda text: [text],
-) -> Contents:
-    """Everything in a folder of shards, verified. Of several ranks all raise what one finds.
-
-    rank, ranks: of a group that reads it together: each rank verifies every ranks-th file.
-    gather: with several ranks, a collective: a text of each of them."""
-    problem = ""
-    manifest: dict = {}
-    try:
-        with refusing(folder):
-            manifest = _read_manifest(folder)
-            files = manifest["files"]
-            _check_files(folder, files)
-            for name in sorted(files)[rank::ranks]:
-                with refusing(folder / name):
-                    _verify_shard(folder / name, files[name])
-    except CheckpointError as error:
-        problem = str(error)
-    problems = [text for text in gather(problem) if text]
-    if problems:
-        raise CheckpointError(problems[0])
-    contents = Contents(manifest["step"], manifest["state"], manifest["shapes"])
-    with refusing(folder):
-        for name in sorted(manifest["files"]):
-            tensors, metadata = _read_safetensors(folder / name, SHARDS_FORMAT)
-            offsets = json.loads(metadata[TORCH_OFFSETS])
-            for key, tensor in tensors.items():
-                is_range = key in manifest["shapes"]
-                contents.add(key, tensor, offsets[key]["saved_offsets"][0] if is_range else 0)
-    return contents
-
-
-def read_checkpoint(path: pathlib.Path, *group) -> Contents:
+def read_checkpoint(path: pathlib.Path, ranks: Ranks = Ranks()) -> Contents:
     """Everything in a checkpoint, verified: CheckpointError for one that is damaged, or is none.
 
-    path: of a file, or of a folder of shards. group: rank, ranks and gather of read_folder."""
-    return read_folder(path, *group) if path.is_dir() else read_file(path)
+    ranks: those that read a folder together, a collective: each verifies a part of the files."""
+    if not path.is_dir():
+        return _read_file(path)
+    read: list[Contents] = []
+
+    def verify():
+        with refusing(path):
+            contents = _read_file(path / MANIFEST)
+            contents.entries.update(contents.state.pop("shapes"))
+            files = contents.state["files"]
+            for name in sorted(files)[ranks.rank :: ranks.world]:
+                _verify_shard(path / name, files[name])
+            read.append(contents)
+
+    ranks.each(verify)
+    (contents,) = read
+    files = contents.state.pop("files")
+    with refusing(path):
+        for name in files:
+            tensors, metadata = _open(path / name, SHARD_FORMAT)
+            offsets = json.loads(metadata[TORCH_OFFSETS])
+            for key, tensor in tensors.items():
+                contents.add(key, tensor, next(iter(offsets[key]["saved_offsets"]), 0))
+    return contents

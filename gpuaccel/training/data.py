@@ -345,9 +345,7 @@ def _check_rank(rank, ranks):
         raise ArgumentError(f"rank is {rank} of {ranks}; expected 0 to {max(ranks, 1) - 1}")
 
 
-def shard(
-    batches: Iterable, rank: int, ranks: int, *, seed: int | None = None, epoch: int = 0
-) -> list:
+def shard(batches: Iterable, rank: int, ranks: int, *, seed: int | None = None) -> list:
     """Rank `rank`'s share of a list of batches (or files, or anything): every `ranks`-th of them.
 
     The shares are disjoint and complete, and equally long: a rank that has one less has None at the
@@ -357,8 +355,8 @@ def shard(
         batches: any iterable.
         rank: from 0 to ranks - 1.
         ranks: number of shares.
-        seed: shuffle them first, with seed + epoch; None, the default: in their order.
-        epoch: number of the epoch.
+        seed: shuffle them first, with this seed, such as the number of the epoch; None, the
+            default: in their order.
 
     Raises:
         DataError: when there are fewer batches than ranks.
@@ -368,7 +366,7 @@ def shard(
     if len(batches) < ranks:
         raise DataError(f"{len(batches)} batches for {ranks} ranks; expected at least one for each")
     if seed is not None:
-        generator = torch.Generator().manual_seed(seed + epoch)
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(batches), generator=generator)
         batches = [batches[i] for i in order.tolist()]
     share = batches[rank::ranks]

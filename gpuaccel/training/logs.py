@@ -7,14 +7,13 @@ Each step gives a row, a dict of numbers. It is written once its values have arr
 device, in order, so that nothing waits for the device.
 """
 
-import io
 import json
 import math
 import os
 import pathlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any, TextIO, Union
 
 from torch import Tensor
 
@@ -44,8 +43,11 @@ class RunLog:
         self._pending: deque[dict] = deque()
         # LateValues that can be used again
         self._free: list[LateValue] = []
-        self._file = None if callable(log) else _JSONLines(log, resumed_step)
-        self._write: Any = self._file.write if self._file else log
+        self._file = None if callable(log) else _opened(log, resumed_step)
+        self._write: Any = log
+        if self._file is not None:
+            file = self._file
+            self._write = lambda row: file.write(json.dumps(row) + "\n")
 
     def add(self, row: dict):
         """Add one more step: "step", tensors with one element, numbers, dicts of numbers. What is
@@ -86,45 +88,22 @@ class RunLog:
                 self._file.close()
 
 
-class _JSONLines:
-    """A file with a JSON object per step."""
-
-    def __init__(self, path, resumed_step):
-        self.path = pathlib.Path(path).expanduser()
-        self.file: io.TextIOBase | None = None
-        try:
-            if self.path.is_dir():
-                raise DataError(f"log is {path}, a folder; expected a file")
-            text = self.path.read_text() if resumed_step and self.path.is_file() else ""
-            # A run that was killed may have left half a line.
-            lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
-            self.kept = [line for line in lines if _step_of(line) <= resumed_step]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            open(self.path, "a").close()
-            if not resumed_step:
-                self._begin()
-        except UnicodeDecodeError:
-            raise DataError(
-                f"log is {path}, which is no text; expected a log of this run"
-            ) from None
-        except OSError as error:
-            raise DataError(f"log is {path}, which cannot be written: {error.strerror}") from None
-
-    def _begin(self):
-        """Drop the rows that are made again. A resumed run does it before its first row: until then
-        nothing has taken their place."""
-        with written_aside(self.path) as file:
-            file.write("".join(self.kept).encode())
-        self.file = open(self.path, "a", buffering=1)
-
-    def write(self, row):
-        if self.file is None:
-            self._begin()
-        self.file.write(json.dumps(row) + "\n")
-
-    def close(self):
-        if self.file is not None:
-            self.file.close()
+def _opened(log, resumed_step: int) -> TextIO:
+    """A file for a JSON object per step, with what it has up to `resumed_step`."""
+    path = pathlib.Path(log).expanduser()
+    try:
+        text = path.read_text() if resumed_step and path.is_file() else ""
+        # A run that was killed may have left half a line.
+        lines = text[: text.rfind("\n") + 1].splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= resumed_step]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as file:
+            file.write("".join(kept).encode())
+        return open(path, "a", buffering=1)
+    except UnicodeDecodeError:
+        raise DataError(f"log is {log}, which is no text; expected a log of this run") from None
+    except OSError as error:
+        raise DataError(f"log is {log}, which cannot be written: {error.strerror}") from None
 
 
 def _step_of(line: str) -> float:

@@ -139,7 +139,7 @@ class _Checkpoints:
         path = checkpoint_path(self.folder, self.step.count, self.step.optimizers)
         save_checkpoint(path, step=self.step.count, **self.state)
         if reducer is None or reducer.rank == 0:
-            prune_checkpoints(self.folder, self.keep, path)
+            prune_checkpoints(path, self.keep)
         self.saved_step = self.step.count
 
 
@@ -213,7 +213,8 @@ def train(
     end_together = bool(checkpoint_dir) and world > 1 and _equally_long(batches, reducer)
     meter = step.meter = step.meter or Meter(step.arena.device)
     rows = None
-    if log is not None and (reducer is None or reducer.rank == 0):
+    # Where no step is left to take the rows stay as they are.
+    if log is not None and step.count < steps and (reducer is None or reducer.rank == 0):
         rows = RunLog(log, step.count)
     val = list(val or ())
     # Are the data as far as the weights?

@@ -96,8 +96,3 @@ def is_split(batch) -> bool:
         and len(batch) > 0
         and all(isinstance(micro, (tuple, list, dict)) for micro in batch)
     )
-
-
-def rows_of(micro) -> int:
-    """How many sequences a micro-batch has: dim 0 of its first tensor; 0 without one."""
-    return next(iter(_rows(micro, "", {}).values()), 0)

@@ -1,17 +1,12 @@
-"""Transformers small enough to read: Llama, GPT-2, and one of polynomial attention.
+"""Transformers small enough to read: Llama, and one of polynomial attention.
 
-    model = ga.training.Transformer(ga.preset("tiny"))  # byte tokens, trains on two CPU cores
-    model = ga.preset("gpt2-124m").build()  # a model of the preset's family
+    model = ga.preset("tiny").build()  # byte tokens, trains on two CPU cores
     logits = model(tokens)  # (B, T) int64 -> (B, T, V)
     ga.training.generate(model, tokens, 100, seed=0)  # (B, T + 100)
 
 Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
 x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
 positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023).
-
-Family "gpt2" (Radford et al., 2019), LayerNorm and biases: x = x + proj(Attention(qkv(ln_1(x)))),
-then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.nn.Encoder), and the embedding is
-the output layer too.
 
 Family "poly", the rest as Llama: x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose
 residual is inside. Positions are in its attention.
@@ -21,7 +16,6 @@ Shapes: B batch, T time, H hidden, V vocabulary.
 
 import contextlib
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, check_choice
-from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swiglu
+from ..nn import PolyAttention, RichardsGLU, fused_linears, fused_swiglu
 
-Family = Literal["llama", "gpt2", "poly"]
+Family = Literal["llama", "poly"]
 # Base of the rotary frequencies.
 ROPE_THETA = 10_000.0
 # Added to the variance of the norms.
@@ -49,11 +43,11 @@ class Config:
         intermediate: width of the feed-forward layer.
         layers: number of blocks.
         heads: of the queries.
-        kv_heads: of keys and values, a divisor of heads; families gpt2 and poly: as many as heads.
+        kv_heads: of keys and values, a divisor of heads; family poly: as many as heads.
         T: longest sequence.
         head_dim: default: hidden / heads; heads * head_dim may differ from hidden.
-        tied: one tensor for embedding and output layer; always so in gpt2.
-        family: "llama", "gpt2" or "poly".
+        tied: one tensor for embedding and output layer.
+        family: "llama" or "poly".
 
     Raises:
         ArgumentError: for sizes that do not fit each other.
@@ -85,10 +79,9 @@ class Config:
         if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
         check_choice("family", self.family, Family)
-        if self.family != "llama" and self.kv_heads != self.heads:
+        if self.family == "poly" and self.kv_heads != self.heads:
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads}; family {self.family} has {self.heads}, as many as "
-                "heads"
+                f"kv_heads is {self.kv_heads}; family poly has {self.heads}, as many as heads"
             )
         if self.family == "poly" and self.heads * self.head_dim != self.hidden:
             raise ArgumentError(
@@ -96,28 +89,16 @@ class Config:
                 f"{self.hidden / self.heads:g}"
             )
 
-    def build(self) -> nn.Module:
-        """A GPT2 or a Transformer of these sizes."""
-        return GPT2(self) if self.family == "gpt2" else Transformer(self)
+    def build(self) -> "Transformer":
+        """A Transformer of these sizes."""
+        return Transformer(self)
 
 
-Preset = Literal["tiny", "llama-350m", "gpt2-124m", "poly-7m"]
+Preset = Literal["tiny", "llama-350m", "poly-7m"]
 PRESETS: dict[Preset, Config] = {
     "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
     "llama-350m": Config(
         vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024
-    ),
-    # GPT-2 has 50,257 tokens. With a multiple of 128 the matrix products are a good deal faster.
-    "gpt2-124m": Config(
-        vocab=50304,
-        hidden=768,
-        intermediate=3072,
-        layers=12,
-        heads=12,
-        kv_heads=12,
-        T=1024,
-        tied=True,
-        family="gpt2",
     ),
     "poly-7m": Config(
         vocab=256, hidden=256, intermediate=768, layers=8, heads=8, kv_heads=8, T=512, family="poly"
@@ -129,7 +110,7 @@ def preset(name: Preset, **changes: Any) -> Config:
     """A configuration by its name, with some fields changed.
 
     Args:
-        name: "tiny", "llama-350m", "gpt2-124m" or "poly-7m".
+        name: "tiny", "llama-350m" or "poly-7m".
         **changes: field of Config -> value.
 
     Returns:
@@ -221,17 +202,11 @@ class PolyBlock(nn.Module):
         return self.glu(x + self.attention(self.norm(x)))
 
 
-def _init_weight(weight: Tensor, config: Config, into_residual: bool):
-    """GPT-2's initial values: smaller where the product is added to the residual stream."""
-    std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
-    nn.init.normal_(weight, std=std)
-
-
 class Transformer(nn.Module):
-    """Families llama and poly: tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype.
+    """Tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype.
 
     Args:
-        config: sizes, of family "llama" or "poly".
+        config: sizes and family.
 
     Source:
         Llama (Touvron et al., 2023); for family poly kernels_cu/richards.cu and
@@ -257,8 +232,9 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             # Polynomial attention and RichardsGLU initialise their weights themselves.
             if p.dim() == 2 and (llama or not name.startswith("blocks.")):
+                # GPT-2's: smaller where the product is added to the residual stream.
                 into_residual = name.endswith(("w_o.weight", "down.weight"))
-                _init_weight(p, config, into_residual)
+                nn.init.normal_(p, std=0.02 / (2 * config.layers) ** (0.5 * into_residual))
         if config.tied:
             self.lm_head.weight = self.embedding.weight
 
@@ -285,65 +261,6 @@ class Transformer(nn.Module):
         return self.lm_head(self.final_norm(x))
 
 
-class GPT2Block(nn.Module):
-    """A block of GPT-2: twelve tensors."""
-
-    def __init__(self, c: Config):
-        super().__init__()
-        self.head_dim = c.head_dim
-        width = c.heads * c.head_dim
-        self.ln_1 = nn.LayerNorm(c.hidden, eps=NORM_EPS)
-        self.qkv = nn.Linear(c.hidden, 3 * width)
-        self.proj = nn.Linear(width, c.hidden)
-        self.ln_2 = nn.LayerNorm(c.hidden, eps=NORM_EPS)
-        self.up = nn.Linear(c.hidden, c.intermediate)
-        self.down = nn.Linear(c.intermediate, c.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.ln_1(x)).unflatten(-1, (3, -1, self.head_dim))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
-
-
-class GPT2(nn.Module):
-    """Family gpt2: tokens (B, T) int64, T up to config.T -> logits (B, T, V), weights' dtype.
-
-    Args:
-        config: sizes, of family "gpt2".
-    """
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.encoder = Encoder(config.vocab, config.hidden, config.T)
-        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.hidden, eps=NORM_EPS)
-        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-        for name, p in self.blocks.named_parameters():
-            if p.dim() == 2:
-                into_residual = name.endswith(("proj.weight", "down.weight"))
-                _init_weight(p, config, into_residual)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
-        self.lm_head.weight = self.encoder.wte.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the next token at each position.
-
-        Args:
-            tokens: (B, T) int64, T up to config.T.
-
-        Returns:
-            (B, T, V), in the weights' dtype.
-        """
-        x = self.encoder(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.final_norm(x))
-
-
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's wrapper: names are the same, compiled or not."""
     return getattr(model, "_orig_mod", model)
@@ -363,8 +280,7 @@ def flops_per_token(config: Config, T: int) -> int:
     q_dim = c.heads * c.head_dim
     kv_dim = c.kv_heads * c.head_dim
     attention = c.hidden * (2 * q_dim + 2 * kv_dim)
-    mlp = (2 if c.family == "gpt2" else 3) * c.hidden * c.intermediate
-    weights = c.layers * (attention + mlp) + c.vocab * c.hidden
+    weights = c.layers * (attention + 3 * c.hidden * c.intermediate) + c.vocab * c.hidden
     return 6 * weights + 12 * c.layers * q_dim * T
 
 
@@ -375,7 +291,7 @@ def generate(
     """Continue tokens by sampled ones.
 
     Args:
-        model: a Transformer or GPT2; it sees the last config.T tokens.
+        model: a Transformer; it sees the last config.T tokens.
         tokens: (B, T) int64, T >= 1.
         n: how many to add.
         temperature: of the softmax; 0 takes the likeliest token. One below 1e-4 counts as 1e-4, so

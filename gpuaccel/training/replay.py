@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..distributed import Totals
 from ..errors import CaptureError, check_choice
 from ..graphs import (
     ForwardState,
@@ -24,8 +25,8 @@ from ..graphs import (
 )
 from ..ops import load_accumulate_each
 from ..optim import Arena, DeviceOptimizer, GradientListener
-from .micro import is_split, rows_of
-from .results import StepOutput, Totals
+from .micro import is_split
+from .results import StepOutput
 
 # A TrainStep, whose module imports this one.
 Step = Any
@@ -223,7 +224,7 @@ class StepGraphs:
         loss_fn = step.loss_fn
         if not isinstance(loss_fn, Hashable):
             loss_fn = _Identity(loss_fn)
-        return step.micro_batches, step.divide, step.autocast, loss_fn, max_norm
+        return step.micro_batches, step.autocast, loss_fn, max_norm
 
     def _agree(self, warm_up):
         """Before the first capture the ranks agree on the tensors that get a gradient.
@@ -280,9 +281,8 @@ class ListGraphs:
             self.warm_up_micro(_copied(micros[0]), len(micros))
         self.loss = torch.zeros((), dtype=torch.float32, device=device)
         self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
-        self.rows = torch.zeros((), dtype=torch.float32, device=device)
         self.micro_batches = torch.zeros((), dtype=torch.float32, device=device)
-        self._totals: list[Tensor] = [self.loss, self.tokens, self.rows, self.micro_batches]
+        self._totals: list[Tensor] = [self.loss, self.tokens, self.micro_batches]
         self.micro_graphs = GraphedStep(
             self._add_micro,
             [*_modules_of(step), *self._totals],
@@ -308,8 +308,7 @@ class ListGraphs:
         self.micro_graphs.max_graphs = max(self.micro_graphs.max_graphs, len(micros))
         # The number of micro-batches belongs to a graph's key only where each loss is divided by
         # it before backward.
-        in_key = step.divide == "micro_batches" or self._token_dtype is None
-        count = len(micros) if in_key else 0
+        count = len(micros) if self._token_dtype is None else 0
         received = 0
         try:
             # All captures come before the first sum.
@@ -349,7 +348,6 @@ class ListGraphs:
         with arena.gradients.listening(tensors):
             loss, tokens = self.step._micro(micro, count or 1)
         self.loss += loss
-        self.rows += rows_of(micro)
         self.micro_batches += 1
         if tokens is not None:
             self.tokens += tokens
@@ -357,7 +355,7 @@ class ListGraphs:
         return _bits(i in tensors.indices for i in range(len(arena.params)))
 
     def _warm_up_update(self, received: int):
-        totals = Totals(self.loss, self.tokens, self.rows, self.micro_batches)
+        totals = Totals(self.loss, self.tokens, self.micro_batches)
         self.step._mean_loss(totals)
         self.step._divisor(totals)
 
@@ -365,7 +363,7 @@ class ListGraphs:
         """Captured: the update, with the gradients of the tensors `received`."""
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
-        totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
+        totals = Totals(self.loss.clone(), tokens, self.micro_batches)
         step.arena.gradients.set(_flags(received, len(step.arena.params)))
         with step._accumulation_window():
             result = _captured_update(step, totals, self._captured)

@@ -1,4 +1,4 @@
-"""What a TrainStep adds up over its micro-batches, and what it returns."""
+"""What a TrainStep returns."""
 
 from dataclasses import dataclass
 
@@ -43,33 +43,3 @@ def clipped_by(opt: DeviceOptimizer) -> dict[str, Tensor]:
         return {}
     state = opt.clip_state.clone()
     return {name: getattr(state, name) for name in ("norm", "clipped_norm", "scale", "finite")}
-
-
-@dataclass
-class Totals:
-    """Sums over the micro-batches of a step: of one rank, or, all-reduced, of every rank.
-
-    Numbers on the host, or tensors on the device in a captured step and after an all-reduce.
-
-    Attributes:
-        loss: fp32; None before the first micro-batch.
-        tokens: None where loss_fn returns means.
-        rows: sequences, dim 0 of the batch.
-        micro_batches: how many were added.
-    """
-
-    loss: Tensor | None = None
-    tokens: Tensor | None = None
-    rows: float | Tensor = 0.0
-    micro_batches: int | Tensor = 0
-
-    def add(self, loss: Tensor, tokens: Tensor | None, rows: int):
-        self.loss = loss if self.loss is None else self.loss + loss
-        if self.tokens is None:
-            self.tokens = tokens
-        else:
-            # loss_fn counts tokens in every micro-batch, or in none.
-            assert tokens is not None
-            self.tokens = self.tokens + tokens
-        self.rows += rows
-        self.micro_batches += 1

@@ -20,7 +20,7 @@ How a step runs, in the order of the methods below:
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -34,16 +34,17 @@ from ..distributed import (
     PeerToPeer,
     Reducer,
     ReducerBase,
+    Totals,
 )
-from ..errors import ArgumentError, check_choice, check_module
+from ..errors import ArgumentError, check_module
 from ..graphs import GraphedStep
 from ..measure import Meter
 from ..ops import check_max_norm
 from ..optim import AdamW, Arena, DeviceOptimizer, Products
 from .checkpoint import as_list
-from .micro import rows_of, split, with_dicts
+from .micro import split, with_dicts
 from .replay import Replay, ReplayMode, StepGraphs, replay_options
-from .results import StepOutput, Totals, clipped_by, clipped_here
+from .results import StepOutput, clipped_by, clipped_here
 from .step_checks import (
     check_clip,
     check_kinds,
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("gpuaccel")
-# What the summed gradient is divided by.
-Divide = Literal["tokens", "sequences", "micro_batches"]
 # A target that does not count, as in torch's cross_entropy.
 IGNORED = -100
 
@@ -122,14 +121,12 @@ class TrainStep:
         opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
             model: model.parameters()), or a list of optimizers that have these tensors among them.
             Default: AdamW, lr 3e-4, decay 0.1 on matrices.
-        loss_fn: function of (model, micro) that returns (sum of losses, number of tokens), or a
-            mean. Default: token_loss.
+        loss_fn: function of (model, micro) that returns (sum of losses, number of tokens): the
+            summed gradient is divided once, by all tokens, so that unequal micro-batches give the
+            full batch's gradient. Or it returns a mean: the step takes the mean of the
+            micro-batches' means. Default: token_loss.
         micro_batches: pieces that a batch is split into along dim 0, 1 or more; fewer where it has
             fewer rows. Default: 1.
-        divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
-            them; unequal micro-batches give the full batch's gradient. "sequences": rows of the
-            batch, where loss_fn counts tokens. "micro_batches": the mean of the micro-batches'
-            means.
         max_norm: limit of the global gradient norm, 0 or more, as in
             `torch.nn.utils.clip_grad_norm_`; None: no clipping. A ga.AdamW over the arena clips
             inside its step: it is that optimizer's max_norm. Before several optimizers the norm is
@@ -158,8 +155,8 @@ class TrainStep:
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
-            arena's, a trained tensor that no optimizer holds or two of them, an unknown mode or
-            divisor, an argument of another kind, or two different max_norms.
+            arena's, a trained tensor that no optimizer holds or two of them, an unknown mode, an
+            argument of another kind, or two different max_norms.
         CaptureError: with replay="graph" and policy "require", where a step cannot be captured.
 
     Example:
@@ -178,7 +175,6 @@ class TrainStep:
         loss_fn: Callable[..., Tensor | tuple[Tensor, Tensor | int]] = token_loss,
         *,
         micro_batches: int = 1,
-        divide: Divide | None = None,
         max_norm: float | None = None,
         compile: bool = False,
         autocast: torch.dtype | None = None,
@@ -192,8 +188,6 @@ class TrainStep:
         optimizers, schedulers = as_list(opt), as_list(scheduler)
         check_optimizer_kinds(opt, optimizers)
         check_kinds(loss_fn, micro_batches, autocast, schedulers, distributed)
-        if divide is not None:
-            check_choice("divide", divide, Divide)
         if max_norm is not None:
             max_norm = check_max_norm(max_norm)
         options = replay_options(replay)
@@ -203,7 +197,6 @@ class TrainStep:
         self.model = model
         self.loss_fn = loss_fn
         self.micro_batches = micro_batches
-        self.divide = divide
         self.autocast = autocast
         self.schedulers = schedulers
         self.meter = meter
@@ -230,13 +223,11 @@ class TrainStep:
             self._cleanup.callback(self._release_own_arena)
             self.arena: Arena = arena
             arena.check()
-            arena.check_trainable()
-            self._frozen = arena.frozen()
             self.optimizers: list[torch.optim.Optimizer] = (
                 optimizers if opt is not None else [AdamW(arena, lr=3e-4, weight_decay=0.1)]
             )
-            # Frozen tensors that no optimizer holds.
-            self._unheld = check_tensors(self.optimizers, arena)
+            # What is not trained.
+            self._frozen = check_tensors(self.optimizers, arena)
             # The optimizer that clips by itself; None: clipping is done here.
             self._clipping_opt: DeviceOptimizer | None = None
             first, *others = self.optimizers
@@ -247,7 +238,6 @@ class TrainStep:
             adds = options is not None or deterministic
             if distributed is not None and distributed.needs_reducer:
                 settings = {
-                    "divide": str(divide),
                     "max_norm": str(max_norm),
                     "replay": "eager" if options is None else "graph",
                     "micro_batches": str(micro_batches) if distributed.ordered else "any",
@@ -290,7 +280,8 @@ class TrainStep:
 
     def _make_reducer(self, distributed: Distributed, settings: dict, adds: bool, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""
-        if distributed.sharded and (self._clipping_opt is None or self._unheld):
+        unheld = any(self.arena.number_of(p) is not None for p in self._frozen)
+        if distributed.sharded and (self._clipping_opt is None or unheld):
             kinds = ", ".join(type(opt).__name__ for opt in self.optimizers)
             raise ArgumentError(
                 f"sharded=True with {kinds}: a rank has its share of the gradient only; expected "
@@ -349,9 +340,8 @@ class TrainStep:
         """
         if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
-        self.arena.check_frozen(self._frozen)
-        if any(p.requires_grad for p in self._unheld):
-            self._unheld = check_tensors(self.optimizers, self.arena)
+        if any(p.requires_grad for p in self._frozen):
+            self._frozen = check_tensors(self.optimizers, self.arena)
         if self._graphs is not None:
             self._graphs.check_hooks()
         batch = with_dicts(batch)
@@ -425,13 +415,13 @@ class TrainStep:
                 # Starts to all-reduce while the last backward runs.
                 is_last = i == len(micros) - 1
                 loss, tokens = self._micro(micro, len(micros), mark, reducer if is_last else None)
-                totals.add(loss, tokens, rows_of(micro))
+                totals.add(loss, tokens)
                 if ordered is not None:
-                    ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
+                    ordered.add_micro_batch(Totals(loss, tokens, 1))
         if ordered is not None:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
-                ordered.add_micro_batch(None, None, 0, 0)
+                ordered.add_micro_batch(Totals())
         return totals
 
     def _micro(
@@ -450,9 +440,6 @@ class TrainStep:
                 parts = 1
             if tokens is None:
                 loss = loss / parts
-            objective = loss
-            if tokens is not None and self.divide == "micro_batches":
-                objective = loss / tokens.clamp(min=1) / parts
             mark("forward")
             listener = reducer.listener() if reducer is not None else None
             if listener is not None and self._graphs is not None:
@@ -462,7 +449,7 @@ class TrainStep:
                 self.products.begin_backward()
             gradients.show_hooked()
             with gradients.listening(listener):
-                objective.backward()
+                loss.backward()
             if self.products is not None:
                 self.products.end_backward()
         mark("backward")
@@ -475,11 +462,6 @@ class TrainStep:
         with autocast or contextlib.nullcontext():
             result = self.loss_fn(self.model, micro)
         loss, tokens = result if isinstance(result, tuple) else (result, None)
-        if tokens is None and self.divide in ("tokens", "sequences"):
-            raise ArgumentError(
-                f"divide={self.divide!r} needs a loss_fn that returns (sum of losses, tokens); it "
-                "returned only a mean"
-            )
         if not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise ArgumentError(
                 f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or "
@@ -506,10 +488,7 @@ class TrainStep:
 
         optimizers: those that take a step. Default: all."""
         if self.reducer is not None:
-            loss, tokens, rows, micro_batches = self.reducer.reduce(
-                totals.loss, totals.tokens, totals.rows, totals.micro_batches
-            )
-            totals = Totals(loss, tokens, rows, micro_batches.clamp(min=1))
+            totals = self.reducer.reduce(totals)
         mean_loss = self._mean_loss(totals)
         divisor = self._divisor(totals)
         mark("accumulate")
@@ -535,13 +514,8 @@ class TrainStep:
     @torch.no_grad()
     def _divisor(self, totals: Totals) -> Tensor | None:
         """What to divide the summed gradient by; None: each loss was divided before backward."""
-        if totals.tokens is not None and self.divide in (None, "tokens"):
+        if totals.tokens is not None:
             return totals.tokens.clamp(min=1)
-        if totals.tokens is not None and self.divide == "sequences":
-            rows = totals.rows
-            if not isinstance(rows, Tensor):
-                rows = torch.full((), rows, device=self.arena.device)
-            return rows.clamp(min=1)
         if self.reducer is None:
             return None
         # reduce() returns a tensor.

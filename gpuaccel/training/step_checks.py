@@ -105,11 +105,23 @@ def check_clip(optimizers, clipping_opt: DeviceOptimizer | None, max_norm: float
 
 
 def check_tensors(optimizers, arena: Arena) -> list[nn.Parameter]:
-    """ArgumentError unless each trained tensor of the arena is in one optimizer, and in one only.
+    """ArgumentError unless each trained parameter of the module is in an arena, and each of this
+    arena in one optimizer, and in one only.
 
     Returns:
-        The frozen parameters that are in none.
+        The other parameters, which are frozen.
     """
+    arenas = Arena.all()
+    frozen = []
+    for name, p in arena.module.named_parameters():
+        if all(each.number_of(p) is None for each in arenas):
+            if p.requires_grad:
+                raise ArgumentError(
+                    f"parameter {name} is not in the arena, which would not train it; it was added "
+                    "or unfrozen after the arena was made: call arena.release(), and make a new "
+                    "Arena"
+                )
+            frozen.append(p)
     names = {id(p): name for name, p in arena.module.named_parameters()}
     # id of a tensor -> index of its optimizer.
     holders: dict[int, int] = {}
@@ -136,7 +148,6 @@ def check_tensors(optimizers, arena: Arena) -> list[nn.Parameter]:
                     "arena.parameters(), the fp32 masters: arena = ga.Arena(model); "
                     "opt = torch.optim.AdamW(arena.parameters())"
                 )
-    unheld = []
     for segment, p, master in zip(arena.segments, arena.params, arena.masters):
         if id(master) in holders:
             continue
@@ -146,5 +157,5 @@ def check_tensors(optimizers, arena: Arena) -> list[nn.Parameter]:
                 f"no optimizer holds {segment.name}, which would not be trained ({kinds}); "
                 "expected all of arena.parameters(), or requires_grad_(False)"
             )
-        unheld.append(p)
-    return unheld
+        frozen.append(p)
+    return frozen

@@ -139,7 +139,10 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
         (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
         (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequenc"),
         (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
-        (["train", *SMALL, "--out", "taken"], "log is taken/metrics.jsonl, a folder; expected a f"),
+        (
+            ["train", *SMALL, "--out", "taken"],
+            "log is taken/metrics.jsonl, which cannot be written: Is a directory",
+        ),
         (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
         (["train", "--text", "x" * 5000], "File name too long"),
         (["kernels", "folder"], "folder"),
@@ -406,10 +409,10 @@ def test_a_run_of_a_large_model_takes_the_default_dtype(dtype, tmp_path, monkeyp
     module = sys.modules["gpuaccel.cli.train"]
     monkeypatch.setattr(module, "preset", small)
     monkeypatch.setattr(module, "default_dtype", lambda: dtype)
-    monkeypatch.setitem(RECIPES, "gpt2-124m", Recipe("byte", 2, 3e-3))
+    monkeypatch.setitem(RECIPES, "llama-350m", Recipe("byte", 2, 3e-3))
     (tmp_path / "text").write_text(TEXT)
     words = ["--text", tmp_path / "text", "--out", tmp_path / "run", "--steps", 2, "--seq", 8]
-    words = ["--model", "gpt2-124m", "--device", "cpu", "--no-progress", *map(str, words)]
+    words = ["--model", "llama-350m", "--device", "cpu", "--no-progress", *map(str, words)]
     assert main(["train", *words]) == 0
     assert f"parameters in {dtype}," in capsys.readouterr().err
     weights = load_file(next((tmp_path / "run").glob("**/*.safetensors")))

@@ -918,9 +918,7 @@ def nobody_has_a_batch(rank: Rank):
     def loss(model, x):
         return model[0](x).square().sum(), len(x)
 
-    model, step = small_step(
-        rank, loss, lambda arena: torch.optim.SGD(arena.parameters(), 0.1), divide="sequences"
-    )
+    model, step = small_step(rank, loss, lambda arena: torch.optim.SGD(arena.parameters(), 0.1))
     with step:
         step(rows_of(0))
         before = model[0].weight.detach().clone()

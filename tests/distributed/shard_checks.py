@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import gpuaccel as ga
 from gpuaccel import files
 from gpuaccel.distributed.zero1 import ShardedLayout
-from gpuaccel.training import checkpoint_file, checkpoint_shards
+from gpuaccel.training import checkpoint_file
 from gpuaccel.training.checkpoint import checkpoint_path, latest_checkpoint
 from gpuaccel.training.checkpoint_file import read_checkpoint
 
@@ -153,7 +153,7 @@ def holds(step, contents):
     with step.gathered():
         named = {f"model.{name}": t for name, t in step.model.state_dict().items()}
         named |= {f"master.{name}": t for name, t in step.arena.named_master().items()}
-        for name, p in zip(step.arena.parameter_names(), step.arena.parameters(), strict=True):
+        for name, p in step.arena.named_parameters().items():
             named |= {
                 f"optim.{name}.{key}": t for key, t in step.optimizers[0].state.get(p, {}).items()
             }
@@ -224,7 +224,7 @@ def train_and_die_in_a_save(folder, who=None, at=None, steps=6):
     left = at if isinstance(at, int) else 1
     module, name = checkpoint_file, "host_bytes"
     if at == "rename":
-        module, name = checkpoint_shards, "replace_folder"
+        name = "replace_folder"
     function = getattr(module, name)
     step = checks.make_step(Wide(), micro_batches=4 // config.world, distributed=config)
 

@@ -113,8 +113,6 @@ def test_with_our_kernels(workers, options, backend):
         dict(low=torch.bfloat16, config=dict(bucket_mb=1.0), bound=2e-3),
         # Each rank rounds its sum once.
         dict(kind="sgd", config=dict(dtype=torch.bfloat16), bound=2e-3, losses=1e-2),
-        dict(divide="sequences"),
-        dict(divide="micro_batches"),
         dict(loss_fn=checks.mean_loss),
         dict(max_norm=0.05, kind="sgd"),
         # Reentrant checkpointing: backwards inside of the backward.
@@ -147,7 +145,6 @@ def is_one_rank_with_all_rows(results):
     [
         dict(),
         dict(deterministic=True),
-        dict(divide="sequences"),
         dict(config=dict(ordered=True)),
     ],
     ids=words,
@@ -192,9 +189,7 @@ def test_buckets_are_sent_while_backward_runs(workers, products):
         dict(),
         dict(backend="simt", low=torch.bfloat16),
         dict(max_norm=0.05, kind="sgd"),
-        dict(divide="sequences"),
         # A plain step divides means beforehand, or adds inside of the product: plain=False.
-        dict(divide="micro_batches", plain=False),
         dict(loss_fn=checks.mean_loss, plain=False),
         dict(deterministic=True, tied=True, plain=False),
         dict(deterministic=True, backend="simt", plain=False),

@@ -76,10 +76,12 @@ def llama(**changes):
     return ga.training.Transformer(ga.preset("tiny", **(sizes | changes)))
 
 
-def gpt2():
-    """With an encoder: tokens and positions."""
-    sizes = dict(vocab=V, layers=1, hidden=HIDDEN, intermediate=64, heads=2, kv_heads=2, T=16)
-    return ga.preset("gpt2-124m", **sizes).build()
+def encoder():
+    """Tokens and positions; the table of tokens is the output layer, too."""
+    head = nn.Linear(HIDDEN, V, bias=False)
+    model = nn.Sequential(ga.nn.Encoder(V, HIDDEN, 16), nn.LayerNorm(HIDDEN), head)
+    head.weight = model[0].wte.weight
+    return model
 
 
 def each(model, micro):

@@ -21,8 +21,8 @@ from replays import (
     agree,
     batches,
     compare,
+    encoder,
     frozen,
-    gpt2,
     lists,
     llama,
     loss_fn,
@@ -52,11 +52,8 @@ CASES = {
     "q k v together": {"net": side_by_side},
     "bf16, q k v together": {"net": side_by_side, "dtype": torch.bfloat16},
     "grouped attention": {"net": llama},
-    "encoder": {"net": gpt2},
+    "encoder": {"net": encoder},
     "tied attention": {"net": lambda: llama(tied=True)},
-    "sequences": {"divide": "sequences"},
-    "micro_batches": {"divide": "micro_batches"},
-    "tokens": {"divide": "tokens"},
     "a mean": {"loss": mean_loss},
     "a mean, three": {"loss": mean_loss, "micro_batches": 3},
     "scope block": {"opt": {"scope": "block"}},
@@ -313,7 +310,6 @@ SETTINGS = {
 # Attributes of the step: their value in each step.
 STAGES = {
     "micro_batches": [2, 4, 1, 2, 2],
-    "divide": ["tokens", "sequences", "micro_batches", "tokens", "tokens"],
     "autocast": [None, torch.bfloat16, None, None, None],
     "loss_fn": [loss_fn, half_the_loss, loss_fn, loss_fn, half_the_loss],
 }

@@ -378,20 +378,30 @@ def test_unequal_micro_batches_give_the_full_batchs_gradient_and_a_mean_of_means
         targets[row, 1 + row % 6 :] = -100  # 1 to 6 valid tokens per sequence
     batch = torch.randint(0, 13, (8, 6), generator=generator(1)), targets
 
-    def update(parts, divide):
+    def rows(model, micro):
+        total, _ = token_loss(model, micro)
+        return total, len(micro[0])
+
+    def mean(model, micro):
+        total, tokens = token_loss(model, micro)
+        return total / tokens
+
+    def update(parts, loss_fn=token_loss):
         model = Net()
         before = model.head.weight.detach().clone()
         opt = torch.optim.SGD(model.parameters(), lr=1.0)
-        with TrainStep(model, opt, micro_batches=parts, divide=divide, **options) as step:
+        with TrainStep(model, opt, loss_fn, micro_batches=parts, **options) as step:
             out = step(batch)
-            assert step.count == 1 and out.tokens == (targets != -100).sum()
+            assert step.count == 1
+        count = {token_loss: (targets != -100).sum(), rows: 8, mean: None}[loss_fn]
+        assert out.tokens == count
         return before - model.head.weight.detach()
 
-    full = update(1, "tokens")
+    full = update(1)
     close = {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(update(8, "tokens"), full, **close)
-    torch.testing.assert_close(update(8, "sequences"), full * (targets != -100).sum() / 8, **close)
-    assert (update(8, "micro_batches") - full).norm() > 0.01 * full.norm()
+    torch.testing.assert_close(update(8), full, **close)
+    torch.testing.assert_close(update(8, rows), full * (targets != -100).sum() / 8, **close)
+    assert (update(8, mean) - full).norm() > 0.01 * full.norm()
 
 
 @pytest.mark.slow

@@ -109,13 +109,6 @@ def check_views(arena):
         assert view.shape == p.shape == owner.shape
 
 
-def padding(arena):
-    mask = torch.ones(arena.numel, dtype=torch.bool)
-    for s in arena.segments:
-        mask[s.offset : s.offset + s.numel] = False
-    return mask
-
-
 @few
 @given(model=modules())
 def test_layout_and_views_of_any_module(model):
@@ -132,7 +125,9 @@ def test_layout_and_views_of_any_module(model):
     assert set(arena.named_master()) == {
         s.name for s, p in zip(arena.segments, arena.params) if p.dtype == torch.bfloat16
     }
-    assert arena.parameter_names() == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert list(arena.named_parameters()) == [
+        n for n, p in model.named_parameters() if p.requires_grad
+    ]
     for i, s in enumerate(arena.segments):  # the table the kernel reads
         rows = arena.chunk_table[arena.first_chunk[i] : arena.first_chunk[i + 1]]
         assert (
@@ -179,28 +174,21 @@ def test_parameter_groups_carry_decay_and_learning_rate():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deepcopy_of_arena_and_of_module_stand_alone(dtype):
+def test_a_copy_of_the_module_stands_alone_and_an_arena_has_none(dtype):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
     arena = Arena(model)
+    plain = copy.deepcopy(model)
+    assert Arena.of(model) is arena and Arena.of(plain) is None
     with torch.no_grad():
-        arena.weights.add_((~padding(arena)).float() * 2**-12)  # bits that bf16 does not have
-    arena.masters[0].grad = torch.full_like(arena.masters[0], 7.0)
-    twin, plain = copy.deepcopy(arena), copy.deepcopy(model)
-    check_views(twin), check_views(arena)
-    assert twin.module is not model
-    assert torch.equal(twin.weights, arena.weights)
-    assert twin.gradients.received() == arena.gradients.received() == [True, False, False, False]
-    assert twin.params[0].grad.eq(7).all()
-    assert twin.weights.data_ptr() != arena.weights.data_ptr()
-    assert Arena.of(twin.module) is twin and Arena.of(model) is arena and Arena.of(plain) is None
-    with torch.no_grad():
-        twin.weights.zero_(), twin.publish()
         for p in plain.parameters():
             p.zero_()
-    assert all(not p.any() for p in twin.module.parameters()) and model[0].weight.any()
+    assert model[0].weight.any()
     sums = arena.grads.clone()
-    twin.module(torch.ones(1, 3, dtype=dtype)).sum().backward()
-    assert twin.params[0].grad.eq(8).all() and torch.equal(arena.grads, sums)
+    plain(torch.ones(1, 3, dtype=dtype)).sum().backward()
+    assert torch.equal(arena.grads, sums) and not any(arena.gradients.received())
+    for thing in (arena, AdamW(arena)):
+        with pytest.raises(ArgumentError, match="is neither copied nor pickled"):
+            copy.deepcopy(thing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -494,36 +482,6 @@ def test_an_arena_that_nobody_holds_leaves_no_hook_on_its_parameters():
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     opt.step()
-
-
-@pytest.mark.slow
-def test_an_arena_that_dies_while_an_optimizer_calls_its_hooks_does_no_harm():
-    """An arena may be collected at any moment; its hooks are removed at a quiet one."""
-    from torch.optim import optimizer as torch_optimizer
-
-    def hooks():
-        return len(torch_optimizer._global_optimizer_pre_hooks)
-
-    # Arenas of earlier tests leave nothing behind.
-    gc.collect()
-    Arena(nn.Linear(2, 2).bfloat16()).release()
-    before = hooks()
-    kept = [Arena(nn.Linear(2, 2).bfloat16())]
-
-    def lose(*_):
-        kept.clear()
-        gc.collect()
-
-    other = nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    handle = torch_optimizer.register_optimizer_step_pre_hook(lose)
-    try:
-        torch.optim.SGD([other], lr=1.0).step()
-    finally:
-        handle.remove()
-    assert not other.any() and hooks() == before + 1
-    Arena(nn.Linear(2, 2).bfloat16()).release()
-    assert hooks() == before
 
 
 class Convolutions(nn.Module):

@@ -6,10 +6,8 @@ import itertools
 import pytest
 import torch
 from optimizers import give, params_of
-from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.optim import update_rule
 from gpuaccel.optim.adamw import AdamW
 
 SHAPES = ((7, 5), (3,), (), (0, 4), (2, 3, 4, 5), (64, 33))
@@ -91,27 +89,3 @@ def test_torchs_kernel_and_the_definition_do_the_same(dtype, options, fused_tens
     if not (rounds_once and options.get("scope") == "tensor"):
         # All but the empty one, and the one without a gradient in one of the steps.
         assert sum(fused_tensors) == (0 if rounds_once else 4 * (len(SHAPES) - 1) - 1)
-
-
-def test_what_is_kept_for_the_next_step_follows_what_changes(monkeypatch):
-    """The calls are planned once, and anew for another scope."""
-    made, plain = [], update_rule._fused_batches
-    monkeypatch.setattr(update_rule, "_fused_batches", lambda *args: made.append(1) or plain(*args))
-    # Parameters that are not contiguous are planned anew in each step.
-    ours, theirs = params_of(), params_of()
-    mine, definition = (AdamW(p, lr=0.01, max_norm=0.5) for p in (ours, theirs))
-    definition.rule = BY_DEFINITION
-    for scope, plans in (("global", 1), ("global", 1), ("tensor", 2)):
-        mine.scope = definition.scope = scope
-        give(len(made), ours, theirs)
-        mine.step(), definition.step()
-        close(ours, theirs, torch.float32)
-        assert len(made) == plans
-
-
-def test_a_step_is_made_of_calls_that_fit_the_cache(monkeypatch, fused_tensors):
-    monkeypatch.setattr(update_rule, "BATCH", 100)
-    params = [nn.Parameter(torch.randn(60)) for _ in range(5)]
-    give(0, params)
-    AdamW(params).step()
-    assert fused_tensors == [2, 2, 1]

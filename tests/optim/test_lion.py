@@ -152,8 +152,15 @@ def test_nan_reaches_the_weights_under_propagate(device):
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
-@pytest.mark.parametrize("what, dtype", [("parameters", torch.float32), ("arena", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "what, dtype, how",
+    [
+        ("parameters", torch.float32, "state_dict"),
+        ("parameters", torch.float32, "deepcopy"),
+        ("parameters", torch.float32, "pickle"),
+        ("arena", torch.bfloat16, "state_dict"),
+    ],
+)
 @pytest.mark.parametrize("make", [AdamW, Lion])
 def test_a_resumed_run_has_the_same_bits(make, what, dtype, how, device):
     kwargs = {"lr": 0.01, "max_norm": 0.5, "stochastic_rounding": True, "seed": 3}

@@ -92,10 +92,10 @@ def test_the_first_of_two_steps_is_closed_and_the_arena_of_the_caller_stays(capl
     "arguments, message",
     [
         ({"max_norm": 1.0, "max_norm_of_opt": 2.0}, "clipped twice"),
-        ({"divide": "words"}, "divide"),
+        ({"replay": "words"}, "replay"),
         ({"opt": torch.optim.SGD([nn.Parameter(torch.zeros(3))])}, "is not the model's"),
     ],
-    ids=["max_norm", "divide", "opt"],
+    ids=["max_norm", "replay", "opt"],
 )
 def test_a_refused_step_leaves_the_first_one_open(arguments, message):
     model = model_of(torch.float32, "cpu")

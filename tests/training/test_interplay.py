@@ -42,7 +42,7 @@ def test_a_step_adds_in_fp32_to_what_a_backward_outside_of_it_has_left(how):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_fp32_masters_are_updated_as_plain_parameters(device, monkeypatch):
-    """By our kernels or torch's fused AdamW, not tensor by tensor."""
+    """By our kernels or torch's fused AdamW, not by the definition."""
     monkeypatch.setattr(update_rule, "_reference_update", None)
     layer = linear(device, torch.bfloat16)
     opt = AdamW(Arena(layer), lr=0.1)
