@@ -118,7 +118,7 @@ class TorchAttention(nn.Module):
         return inner.w_out((y * kept.unsqueeze(-1)).flatten(-2))
 
 
-IN_TORCH = {RichardsCurve: TorchCurve, RichardsGLU: TorchGLU, PolyAttention: TorchAttention}
+IN_TORCH = {RichardsGLU: TorchGLU, PolyAttention: TorchAttention}
 
 
 def in_torch(module: nn.Module) -> nn.Module:

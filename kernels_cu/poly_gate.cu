@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     int rows, int H, int stride)
 {
     __shared__ Curve curves[2];
-    make_curves(curves, kept, theta_gate, theta_query, settings, 2);
+    make_curves(curves, kept, theta_gate, theta_query, settings);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     if (threadIdx.x < ROWS && first + threadIdx.x < rows) {
         long long n = (long long)(first + threadIdx.x) * H + h;

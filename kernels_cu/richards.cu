@@ -1,5 +1,5 @@
-// richards: the generalised logistic curve (Richards, 1959) with nine learned parameters, and the
-// gated linear unit made of two of them.
+// richards: a gated linear unit of two generalised logistic curves (Richards, 1959) with up to nine
+// learned parameters each.
 //
 //   u = s x / T + b
 //   t = ln(beta) - k nu (u - m)
@@ -26,69 +26,12 @@
 // ps per element, memory 1.4), the backward by memory (2.4 ps, special functions 2.2).
 //
 // The ladder:
-//   torch           Six launches per curve, and as many passes over memory.
-//   richards_*      One launch forward, one backward (and richards_finish).
-//   glu_*           Both curves, the gate and the products with x1 in one launch.
+//   torch   Six launches per curve, and as many passes over memory.
+//   glu_*   Both curves, the gate and the products with x1: one launch forward, one backward (and
+//           richards_finish).
 // Sums are taken per block in a fixed order, then by one block per curve (richards_finish).
 
 #include "richards.cuh"
-
-// ---- one curve ----
-
-extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
-    DATA_T* y,                                // (n)
-    Curve* curve,                             // for the backward
-    const DATA_T* x, const float* theta, Settings settings, long long n)
-{
-    __shared__ Curve shared_curves[1];
-    long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
-    Group next;
-    if (WIDE * i < n) next = load_group(x, i, n);
-    make_curves(shared_curves, curve, theta, theta, settings, 1);
-    if (WIDE * i >= n) return;
-    Curve c = shared_curves[0];
-    #pragma unroll 2
-    for (int g = 0; g < GROUPS; g++, i += THREADS) {
-        if (WIDE * i >= n) return;
-        Group now = next;
-        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) next = load_group(x, i + THREADS, n);
-        float v[WIDE];
-        #pragma unroll
-        for (int k = 0; k < WIDE; k++) v[k] = height(point<true>(as_float(now.at[k]), c), c);
-        store_group(y, i, n, v);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) richards_backward(
-    DATA_T* dx,                               // (n)
-    float* sums,                              // (chunks, SUMS)
-    const DATA_T* dy, const DATA_T* x, const Curve* curve, long long n)
-{
-    Curve c = *curve;
-    float mine[SUMS] = {};
-    long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
-    Group next_x, next_dy;
-    if (WIDE * i < n) { next_x = load_group(x, i, n); next_dy = load_group(dy, i, n); }
-    #pragma unroll 2
-    for (int g = 0; g < GROUPS; g++, i += THREADS) {
-        if (WIDE * i >= n) break;
-        Group at_x = next_x, at_dy = next_dy;
-        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) {
-            next_x = load_group(x, i + THREADS, n);
-            next_dy = load_group(dy, i + THREADS, n);
-        }
-        float v[WIDE];
-        #pragma unroll
-        for (int k = 0; k < WIDE; k++) {
-            float xk = as_float(at_x.at[k]), dyk = as_float(at_dy.at[k]);
-            v[k] = __fmul_rn(c.slope, add_sums(mine, dyk, xk, point<false>(xk, c)));
-        }
-        store_group(dx, i, n, v);
-    }
-    write_sums(sums + (long long)blockIdx.x * SUMS, mine);
-}
-
-// ---- the gated linear unit ----
 
 // Walks over the groups of a chunk: row and place in the row of one, without a division for each.
 struct Walk { long long row; int q, width; };
@@ -119,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     };
     if (at.row < N) ask_both();
     // While the first groups are on their way.
-    make_curves(shared_curves, curves, theta_a, theta_g, settings, 2);
+    make_curves(shared_curves, curves, theta_a, theta_g, settings);
     Curve a = shared_curves[0], g = shared_curves[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
@@ -186,12 +129,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
 
 extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     float* dtheta0, float* dtheta1,           // one per learned parameter of each curve
-    const float* sums,                        // (chunks, curves * SUMS)
+    const float* sums,                        // (chunks, 2 SUMS)
     const Curve* curves, long long chunks, Settings settings)
 {
     __shared__ double of_warp[SUMS][32], total[SUMS];
     double mine[SUMS] = {};
-    int which = blockIdx.x, wide = gridDim.x * SUMS, lane = threadIdx.x % 32,
+    int which = blockIdx.x, wide = 2 * SUMS, lane = threadIdx.x % 32,
         warp = threadIdx.x / 32;
     #pragma unroll 4
     for (long long i = threadIdx.x; i < chunks; i += 1024)

@@ -87,15 +87,14 @@ struct Setting {              // of one curve, by value
 
 struct Settings { Setting curve[2]; };
 
-// Computes the curves of a block from what is learned. One warp computes, all threads call this.
+// Computes the two curves of a block from what is learned. One warp computes, all threads call this.
 // kept: the same for the backward, written by the first block.
 __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const float* theta0,
-                                            const float* theta1, const Settings& settings,
-                                            int count) {
+                                            const float* theta1, const Settings& settings) {
     // Sixteen lanes for each curve, a lane for each parameter.
     int which = threadIdx.x / 16, i = threadIdx.x % 16;
     if (threadIdx.x < 32) {
-        bool mine = which < count && i < 9;
+        bool mine = i < 9;
         int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
         // An index into a parameter passed by value would make a copy of it in memory.
         float fixed = 0.0f;
@@ -103,7 +102,7 @@ __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const fl
         for (int k = 0; k < 9; k++)
             if (i == k)
                 fixed = which == 0 ? settings.curve[0].fixed[k] : settings.curve[1].fixed[k];
-        Curve& c = curves[mine ? which : 0];
+        Curve& c = curves[which];
         int kind = mine ? kinds >> (2 * i) & 3 : 0;
         unsigned learned = __ballot_sync(0xffffffffu, kind != 0) >> (16 * which);
         if (mine) {
@@ -136,7 +135,7 @@ __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const fl
     }
     __syncthreads();
     if (blockIdx.x == 0)
-        for (int k = threadIdx.x; k < count * (int)(sizeof(Curve) / 4); k += THREADS)
+        for (int k = threadIdx.x; k < 2 * (int)(sizeof(Curve) / 4); k += THREADS)
             reinterpret_cast<float*>(kept)[k] = reinterpret_cast<const float*>(curves)[k];
 }
 

@@ -440,7 +440,7 @@ def test_cpu_runs(scripts):
             ["cudnn_generated_fort_native_sdpa", "pytorch_flash::flash_bwd<cutlass::half>"],
         ),
         ("tail", ["adamw_v3", "at::native::multi_tensor_apply_kernel", "triton_for_fused_foreach"]),
-        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "richards_backward"]),
+        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "glu_backward"]),
         (
             "communication",
             ["Memcpy PtoP (Device -> Device)", "ncclDevKernel_AllReduce", "peers_sum"],
@@ -457,8 +457,8 @@ def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside
         {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
         {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
         # From 900 to 1,000 us beside a product.
-        {"name": "richards_backward", "ts": 900.0, "dur": 200.0},
-        {"name": "richards_backward", "ts": 1600.0, "dur": 100.0},
+        {"name": "glu_backward", "ts": 900.0, "dur": 200.0},
+        {"name": "glu_backward", "ts": 1600.0, "dur": 100.0},
     ]
     assert scripts("traces").in_groups(events, 2) == {
         "products": 0.5,
@@ -884,7 +884,7 @@ def dispatch(on_simt):
 @needs_simt
 def test_dispatch_runs(dispatch, scripts):
     sizes = {"vocab": 31, "hidden": 32, "intermediate": 48, "layers": 1, "heads": 2, "kv_heads": 2}
-    curves = {kind: ("bfloat16", 6, 24, kind) for kind in (dispatch.GLU, dispatch.CURVE)}
+    curves = {dtype: (dtype, 6, 24) for dtype in ("bfloat16", "float32")}
     attention = {"batch 1": (1, None), "batch 2, window 9": (2, 9)}
     config = preset("poly-7m", **sizes, head_dim=16, T=12)
     results = {
@@ -892,7 +892,7 @@ def test_dispatch_runs(dispatch, scripts):
         "attention": dispatch.cases(dispatch.Attention, attention, here=True),
         "steps": dispatch.steps(config, (2,), here=True),
     }
-    glu = results["curves"][dispatch.GLU]
+    glu = results["curves"]["bfloat16"]
     special, moved = 6 * 24 * 6 / 16e9 * 1e3, 3 * 24 * 6 * 2 / glu["copy_GB_per_s"] / 1e6
     assert glu["forward"]["of_limit"] == pytest.approx(max(special, moved))
     assert glu["forward"]["times_torch"] == 1.0

@@ -14,7 +14,7 @@ from .gradient_slice import GradientSlice, SlicePart
 from .gradient_use import GradientUse, gradient_uses
 from .joint_linears import fused_linears, fused_swiglu
 from .poly_attention import PolyAttention
-from .richards_glu import RichardsCurve, RichardsGLU
+from .richards_glu import RichardsGLU
 
 __all__ = [
     "Embedding",
@@ -27,7 +27,6 @@ __all__ = [
     "GradientUse",
     "Joint",
     "PolyAttention",
-    "RichardsCurve",
     "RichardsGLU",
     "SlicePart",
     "deterministic_embeddings",

@@ -148,7 +148,7 @@ def _reference(
     e = reference_curve(alpha * seen + beta, theta_gate, settings[:10])
     e = torch.where(e > LEAST_GATE, e, 0.0)
     out = (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2).contiguous()
-    curves = reference_curves(qkv, (theta_gate, theta_query), (settings[:10], settings[10:]))
+    curves = reference_curves(qkv, (theta_gate, theta_query), settings)
     return out, e.float(), q_tilde.contiguous(), curves
 
 
@@ -423,7 +423,7 @@ def launch_layer(
         alpha,
         beta,
         *thetas,
-        pack_settings(settings[:10], settings[10:]),
+        pack_settings(settings),
         B * T,
         H,
         3 * H * d,
@@ -486,7 +486,7 @@ def launch_layer_backward(
     gate_kernel("poly_query_backward", qkv.dtype, d)[blocks, THREADS](
         dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, curves, B * T, H, 3 * H * d, 3 * H * d
     )
-    dthetas = finish_curves(sums, curves, thetas, (settings[:10], settings[10:]))
+    dthetas = finish_curves(sums, curves, thetas, settings)
     return dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *dthetas
 
 

@@ -1,5 +1,7 @@
 """The Richards curve, written out: what test_richards and test_poly_attention compare with."""
 
+import math
+
 import torch
 
 from gpuaccel.nn.richards_glu import NAMES, POSITIVE
@@ -29,6 +31,20 @@ def values_of(curve, theta):
             else torch.log(1 + torch.exp(z))
         )
     return found
+
+
+def learn(curve, values):
+    """Let a curve's theta be that of these values, where they are learned."""
+    z = []
+    for name, value in zip(NAMES, curve.values().tolist()):
+        value = values.get(name, value)
+        if name not in curve.learn:
+            continue
+        if name == "T" and int(curve.setting[9]) >> 8 & 3 == 3:
+            z.append(math.log((value - 0.1) / (10 - value)))
+        else:
+            z.append(math.log(math.expm1(value)) if name in POSITIVE else value)
+    curve.theta.data.copy_(torch.tensor(z))
 
 
 def close(mine, theirs, bound, what):
