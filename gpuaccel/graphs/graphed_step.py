@@ -443,13 +443,13 @@ class GraphedStep(Generic[P, R]):
         if self._recorder is not None:
             self._recorder.split()
 
-    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
-        """(names of the nodes, edges) of the newest graph; ([], []) without one.
+    def nodes(self) -> list[str]:
+        """The names of the newest graph's nodes (kernels, copies, memsets); [] without one.
 
-        Nodes are kernels, copies and memsets. An edge (i, j): node j waits for node i."""
+        They stand in an order that they can run in."""
         if not self._graphs:
-            return [], []
-        return next(reversed(self._graphs.values())).recording.graph()
+            return []
+        return next(reversed(self._graphs.values())).recording.nodes()
 
     def __len__(self):
         """Graphs held now."""
