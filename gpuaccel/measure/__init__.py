@@ -13,7 +13,6 @@ from .meter import (
     peak_flops,
     resident_bytes,
 )
-from .profiler import Span
 
 __all__ = [
     "LateValue",
@@ -21,7 +20,6 @@ __all__ = [
     "Meter",
     "Reading",
     "Row",
-    "Span",
     "StageTimer",
     "free_gpu_memory",
     "ledger",

@@ -115,17 +115,17 @@ def test_out_of_memory_in_a_step_changes_nothing_and_the_next_step_goes_on(devic
     )
     batch = (torch.randn(6, 8, device=device),)
     step(batch)
-    before, launch = [p.clone() for p in model.parameters()], richards.launch_backward
+    before, finish = [p.clone() for p in model.parameters()], richards.finish_curves
 
     def no_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(richards, "launch_backward", no_memory)
+    monkeypatch.setattr(richards, "finish_curves", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         step(batch)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
     assert not any(step.arena.gradients.received())
-    monkeypatch.setattr(richards, "launch_backward", launch)
+    monkeypatch.setattr(richards, "finish_curves", finish)
     step(batch)
     assert not torch.equal(next(model.parameters()), before[0])
 
