@@ -277,14 +277,8 @@ def _embedding(n, device, generator, dtypes) -> Results:
                 sums = {f"dwte, {words}{kind}": dwte, f"dwpe, {words}{kind}": dwpe}
                 results.before |= {name: total.clone() for name, total in sums.items()}
                 dout = normal(*tokens.shape, channels, dtype=dtype)
-                add_gradients(dwte, dwpe, dout, find_segments(tokens, 7), False)
+                add_gradients(dwte, dwpe, dout, find_segments(tokens, 7))
                 results |= sums
-    if torch.bfloat16 in dtypes:
-        # Division by the count is a kernel of its own.
-        dwte = torch.full((7, 8), 256.0, dtype=torch.bfloat16, device=device)
-        segments = find_segments(valid, 7)
-        add_gradients(dwte, None, dout, segments, True)
-        results["dwte in bfloat16, divided by counts"] = dwte
     return results
 
 

@@ -9,9 +9,7 @@ from .meter import (
     Meter,
     Reading,
     StageTimer,
-    free_gpu_memory,
     peak_flops,
-    resident_bytes,
 )
 
 __all__ = [
@@ -21,8 +19,6 @@ __all__ = [
     "Reading",
     "Row",
     "StageTimer",
-    "free_gpu_memory",
     "ledger",
     "peak_flops",
-    "resident_bytes",
 ]

@@ -94,7 +94,7 @@ class Reading:
         norm: gradient norm before clipping, the newest that has reached the host.
         clipped_norm: the same after clipping.
         mfu: model FLOPs utilisation, achieved / peak, 0 to 1; None where it is not known.
-        memory_bytes: GPU: peak allocated by torch; CPU: resident memory of the process.
+        memory_bytes: GPU: peak allocated by torch; CPU: resident memory of the process (on Linux).
         stages: name -> milliseconds of each stage of the newest finished step.
     """
 
@@ -428,40 +428,14 @@ class Meter:
             if self._pool:
                 self._memory = torch.cuda.max_memory_allocated(self.device)
             else:
-                self._memory = resident_bytes()
+                self._memory = _resident_bytes()
         return self._memory
 
 
-def free_gpu_memory() -> int:
-    """Bytes that this process may still allocate on the current GPU.
-
-    What is free on the device, or what torch.cuda.set_per_process_memory_fraction leaves, whichever
-    is less. Memory that torch keeps for later tensors is returned to the device before.
-
-    Example:
-        >>> if ga.backend().name == "cuda":
-        ...     rows = 64 if ga.measure.free_gpu_memory() > 40e9 else 8
-    """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    limit = int(torch.cuda.get_per_process_memory_fraction() * total)
-    return min(free, limit - torch.cuda.memory_reserved())
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process in bytes.
-
-    The current value on Linux, the peak so far elsewhere, 0 where it cannot be read."""
+def _resident_bytes() -> int:
+    """Resident memory of this process, on Linux; elsewhere 0."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        import resource
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    except ImportError:
+    except OSError:
         return 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .gradient_use import differentiates_otherwise
+from .gradient_slice import differentiates_otherwise
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 

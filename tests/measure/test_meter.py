@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.measure import LateValue, Meter, StageTimer, free_gpu_memory, peak_flops
+from gpuaccel.measure import LateValue, Meter, StageTimer, peak_flops
 from gpuaccel.measure import meter as meter_module
 from gpuaccel.measure.meter import _peak_of
 
@@ -139,35 +139,6 @@ def test_no_peak_on_a_cpu_and_bad_windows_refused():
     assert peak_flops("cpu") is None
     with pytest.raises(ArgumentError, match="got 0"):
         Meter("cpu", window=0)
-
-
-@pytest.mark.parametrize(
-    "free, fraction, reserved, expected", [(70, 1.0, 9, 70), (70, 0.2, 9, 7), (5, 0.2, 9, 5)]
-)
-def test_free_memory_is_what_the_device_and_torchs_limit_leave(
-    free, fraction, reserved, expected, monkeypatch
-):
-    for name, value in {
-        "empty_cache": None,
-        "mem_get_info": (free, 80),
-        "get_per_process_memory_fraction": fraction,
-        "memory_reserved": reserved,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert free_gpu_memory() == expected
-
-
-@pytest.mark.gpu
-def test_gpu_free_memory_can_be_allocated_and_no_more_within_a_limit():
-    before = torch.cuda.get_per_process_memory_fraction()
-    torch.cuda.set_per_process_memory_fraction(before / 16)
-    try:
-        free = free_gpu_memory()
-        torch.empty(free - 2**26, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(free + 2**26, dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before)
 
 
 @pytest.mark.gpu
