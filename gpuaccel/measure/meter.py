@@ -113,17 +113,11 @@ class Reading:
     stages: dict[str, float] = field(default_factory=dict)
 
 
-class _Events:
-    """A pool of CUDA events; `free` holds those that have been read."""
-
-    def __init__(self, device):
-        self.device = device
-        self.free = []
-
-    def record(self):
-        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+def _recorded(device) -> torch.cuda.Event:
+    """An event on the current stream, recorded now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class StageTimer:
@@ -140,7 +134,7 @@ class StageTimer:
 
     def __init__(self, device="cpu"):
         self.device = torch.device(device)
-        self._pool = _Events(self.device) if self.device.type == "cuda" else None
+        self._on_gpu = self.device.type == "cuda"
         # (name, event or time) of each mark of the running step
         self._open = None
         # the marks of steps that stopped, but may still run on the GPU
@@ -148,12 +142,10 @@ class StageTimer:
         self._newest = None
 
     def _now(self):
-        return self._pool.record() if self._pool else time.perf_counter()
+        return _recorded(self.device) if self._on_gpu else time.perf_counter()
 
     def start(self):
         """A step begins."""
-        if self._open and self._pool:
-            self._pool.free += [event for _, event in self._open]
         self._open = [("", self._now())]
 
     def mark(self, name: str):
@@ -187,15 +179,13 @@ class StageTimer:
         return None if self._newest is None else dict(self._newest)
 
     def _collect(self):
-        while self._pending and (self._pool is None or self._pending[0][-1][1].query()):
+        while self._pending and (not self._on_gpu or self._pending[0][-1][1].query()):
             marks = self._pending.popleft()
             stages = {}
             for (_, begin), (name, end) in zip(marks, marks[1:]):
-                ms = begin.elapsed_time(end) if self._pool else (end - begin) * 1e3
+                ms = begin.elapsed_time(end) if self._on_gpu else (end - begin) * 1e3
                 stages[name] = stages.get(name, 0.0) + ms
             self._newest = stages
-            if self._pool:
-                self._pool.free += [event for _, event in marks]
 
 
 class LateValue:
@@ -216,8 +206,6 @@ class LateValue:
         self._value = None
         # (tag, pinned tensor, event) of copies under way
         self._pending = deque()
-        # (pinned tensor, event) to be used again
-        self._free = []
 
     def put(self, value, tag=None):
         """Queue a value: a tensor with one element (any device), or a number.
@@ -238,20 +226,16 @@ class LateValue:
         value = value.detach()
         if value.device.type != "cuda":
             return self._store(float(value), tag)
-        if not self._free:
-            pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
-            self._free.append((pinned, torch.cuda.Event()))
-        pinned, event = self._free.pop()
+        # torch keeps freed pinned memory for the next one.
+        pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
         pinned.copy_(value.reshape(()).float(), non_blocking=True)
-        event.record(torch.cuda.current_stream(value.device))
-        self._pending.append((tag, pinned, event))
+        self._pending.append((tag, pinned, _recorded(value.device)))
 
     def get(self) -> float | None:
         """The newest value whose copy is done, or None. Never waits."""
         while self._pending and self._pending[0][2].query():
-            tag, pinned, event = self._pending.popleft()
+            tag, pinned, _ = self._pending.popleft()
             self._store(float(pinned), tag)
-            self._free.append((pinned, event))
         return self._value
 
     def _store(self, value, tag):
@@ -299,7 +283,7 @@ class Meter:
         self.timer = StageTimer(self.device)
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self._pool = _Events(self.device) if self.device.type == "cuda" else None
+        self._on_gpu = self.device.type == "cuda"
         # (seconds on the device, tokens so far) after each finished step
         self._finished: deque[tuple[float, int]] = deque(maxlen=window + 1)
         # (event, tokens so far) of steps that the device may not have finished
@@ -325,10 +309,8 @@ class Meter:
         if self._step:
             raise ArgumentError(f"start() after {self._step} steps: make a new Meter instead")
         self._start_time = time.perf_counter()
-        if self._pool:
-            if self._last_event is not None:
-                self._pool.free.append(self._last_event)
-            self._last_event = self._pool.record()
+        if self._on_gpu:
+            self._last_event = _recorded(self.device)
         self._finished.clear()
         self._finished.append((0.0, 0))
 
@@ -357,8 +339,8 @@ class Meter:
             )
         self._step += 1
         self._tokens += int(tokens)
-        if self._pool:
-            self._pending.append((self._pool.record(), self._tokens))
+        if self._on_gpu:
+            self._pending.append((_recorded(self.device), self._tokens))
         else:
             self._finished.append((time.perf_counter() - self._start_time, self._tokens))
         if loss is not None:
@@ -372,12 +354,10 @@ class Meter:
     def queued(self) -> int:
         """How many steps the device has not finished. Never waits."""
         while self._pending and self._pending[0][0].query():
-            # There is a pool where events are pending, and start() has recorded one.
-            assert self._pool is not None and self._last_event is not None
+            assert self._last_event is not None  # start() has recorded it
             event, tokens = self._pending.popleft()
             seconds = self._finished[-1][0] + self._last_event.elapsed_time(event) / 1e3
             self._finished.append((seconds, tokens))
-            self._pool.free.append(self._last_event)
             self._last_event = event
         return len(self._pending)
 
@@ -416,7 +396,7 @@ class Meter:
         """Wait until the device has done every step, and return the final numbers.
 
         The meter synchronises nowhere else."""
-        if self._pool:
+        if self._on_gpu:
             torch.cuda.synchronize(self.device)
         return self.reading()
 
@@ -425,7 +405,7 @@ class Meter:
         # slow to read (about 0.1 ms): five times a second is enough
         if now - self._memory_time > 0.2:
             self._memory_time = now
-            if self._pool:
+            if self._on_gpu:
                 self._memory = torch.cuda.max_memory_allocated(self.device)
             else:
                 self._memory = _resident_bytes()
