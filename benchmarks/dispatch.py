@@ -119,10 +119,9 @@ class Pointwise:
     def ours(self, x, dy) -> dict:
         """forward, backward: our launches."""
         a, g = self.layer.activation, self.layer.gate
-        settings = a.setting + g.setting
-        inputs = x, a.theta.detach(), g.theta.detach()
-        forward = functools.partial(launch_forward, *inputs, settings)
-        backward = functools.partial(launch_backward, dy, *inputs, forward()[1], settings)
+        inputs, kinds = (x, a.theta.detach(), g.theta.detach()), (a.kinds, g.kinds)
+        forward = functools.partial(launch_forward, *inputs, *kinds)
+        backward = functools.partial(launch_backward, dy, *inputs, forward()[1], *kinds)
         return {"forward": forward, "backward": backward}
 
     def check(self):

@@ -62,11 +62,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     const DATA_T* q,                          // (rows, H, HEAD), rows `stride` elements apart
     const DATA_T* seen,                       // (rows, H)
     const float* alpha, const float* beta,    // (H)
-    const float* theta_gate, const float* theta_query, Settings settings,
+    const float* theta_gate, const float* theta_query, int kinds_gate, int kinds_query,
     int rows, int H, int stride)
 {
     __shared__ Curve curves[2];
-    make_curves(curves, kept, theta_gate, theta_query, settings);
+    make_curves(curves, kept, theta_gate, theta_query, kinds_gate, kinds_query);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     if (threadIdx.x < ROWS && first + threadIdx.x < rows) {
         long long n = (long long)(first + threadIdx.x) * H + h;

@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     const DATA_T* x,                          // (N, 2 hidden): x1, x2
     // What is learned of each, in the order of the parameters.
     const float* theta_a, const float* theta_g,
-    Settings settings, long long N, int hidden)
+    int kinds_a, int kinds_g, long long N, int hidden)
 {
     __shared__ Curve shared_curves[2];
     Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     };
     if (at.row < N) ask_both();
     // While the first groups are on their way.
-    make_curves(shared_curves, curves, theta_a, theta_g, settings);
+    make_curves(shared_curves, curves, theta_a, theta_g, kinds_a, kinds_g);
     Curve a = shared_curves[0], g = shared_curves[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
 extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     float* dtheta0, float* dtheta1,           // one per learned parameter of each curve
     const float* sums,                        // (chunks, 2 SUMS)
-    const Curve* curves, long long chunks, Settings settings)
+    const Curve* curves, long long chunks, int kinds0, int kinds1)
 {
     __shared__ double of_warp[SUMS][32], total[SUMS];
     double mine[SUMS] = {};
@@ -173,5 +173,5 @@ extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     d[SHIFT] = k * S1;
     float* to = which == 0 ? dtheta0 : dtheta1;
     for (int i = 0, next = 0; i < 9; i++)
-        if (settings.curve[which].kinds >> (2 * i) & 3) to[next++] = (float)(d[i] * c->chain[i]);
+        if ((which == 0 ? kinds0 : kinds1) >> (2 * i) & 3) to[next++] = (float)(d[i] * c->chain[i]);
 }

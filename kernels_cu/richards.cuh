@@ -79,29 +79,18 @@ struct Curve {
     float unused[8];          // zeros
 };
 
-struct Setting {              // of one curve, by value
-    float fixed[9];           // the parameters that are not learned
-    // Two bits for each: 0 fixed, 1 learned as it is, 2 as its softplus, 3 as 0.1 + 9.9 sigmoid.
-    int kinds;
-};
-
-struct Settings { Setting curve[2]; };
-
 // Computes the two curves of a block from what is learned. One warp computes, all threads call this.
-// kept: the same for the backward, written by the first block.
+// kept: the same for the backward, written by the first block. kinds0, kinds1: two bits for each
+// parameter: 0 not learned, 1 learned as it is, 2 as its softplus, 3 as 0.1 + 9.9 sigmoid.
 __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const float* theta0,
-                                            const float* theta1, const Settings& settings) {
+                                            const float* theta1, int kinds0, int kinds1) {
     // Sixteen lanes for each curve, a lane for each parameter.
     int which = threadIdx.x / 16, i = threadIdx.x % 16;
     if (threadIdx.x < 32) {
         bool mine = i < 9;
-        int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
-        // An index into a parameter passed by value would make a copy of it in memory.
-        float fixed = 0.0f;
-        #pragma unroll
-        for (int k = 0; k < 9; k++)
-            if (i == k)
-                fixed = which == 0 ? settings.curve[0].fixed[k] : settings.curve[1].fixed[k];
+        int kinds = which == 0 ? kinds0 : kinds1;
+        // Of a parameter that is not learned.
+        float fixed = i == M || i == OFFSET || i == SHIFT ? 0.0f : 1.0f;
         Curve& c = curves[which];
         int kind = mine ? kinds >> (2 * i) & 3 : 0;
         unsigned learned = __ballot_sync(0xffffffffu, kind != 0) >> (16 * which);

@@ -7,14 +7,12 @@ protocol by which the parts of a step tell it what a graph must know.
 from .capture import TapeRecorder
 from .graphed_step import GraphedStep, Policy, check_options
 from .snapshot import ForwardState, preserved
-from .tape import Tape
 from .torch_optimizers import frozen_number
 
 __all__ = [
     "ForwardState",
     "GraphedStep",
     "Policy",
-    "Tape",
     "TapeRecorder",
     "check_options",
     "frozen_number",

@@ -4,13 +4,7 @@
 launches, synchronisations and copies of a block of code."""
 
 from .ledger import Ledger, Row, ledger
-from .meter import (
-    LateValue,
-    Meter,
-    Reading,
-    StageTimer,
-    peak_flops,
-)
+from .meter import LateValue, Meter, Reading, peak_flops
 
 __all__ = [
     "LateValue",
@@ -18,7 +12,6 @@ __all__ = [
     "Meter",
     "Reading",
     "Row",
-    "StageTimer",
     "ledger",
     "peak_flops",
 ]

@@ -51,7 +51,6 @@ from .richards_glu import (
     finish_curves,
     in_fp32,
     is_size,
-    pack_settings,
     reference_curve,
     reference_curves,
 )
@@ -138,17 +137,17 @@ def reference_query(q: Tensor, curve: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _reference(
-    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
+    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, gate, query, degree, window
 ):
     """PolyAttention between its linear layers, by torch: (out, e, q_tilde, curves)."""
     q, k, v = qkv.unbind(2)
-    q_tilde = reference_query(q, lambda u: reference_curve(u, theta_query, settings[10:]))
+    q_tilde = reference_query(q, lambda u: reference_curve(u, theta_query, query))
     y = reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window)
     seen = seen.to(torch.promote_types(seen.dtype, torch.float32))
-    e = reference_curve(alpha * seen + beta, theta_gate, settings[:10])
+    e = reference_curve(alpha * seen + beta, theta_gate, gate)
     e = torch.where(e > LEAST_GATE, e, 0.0)
     out = (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2).contiguous()
-    curves = reference_curves(qkv, (theta_gate, theta_query), settings)
+    curves = reference_curves(qkv, (theta_gate, theta_query), (gate, query))
     return out, e.float(), q_tilde.contiguous(), curves
 
 
@@ -375,7 +374,7 @@ def launch_backward(
 #   pe                         (at least T, d)
 #   coefficients, alpha, beta  (3,), (H,), (H,), fp32
 #   theta_gate, theta_query    what the curves learn, fp32
-#   settings                   of both curves, one behind the other
+#   gate, query                the `kinds` of both curves
 #   degree, window
 
 GATE_KERNELS = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
@@ -401,7 +400,7 @@ def gate_kernel(name: str, dtype: torch.dtype, d: int) -> Kernel:
 
 
 def launch_layer(
-    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
+    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, gate, query, degree, window
 ) -> tuple[Tensor, ...]:
     """Launch poly_query_gate and poly_forward.
 
@@ -423,7 +422,8 @@ def launch_layer(
         alpha,
         beta,
         *thetas,
-        pack_settings(settings),
+        gate,
+        query,
         B * T,
         H,
         3 * H * d,
@@ -446,7 +446,8 @@ def launch_layer_backward(
     e,
     q_tilde,
     curves,
-    settings,
+    gate,
+    query,
     degree,
     window,
 ) -> tuple[Tensor, ...]:
@@ -486,7 +487,7 @@ def launch_layer_backward(
     gate_kernel("poly_query_backward", qkv.dtype, d)[blocks, THREADS](
         dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, curves, B * T, H, 3 * H * d, 3 * H * d
     )
-    dthetas = finish_curves(sums, curves, thetas, settings)
+    dthetas = finish_curves(sums, curves, thetas, (gate, query))
     return dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *dthetas
 
 
@@ -506,7 +507,7 @@ def attention_kernels(q, degree) -> list[Kernel]:
 
 
 def _can_run(qkv, seen, pe, *others) -> bool:
-    *parameters, _, degree, _ = others
+    *parameters, _, _, degree, _ = others
     return (
         takes(qkv.device)
         and qkv.dtype in FLOAT_DTYPES
@@ -535,7 +536,7 @@ def _fake(qkv, seen, *_):
 _poly_layer = define(
     "poly_layer",
     "qkv seen pe coefficients alpha beta theta_gate theta_query",
-    "float[] settings, int degree, int window",
+    "int gate, int query, int degree, int window",
     reference=_reference,
     can_run=_can_run,
     launch=launch_layer,
@@ -656,7 +657,8 @@ class PolyAttention(nn.Module):
             self.beta,
             self.gate.theta,
             self.curve.theta,
-            self.gate.setting + self.curve.setting,
+            self.gate.kinds,
+            self.curve.kinds,
             self.degree,
             self.window or max(T, 1),
         )

@@ -21,7 +21,6 @@ over all elements as autograd does (its CPU took means).
 import functools
 import math
 import numbers
-import struct
 
 import torch
 import torch.nn.functional as F
@@ -32,50 +31,43 @@ from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 from .operation import define
 
-NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
+# The parameters, and what they are where they are not learned.
+FIXED_VALUES = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
+NAMES = tuple(FIXED_VALUES)
 POSITIVE = ("nu", "k", "beta", "T")
 # Learned by a curve between 0 and 1; by the gate of a RichardsGLU.
 SIGMOID = ("nu", "k", "m", "beta", "T", "s", "b")
 GATE = ("nu", "k", "m", "T")
-DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
-# How a parameter is learned: not at all, as it is, as softplus(z), as 0.1 + 9.9 sigmoid(z).
+# How a parameter is learned: not at all, as it is, as softplus(z), as 0.1 + 9.9 sigmoid(z). The
+# `kinds` of a curve have two bits for each.
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)
 LEAST = 1e-6
 # Threads of a block; sums per curve of a backward; floats of a `struct Curve` (richards.cuh).
 THREADS = 128
 SUMS = 5
 CURVE = 32
-_SETTINGS = struct.Struct("9fi9fi").pack
 
 
 # ---- reference -----------------------------------------------------------------------------------
 
 
-def reference_values(theta: Tensor, setting: list[float]) -> Tensor:
+def reference_values(theta: Tensor, kinds: int) -> Tensor:
     """The nine parameters, (9,). Differentiable.
 
     Args:
         theta: what is learned, in the order of NAMES.
-        setting: RichardsCurve.setting; the fixed parameters are taken from it.
     """
     values = []
     learned = iter(theta.unbind())
-    for i, name in enumerate(NAMES):
-        kind = _kind(setting, i)
-        if kind == FIXED:
-            value = torch.as_tensor(setting[i], dtype=theta.dtype, device=theta.device)
-        else:
-            value = next(learned)
+    for i, (name, fixed) in enumerate(FIXED_VALUES.items()):
+        kind = kinds >> 2 * i & 3
+        value = theta.new_full((), fixed) if kind == FIXED else next(learned)
         if kind == SOFTPLUS:
             value = F.softplus(value)
         elif kind == BOUNDED:
             value = 0.1 + 9.9 * torch.sigmoid(value)
         values.append(value.clamp(min=LEAST) if name in POSITIVE else value)
     return torch.stack(values)
-
-
-def _kind(setting, i) -> int:
-    return int(setting[9]) >> 2 * i & 3
 
 
 def reference_richards(x: Tensor, values: Tensor) -> Tensor:
@@ -90,23 +82,23 @@ def reference_richards(x: Tensor, values: Tensor) -> Tensor:
     return a * torch.exp(-F.softplus(torch.log(beta) - k * nu * (u - m), threshold=30.0) / nu) + c
 
 
-def reference_curve(x: Tensor, theta: Tensor, setting: list[float]) -> Tensor:
+def reference_curve(x: Tensor, theta: Tensor, kinds: int) -> Tensor:
     """R(x) from what is learned, in fp32 (fp64 where a tensor is)."""
     wide = torch.float64 if torch.float64 in (x.dtype, theta.dtype) else torch.float32
-    return reference_richards(x.to(wide), reference_values(theta.to(wide), setting))
+    return reference_richards(x.to(wide), reference_values(theta.to(wide), kinds))
 
 
-def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
+def reference_numbers(theta: Tensor, kinds: int) -> Tensor:
     """What the kernels keep of a curve for the backward, (CURVE,) fp32: richards.cuh's `Curve`."""
     theta = theta.detach().float()
-    values = reference_values(theta, setting)
+    values = reference_values(theta, kinds)
     nu, k, m, beta, T, a, c, s, b = values.unbind()
     rate = k * nu * s / T
     start = torch.log2(beta) - k * nu * (b - m) / math.log(2.0)
     chain = []
     learned = iter(torch.sigmoid(theta).unbind())
     for i in range(len(NAMES)):
-        kind = _kind(setting, i)
+        kind = kinds >> 2 * i & 3
         rising = nu if kind == FIXED else next(learned)
         if kind == BOUNDED:
             chain.append(9.9 * rising * (1.0 - rising))
@@ -119,22 +111,22 @@ def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
     return F.pad(numbers, (0, CURVE - len(numbers)))
 
 
-def reference_curves(x: Tensor, thetas, settings: list[float]) -> Tensor:
+def reference_curves(x: Tensor, thetas, kinds) -> Tensor:
     """(2, CURVE): the backward of a forward in torch may run the kernels.
 
     Zeros where they cannot take tensors like x."""
     if x.dtype not in FLOAT_DTYPES or any(theta.dtype == torch.float64 for theta in thetas):
         return x.new_zeros(2, CURVE, dtype=torch.float32)
-    return torch.stack(list(map(reference_numbers, thetas, (settings[:10], settings[10:]))))
+    return torch.stack(list(map(reference_numbers, thetas, kinds)))
 
 
-def _reference(x, theta_a, theta_g, settings):
+def _reference(x, theta_a, theta_g, kinds_a, kinds_g):
     x1, x2 = x.chunk(2, -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    activation = reference_curve(x1, theta_a, settings[:10])
-    gate = reference_curve(x2, theta_g, settings[10:])
+    activation = reference_curve(x1, theta_a, kinds_a)
+    gate = reference_curve(x2, theta_g, kinds_g)
     h = (x1.to(wide) * activation * gate).to(x.dtype)
-    return h.contiguous(), reference_curves(x, (theta_a, theta_g), settings)
+    return h.contiguous(), reference_curves(x, (theta_a, theta_g), (kinds_a, kinds_g))
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -160,16 +152,11 @@ def _groups(name, dtype) -> int:
     return 4 * dtype.itemsize if name.endswith("backward") else 8
 
 
-def pack_settings(settings: list[float]) -> bytes:
-    """The settings of two curves as the kernels' `struct Settings`."""
-    return _SETTINGS(*settings[:9], int(settings[9]), *settings[10:19], int(settings[19]))
-
-
 def in_fp32(*parameters):
     return [p.detach().float().contiguous() for p in parameters]
 
 
-def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
+def finish_curves(sums, curves, thetas, kinds) -> list[Tensor]:
     """Launch richards_finish.
 
     Args:
@@ -179,9 +166,7 @@ def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
         Dtheta of each curve.
     """
     dthetas = [torch.empty_like(theta) for theta in thetas]
-    curve_kernel("richards_finish")[2, 1024](
-        *dthetas, sums, curves, len(sums), pack_settings(settings)
-    )
+    curve_kernel("richards_finish")[2, 1024](*dthetas, sums, curves, len(sums), *kinds)
     return dthetas
 
 
@@ -194,7 +179,9 @@ def _kernel_and_blocks(name: str, x: Tensor, *others: Tensor) -> tuple[Kernel, i
     return kernel, -(-groups // (THREADS * _groups(name, x.dtype)))
 
 
-def launch_forward(x: Tensor, theta_a, theta_g, settings: list[float]) -> tuple[Tensor, Tensor]:
+def launch_forward(
+    x: Tensor, theta_a, theta_g, kinds_a: int, kinds_g: int
+) -> tuple[Tensor, Tensor]:
     """Launch glu_forward.
 
     Args:
@@ -208,14 +195,12 @@ def launch_forward(x: Tensor, theta_a, theta_g, settings: list[float]) -> tuple[
     h = x.new_empty(*rows, width // 2)
     curves = torch.empty(2, CURVE, dtype=torch.float32, device=x.device)
     kernel, blocks = _kernel_and_blocks("glu_forward", x, h)
-    kernel[blocks, THREADS](
-        h, curves, x, *thetas, pack_settings(settings), math.prod(rows), width // 2
-    )
+    kernel[blocks, THREADS](h, curves, x, *thetas, kinds_a, kinds_g, math.prod(rows), width // 2)
     return h, curves
 
 
 def launch_backward(
-    dh: Tensor, x: Tensor, theta_a, theta_g, curves: Tensor, settings: list[float]
+    dh: Tensor, x: Tensor, theta_a, theta_g, curves: Tensor, kinds_a: int, kinds_g: int
 ) -> tuple[Tensor, ...]:
     """Launch glu_backward and richards_finish.
 
@@ -228,7 +213,7 @@ def launch_backward(
     kernel, blocks = _kernel_and_blocks("glu_backward", x, dh, dx)
     sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=x.device)
     kernel[blocks, THREADS](dx, sums, dh, x, curves, math.prod(rows), width // 2)
-    return dx, *finish_curves(sums, curves, thetas, settings)
+    return dx, *finish_curves(sums, curves, thetas, (kinds_a, kinds_g))
 
 
 # ---- the operation that autograd and torch.compile see -------------------------------------------
@@ -244,7 +229,7 @@ def richards_kernels(dtype) -> list[Kernel]:
     ]
 
 
-def _kernels_run(x, theta_a, theta_g, settings) -> bool:
+def _kernels_run(x, theta_a, theta_g, *kinds) -> bool:
     return (
         takes(x.device)
         and x.dtype in FLOAT_DTYPES
@@ -257,7 +242,7 @@ def _kernels_run(x, theta_a, theta_g, settings) -> bool:
 _richards_glu = define(
     "richards_glu",
     "x theta_a theta_g",
-    "float[] settings",
+    "int kinds_a, int kinds_g",
     reference=_reference,
     can_run=_kernels_run,
     launch=launch_forward,
@@ -285,18 +270,21 @@ class RichardsCurve(nn.Module):
     values(). A state_dict has theta only, so it belongs to a curve made with the same arguments.
 
     Args:
-        learn: names of the learned parameters; the others keep their values of DEFAULTS.
+        learn: names of the learned parameters; the others keep FIXED_VALUES.
         bounded: T stays between 0.1 and 10.
         T: where T begins.
         device: of theta; default: torch's.
+
+    Attributes:
+        kinds: how each parameter is learned, two bits for each.
     """
 
     def __init__(self, learn=NAMES, *, bounded: bool = False, T: float = 1.0, device=None):
         super().__init__()
         self.learn = learn
-        kinds = 0
+        self.kinds = 0
         theta = []
-        for i, (name, value) in enumerate({**DEFAULTS, "T": T}.items()):
+        for i, (name, value) in enumerate({**FIXED_VALUES, "T": T}.items()):
             if name not in learn:
                 kind = FIXED
             elif name == "T" and bounded:
@@ -308,13 +296,12 @@ class RichardsCurve(nn.Module):
             else:
                 kind = PLAIN
                 theta.append(value)
-            kinds |= kind << 2 * i
+            self.kinds |= kind << 2 * i
         self.theta = nn.Parameter(torch.tensor(theta, dtype=torch.float32, device=device))
-        self.setting = [*DEFAULTS.values(), float(kinds)]
 
     def values(self) -> Tensor:
         """The parameters nu, k, m, beta, T, a, c, s, b, (9,). Differentiable."""
-        return reference_values(self.theta, self.setting)
+        return reference_values(self.theta, self.kinds)
 
     def extra_repr(self):
         return f"learns {', '.join(self.learn)}"
@@ -387,7 +374,7 @@ class RichardsGLU(nn.Module):
         if x.shape[-1:] != (self.dim,):
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected (..., {self.dim})")
         a, g = self.activation, self.gate
-        return x + self.w_out(_richards_glu(self.w_in(x), a.theta, g.theta, a.setting + g.setting))
+        return x + self.w_out(_richards_glu(self.w_in(x), a.theta, g.theta, a.kinds, g.kinds))
 
 
 def check_input(x, theta, name="", layer=None):

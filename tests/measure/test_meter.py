@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.measure import LateValue, Meter, StageTimer, peak_flops
+from gpuaccel.measure import LateValue, Meter, peak_flops
 from gpuaccel.measure import meter as meter_module
-from gpuaccel.measure.meter import _peak_of
+from gpuaccel.measure.meter import StageTimer, _peak_of
 
 
 @pytest.fixture

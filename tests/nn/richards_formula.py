@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from gpuaccel.nn.richards_glu import NAMES, POSITIVE
+from gpuaccel.nn.richards_glu import FIXED_VALUES, NAMES, POSITIVE
 
 
 def exact(x, p):
@@ -16,13 +16,13 @@ def exact(x, p):
 def values_of(curve, theta):
     """The nine values from theta in float64: softplus, or between 0.1 and 10, or as it is."""
     learned, found = iter(theta), []
-    for name, fixed in zip(NAMES, curve.setting):
+    for name, fixed in FIXED_VALUES.items():
         z = (
             next(learned)
             if name in curve.learn
             else torch.tensor(fixed, dtype=torch.float64, device=theta.device)
         )
-        bounded = name == "T" and name in curve.learn and int(curve.setting[9]) >> 8 & 3 == 3
+        bounded = name == "T" and name in curve.learn and curve.kinds >> 8 & 3 == 3
         found.append(
             z
             if name not in curve.learn or name not in POSITIVE
@@ -40,7 +40,7 @@ def learn(curve, values):
         value = values.get(name, value)
         if name not in curve.learn:
             continue
-        if name == "T" and int(curve.setting[9]) >> 8 & 3 == 3:
+        if name == "T" and curve.kinds >> 8 & 3 == 3:
             z.append(math.log((value - 0.1) / (10 - value)))
         else:
             z.append(math.log(math.expm1(value)) if name in POSITIVE else value)

@@ -26,12 +26,10 @@ from helpers import (
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.compiler.kernel import Kernel
 from gpuaccel.errors import ArgumentError, CaptureError
 from gpuaccel.nn import embedding, fused_forward
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
-    PIECE,
     encoder_backward,
     reference_encoder,
     reference_encoder_backward,
@@ -271,32 +269,6 @@ def test_gpu_every_run_has_the_same_bits_on_any_stream(device, kind):
         assert all(torch.equal(a, b) for a, b in zip(got, first)), (
             f"run {k}: {differ(got[0], first[0])}"
         )
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
-    """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the
-    same sums."""
-    tokens, dout, old = (
-        tokens_of("borders"),
-        normal(B, T, 264),
-        [t.bfloat16() for t in sums_of(264)],
-    )
-    want = by_reference(old, dout, tokens)
-    for macros in (
-        {"THREADS": 64, "QUADS": 3, "SPAN": 1},
-        {"THREADS": 256, "QUADS": 2, "SPAN": 16, "UNROLL": 8},
-    ):
-        for name in macros.keys() - {"UNROLL"}:
-            monkeypatch.setattr(encoder, name, macros[name])
-        monkeypatch.setattr(
-            encoder,
-            "encoder_kernel",
-            lambda name, macros=macros, **more: Kernel(
-                "encoder", name, PIECE=PIECE, **macros, **more
-            ),
-        )
-        same_both(added(device, old, dout, tokens), want, str(macros))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -578,9 +550,6 @@ def test_options_set_after_construction_are_honoured_or_refused(device):
         module.padding_idx = -1
         module(tokens).sum().backward()
     same(mine.weight.grad, plain.weight.grad)
-    mine.padding_idx = 13
-    with pytest.raises(ArgumentError, match="padding_idx is 13; expected None, or a number"):
-        mine(tokens)
     for name, value in (("max_norm", 0.5), ("sparse", True), ("scale_grad_by_freq", True)):
         _, mine = twins(device)
         setattr(mine, name, value)
@@ -862,7 +831,6 @@ REFUSED = {
         {"dout": torch.zeros(3, 2, 4)},
         r"dout has shape \(3, 2, 4\); expected \(2, 3, 'C'\)",
     ),
-    "dwte width": ({"dwte": torch.ones(5, 3)}, r"dwte has shape \(5, 3\); expected \(V, 4\)"),
     "T longer than wpe": (
         {"dwpe": torch.ones(2, 4)},
         r"dwpe has shape \(2, 4\); expected \(at least 3, 4\)",
@@ -875,19 +843,11 @@ REFUSED = {
         {"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])},
         r"token 5 at \(1, 1\) of tokens \(2, 3\) is out of range; expected 0 to 4",
     ),
-    "token beyond 32 bits": (
-        {"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])},
-        r"token 4294967296 at \(1, 1\)",
-    ),
     "no position": (
         {"tokens": torch.tensor(3), "dout": torch.ones(4)},
         r"tokens have shape \(\); expected \(\.\.\., T\)",
     ),
     "dwte requires grad": ({"dwte": torch.ones(5, 4, requires_grad=True)}, "dwte requires grad"),
-    "segments of a larger vocabulary": (
-        {"segments": reference_segments(torch.tensor([0, 1, 2, 7, 7, 8]), 9)},
-        "segments .*9.*expected.*5",
-    ),
     "segments of others": (
         {"segments": reference_segments(torch.tensor([1, 2]), 5)},
         "segments are of 2 tokens out of 5, .* left out.*;"
