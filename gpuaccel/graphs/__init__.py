@@ -1,6 +1,6 @@
 """A step captured once and replayed: graphed_step; capture (CUDA graphs) and tape (on the CPU).
 
-captured_graph, results, snapshot and addresses are the parts of graphed_step; participant is the
+captured_graph, snapshot and addresses are the parts of graphed_step; participant is the
 protocol by which the parts of a step tell it what a graph must know.
 """
 

@@ -34,9 +34,8 @@ from ..compiler import replacements
 from ..errors import ArgumentError, CaptureError, check_choice, described
 from .addresses import Addresses
 from .capture import recorder_for
-from .captured_graph import CapturedGraph, GraphGradient
+from .captured_graph import CapturedGraph, GraphGradient, ResultBuffer
 from .participant import OtherSums, Refreshable, participants_of
-from .results import ResultBuffer
 from .snapshot import ForwardState, MemorySpans, host_generators, preserved
 from .torch_optimizers import frozen_number, no_other_steps, optimizer_key
 

@@ -156,11 +156,9 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out):
-        # On a CPU, dispatching an operation costs more than the look-up of a small batch.
-        forward = torch.ops.gpuaccel.encoder_forward
-        if wte.is_cpu and range_on_host(tokens) is not None:
-            forward = _forward
-        out, segments = forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
+        out, segments = torch.ops.gpuaccel.encoder_forward(
+            tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1]
+        )
         ctx.save_for_backward(segments)
         ctx.sums = sums
         ctx.weights = [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)]

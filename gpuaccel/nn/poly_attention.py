@@ -328,28 +328,20 @@ def launch_backward(
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
     new = functools.partial(torch.empty, dtype=torch.float32, device=qkv.device)
     sums, partial = new(tiles, 2), new(halves * groups, diagonals * side, d)
-    launch = functools.partial(_launch, qkv=qkv, degree=degree, config=config)
+    # (kernel, grid, outputs, numbers behind the inputs)
+    parts: list[tuple]
     if version == 1:
-        launch(
-            "poly_backward_q",
-            grid=tiles,
-            outputs=(dq_tilde, dq, sums),
-            inputs=(*inputs, *sizes, rows),
-        )
-        launch("poly_backward_kv", grid=tiles, outputs=(dk, dv), inputs=(*inputs, *sizes, rows))
-        launch(
-            "poly_backward_pe",
-            grid=(diagonals, groups),
-            outputs=(partial,),
-            inputs=(*inputs, T, H, heads, window, rows),
-        )
+        parts = [
+            ("poly_backward_q", tiles, (dq_tilde, dq, sums), (*sizes, rows)),
+            ("poly_backward_kv", tiles, (dk, dv), (*sizes, rows)),
+            ("poly_backward_pe", (diagonals, groups), (partial,), (T, H, heads, window, rows)),
+        ]
     else:
-        launch(
-            "poly_backward",
-            grid=backward_blocks(version, T, window, heads, groups),
-            outputs=(dq_tilde, dq, dk, dv, sums, partial),
-            inputs=(*inputs, *sizes, heads, groups, rows),
-        )
+        blocks = backward_blocks(version, T, window, heads, groups)
+        gradients = (dq_tilde, dq, dk, dv, sums, partial)
+        parts = [("poly_backward", blocks, gradients, (*sizes, heads, groups, rows))]
+    for name, grid, outputs, numbers in parts:
+        _launch(name, qkv, degree, config, grid, outputs, (*inputs, *numbers))
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
     finish = attention_kernel("poly_finish", qkv.dtype, d, degree, min(version, 2), config[1])
     finish[1 - (-dpe.numel() // 256), 256](

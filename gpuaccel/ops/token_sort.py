@@ -14,6 +14,7 @@ Merrill and Grimshaw, 2011.
 
 import contextlib
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,25 +29,23 @@ INVALID = -(2**31)  # added to a row whose token was out of range
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
 
+@dataclass(eq=False)
 class Segments:
     """order and pieces of one batch of n tokens out of `vocab`.
 
     Both are views of one int32 buffer, which is what autograd keeps.
 
-    Args:
+    Attributes:
         buffer: (3 n,) int32: order, then pieces.
         n: tokens in the batch.
         vocab: number of different tokens.
         left_out: the token whose rows count for nothing; -1: none.
     """
 
-    __slots__ = ("buffer", "n", "vocab", "left_out")
-
-    def __init__(self, buffer: Tensor, n: int, vocab: int, left_out: int = -1):
-        self.buffer = buffer
-        self.n = n
-        self.vocab = vocab
-        self.left_out = left_out
+    buffer: Tensor
+    n: int
+    vocab: int
+    left_out: int = -1
 
     order = property(lambda self: self.buffer[: 2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n : 3 * self.n])
