@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, kernel
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel
 from ..errors import ArgumentError
-from .accumulate import overlap
+from .accumulate import overlap, problem_of_sums
+from .clip import readable
 from .token_sort import (
     MAX_TOKENS,
     PIECE,
@@ -262,15 +263,8 @@ def _problem(dwte, dwpe, dout, tokens) -> str | None:
         if t.dim() != 2 or t.shape[1] != dout.shape[-1] or len(t) < least:
             rows = "V" if name == "dwte" else f"at least {least}"
             return f"{name} has shape {tuple(t.shape)}; expected ({rows}, {dout.shape[-1]})"
-        if not t.is_contiguous():
-            return (
-                f"{name} has shape {tuple(t.shape)} with strides {t.stride()};"
-                " expected a contiguous tensor, which is added into"
-            )
-        if t.is_neg():
-            return f"{name} is a view of numbers that torch negates; expected a plain buffer"
-        if t.requires_grad and torch.is_grad_enabled():
-            return f"{name} requires grad; add into a plain buffer, or under torch.no_grad()"
+        if problem := problem_of_sums(name, t):
+            return problem
     if dwte is not None and dwpe is not None and overlap(dwte, dwpe):
         return "dwte and dwpe overlap in memory; expected two tensors of their own"
     return None
@@ -284,13 +278,7 @@ def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
     Args:
         tokens: integers, any shape.
     """
-    if (
-        not tokens.is_cpu
-        or type(tokens) is not Tensor
-        or not tokens.numel()
-        or torch.compiler.is_compiling()
-        or kernel.recorders
-    ):
+    if not tokens.numel() or not readable(tokens):
         return None
     low, high = torch.aminmax(tokens)
     return int(low), int(high)
