@@ -4,11 +4,12 @@ Needs a GPU and about three minutes, most of them for torch.compile. Parts: curv
 steps.
 
 curves: the pointwise part of RichardsGLU, 16,384 x 4,096 and 65,536 x 1,024 elements of h; bf16 and
-fp32. Ours: glu_forward; glu_backward and richards_finish. The limit is the larger of two times: that of the bytes at the rate of a device-to-device copy, and that
-of the special functions at 16 per clock and multiprocessor, at the clock that nvidia-smi reads
-meanwhile. Both counts are those of the header of kernels_cu/richards.cu. torch, compiled: the curve
-as its formula stands, or with the line in x evaluated once ("folded", as our kernel does),
-whichever is faster. Its backward is the time of forward and backward less that of forward.
+fp32. Ours: glu_forward; glu_backward and richards_finish. The limit is the larger of two times:
+that of the bytes at the rate of a device-to-device copy, and that of the special functions at 16
+per clock and multiprocessor, at the clock that nvidia-smi reads meanwhile. Both counts are those of
+the header of kernels_cu/richards.cu. torch, compiled: the curves as their formula stands, or with
+the line in x evaluated once ("folded", as our kernel does), whichever is faster. Its backward is
+the time of forward and backward less that of forward.
 attention: PolyAttention, the layer, at T = 2,048, 16 heads of 64, bf16, forward and backward.
 torch, compiled: products in bf16 and T x T matrices that are shifted along the diagonal by padding.
 steps: whole training steps of poly-7m, T = 512, by batch, as in step_variants.py. torch: the same
@@ -121,7 +122,7 @@ class Pointwise:
         a, g = self.layer.activation, self.layer.gate
         inputs, kinds = (x, a.theta.detach(), g.theta.detach()), (a.kinds, g.kinds)
         forward = functools.partial(launch_forward, *inputs, *kinds)
-        backward = functools.partial(launch_backward, dy, *inputs, forward()[1], *kinds)
+        backward = functools.partial(launch_backward, dy, *inputs, *kinds)
         return {"forward": forward, "backward": backward}
 
     def check(self):

@@ -10,7 +10,7 @@
 //   R'(x) = a sigma r k s / T
 //
 // t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r.
-// Each block of a forward computes these numbers (make_curves), A and B for powers and logarithms
+// Each block computes these numbers (make_curves), A and B for powers and logarithms
 // of 2, which the GPU has instructions for (t and L are in these units there).
 //
 // All nine derivatives need five sums over the elements: of dy sigma L, dy sigma r, dy sigma r x,
@@ -45,7 +45,6 @@ __device__ __forceinline__ void step(Walk& w) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     DATA_T* h,                                // (N, hidden)
-    Curve* curves,                            // of x1, of x2: for the backward
     const DATA_T* x,                          // (N, 2 hidden): x1, x2
     // What is learned of each, in the order of the parameters.
     const float* theta_a, const float* theta_g,
@@ -62,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     };
     if (at.row < N) ask_both();
     // While the first groups are on their way.
-    make_curves(shared_curves, curves, theta_a, theta_g, kinds_a, kinds_g);
+    make_curves(shared_curves, theta_a, theta_g, kinds_a, kinds_g);
     Curve a = shared_curves[0], g = shared_curves[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
@@ -86,9 +85,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
     DATA_T* dx,                               // (N, 2 hidden)
     float* sums,                              // (chunks, 2 SUMS)
     const DATA_T* dh,                         // (N, hidden)
-    const DATA_T* x, const Curve* curves, long long N, int hidden)
+    const DATA_T* x, const float* theta_a, const float* theta_g,
+    int kinds_a, int kinds_g, long long N, int hidden)
 {
-    Curve a = curves[0], g = curves[1];
+    __shared__ Curve shared_curves[2];
+    make_curves(shared_curves, theta_a, theta_g, kinds_a, kinds_g);
+    Curve a = shared_curves[0], g = shared_curves[1];
     float both[2 * SUMS] = {};                // of a, of g
     Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
                         (hidden + WIDE - 1) / WIDE);
@@ -130,8 +132,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
 extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     float* dtheta0, float* dtheta1,           // one per learned parameter of each curve
     const float* sums,                        // (chunks, 2 SUMS)
-    const Curve* curves, long long chunks, int kinds0, int kinds1)
+    const float* theta0, const float* theta1, int kinds0, int kinds1, long long chunks)
 {
+    __shared__ Curve curves[2];
+    make_curves(curves, theta0, theta1, kinds0, kinds1);
     __shared__ double of_warp[SUMS][32], total[SUMS];
     double mine[SUMS] = {};
     int which = blockIdx.x, wide = 2 * SUMS, lane = threadIdx.x % 32,

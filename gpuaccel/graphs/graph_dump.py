@@ -6,7 +6,7 @@ import re
 
 
 def node_names(text: str) -> list[str]:
-    """The nodes of a graph that cudaGraphDebugDotPrint has written, in an order that they can run in.
+    """The nodes of a graph that cudaGraphDebugDotPrint has written, in an order they can run in.
 
     A node that replaced another one (memsets.py) stands last in the text."""
     labels = re.findall(

@@ -307,7 +307,7 @@ def _glu(n, device, generator, dtypes) -> Results:
     for dtype in dtypes:
         for hidden in (8, 5) if dtype == torch.float32 else (8,):
             x = normal(n // hidden + 1, 2 * hidden, dtype=dtype).requires_grad_()
-            h = torch.ops.gpuaccel.richards_glu(x, a.theta, g.theta, a.kinds, g.kinds)[0]
+            h = torch.ops.gpuaccel.richards_glu(x, a.theta, g.theta, a.kinds, g.kinds)
             inputs = [x, a.theta, g.theta]
             dx, dtheta_a, dtheta_g = torch.autograd.grad(h, inputs, normal(*h.shape, dtype=dtype))
             words = f"{x.shape[0]:,} x {hidden} in {dtype}"

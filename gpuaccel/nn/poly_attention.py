@@ -41,7 +41,6 @@ from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 from .operation import define
 from .richards_glu import (
-    CURVE,
     GATE,
     SIGMOID,
     SUMS,
@@ -52,7 +51,6 @@ from .richards_glu import (
     in_fp32,
     is_size,
     reference_curve,
-    reference_curves,
 )
 
 LEAST_GATE = 1e-4
@@ -139,7 +137,7 @@ def reference_query(q: Tensor, curve: Callable[[Tensor], Tensor]) -> Tensor:
 def _reference(
     qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, gate, query, degree, window
 ):
-    """PolyAttention between its linear layers, by torch: (out, e, q_tilde, curves)."""
+    """PolyAttention between its linear layers, by torch: (out, e, q_tilde)."""
     q, k, v = qkv.unbind(2)
     q_tilde = reference_query(q, lambda u: reference_curve(u, theta_query, query))
     y = reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window)
@@ -147,8 +145,7 @@ def _reference(
     e = reference_curve(alpha * seen + beta, theta_gate, gate)
     e = torch.where(e > LEAST_GATE, e, 0.0)
     out = (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2).contiguous()
-    curves = reference_curves(qkv, (theta_gate, theta_query), (gate, query))
-    return out, e.float(), q_tilde.contiguous(), curves
+    return out, e.float(), q_tilde.contiguous()
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -397,18 +394,16 @@ def launch_layer(
     """Launch poly_query_gate and poly_forward.
 
     Returns:
-        Out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves.
+        Out (B, T, H d), and for the backward e (B, T, H) and q_tilde (B, T, H, d).
     """
     qkv = _aligned(qkv)
     B, T, _, H, d = qkv.shape
     coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
-    curves = torch.empty(2, CURVE, dtype=torch.float32, device=qkv.device)
     e = torch.empty(B, T, H, dtype=torch.float32, device=qkv.device)
     q_tilde = torch.empty(B, T, H, d, dtype=qkv.dtype, device=qkv.device)
     gate_kernel("poly_query_gate", qkv.dtype, d)[-(-B * T // ROWS) * H, THREADS](
         q_tilde,
         e,
-        curves,
         qkv,
         seen.contiguous(),
         alpha,
@@ -421,7 +416,7 @@ def launch_layer(
         3 * H * d,
     )
     y = launch_forward(q_tilde, qkv, pe, coefficients, degree, window, gate=e)
-    return y.view(B, T, H * d), e, q_tilde, curves
+    return y.view(B, T, H * d), e, q_tilde
 
 
 def launch_layer_backward(
@@ -437,7 +432,6 @@ def launch_layer_backward(
     out,
     e,
     q_tilde,
-    curves,
     gate,
     query,
     degree,
@@ -446,7 +440,7 @@ def launch_layer_backward(
     """Launch poly_gate_backward, the attention's backward, poly_query_backward, richards_finish.
 
     Args:
-        dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
+        dout: (B, T, H d). out, e, q_tilde: from launch_layer.
 
     Returns:
         The gradients of the tensors from qkv to theta_query.
@@ -454,6 +448,7 @@ def launch_layer_backward(
     qkv, seen = _aligned(qkv), seen.contiguous()
     B, T, _, H, d = qkv.shape
     coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
+    curves = (*thetas, gate, query)
     blocks = -(-B * T // ROWS) * H
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
     sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=qkv.device)
@@ -469,7 +464,7 @@ def launch_layer_backward(
         seen,
         alpha,
         beta,
-        curves,
+        *curves,
         B * T,
         H,
     )
@@ -477,9 +472,9 @@ def launch_layer_backward(
         dy, q_tilde, qkv, pe, coefficients, degree, window
     )
     gate_kernel("poly_query_backward", qkv.dtype, d)[blocks, THREADS](
-        dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, curves, B * T, H, 3 * H * d, 3 * H * d
+        dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, *curves, B * T, H, 3 * H * d, 3 * H * d
     )
-    dthetas = finish_curves(sums, curves, thetas, (gate, query))
+    dthetas = finish_curves(sums, thetas, (gate, query))
     return dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *dthetas
 
 
@@ -521,7 +516,6 @@ def _fake(qkv, seen, *_):
         qkv.new_empty(B, T, H * d),
         seen.new_empty(B, T, H, dtype=torch.float32),
         qkv.new_empty(B, T, H, d),
-        qkv.new_empty(2, CURVE, dtype=torch.float32),
     )
 
 
@@ -534,7 +528,7 @@ _poly_layer = define(
     launch=launch_layer,
     launch_backward=launch_layer_backward,
     fake=_fake,
-    outputs=4,
+    outputs=3,
     keeps_result=True,
 )
 

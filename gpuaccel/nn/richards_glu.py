@@ -42,10 +42,9 @@ GATE = ("nu", "k", "m", "T")
 # `kinds` of a curve have two bits for each.
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)
 LEAST = 1e-6
-# Threads of a block; sums per curve of a backward; floats of a `struct Curve` (richards.cuh).
+# Threads of a block; sums per curve of a backward (richards.cuh).
 THREADS = 128
 SUMS = 5
-CURVE = 32
 
 
 # ---- reference -----------------------------------------------------------------------------------
@@ -88,45 +87,13 @@ def reference_curve(x: Tensor, theta: Tensor, kinds: int) -> Tensor:
     return reference_richards(x.to(wide), reference_values(theta.to(wide), kinds))
 
 
-def reference_numbers(theta: Tensor, kinds: int) -> Tensor:
-    """What the kernels keep of a curve for the backward, (CURVE,) fp32: richards.cuh's `Curve`."""
-    theta = theta.detach().float()
-    values = reference_values(theta, kinds)
-    nu, k, m, beta, T, a, c, s, b = values.unbind()
-    rate = k * nu * s / T
-    start = torch.log2(beta) - k * nu * (b - m) / math.log(2.0)
-    chain = []
-    learned = iter(torch.sigmoid(theta).unbind())
-    for i in range(len(NAMES)):
-        kind = kinds >> 2 * i & 3
-        rising = nu if kind == FIXED else next(learned)
-        if kind == BOUNDED:
-            chain.append(9.9 * rising * (1.0 - rising))
-        elif kind == SOFTPLUS:
-            chain.append(rising)
-        else:
-            chain.append(torch.full_like(rising, float(kind == PLAIN)))
-    line = torch.stack([start, rate / math.log(2.0), 1.0 / nu, a, c, a * rate / nu])
-    numbers = torch.cat([line, values, torch.stack(chain)])
-    return F.pad(numbers, (0, CURVE - len(numbers)))
-
-
-def reference_curves(x: Tensor, thetas, kinds) -> Tensor:
-    """(2, CURVE): the backward of a forward in torch may run the kernels.
-
-    Zeros where they cannot take tensors like x."""
-    if x.dtype not in FLOAT_DTYPES or any(theta.dtype == torch.float64 for theta in thetas):
-        return x.new_zeros(2, CURVE, dtype=torch.float32)
-    return torch.stack(list(map(reference_numbers, thetas, kinds)))
-
-
 def _reference(x, theta_a, theta_g, kinds_a, kinds_g):
     x1, x2 = x.chunk(2, -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     activation = reference_curve(x1, theta_a, kinds_a)
     gate = reference_curve(x2, theta_g, kinds_g)
     h = (x1.to(wide) * activation * gate).to(x.dtype)
-    return h.contiguous(), reference_curves(x, (theta_a, theta_g), (kinds_a, kinds_g))
+    return (h.contiguous(),)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -156,17 +123,17 @@ def in_fp32(*parameters):
     return [p.detach().float().contiguous() for p in parameters]
 
 
-def finish_curves(sums, curves, thetas, kinds) -> list[Tensor]:
+def finish_curves(sums, thetas, kinds) -> list[Tensor]:
     """Launch richards_finish.
 
     Args:
-        sums: (blocks, 2 SUMS) of a backward. curves: (2, CURVE) of its forward.
+        sums: (blocks, 2 SUMS) of a backward. thetas, kinds: of two curves.
 
     Returns:
         Dtheta of each curve.
     """
     dthetas = [torch.empty_like(theta) for theta in thetas]
-    curve_kernel("richards_finish")[2, 1024](*dthetas, sums, curves, len(sums), *kinds)
+    curve_kernel("richards_finish")[2, 1024](*dthetas, sums, *thetas, *kinds, len(sums))
     return dthetas
 
 
@@ -179,28 +146,25 @@ def _kernel_and_blocks(name: str, x: Tensor, *others: Tensor) -> tuple[Kernel, i
     return kernel, -(-groups // (THREADS * _groups(name, x.dtype)))
 
 
-def launch_forward(
-    x: Tensor, theta_a, theta_g, kinds_a: int, kinds_g: int
-) -> tuple[Tensor, Tensor]:
+def launch_forward(x: Tensor, theta_a, theta_g, kinds_a: int, kinds_g: int) -> tuple[Tensor]:
     """Launch glu_forward.
 
     Args:
         x: (..., 2 hidden), not empty.
 
     Returns:
-        H, (..., hidden); and the curves, (2, CURVE), for the backward.
+        H, (..., hidden).
     """
     x, thetas = x.contiguous(), in_fp32(theta_a, theta_g)
     *rows, width = x.shape
     h = x.new_empty(*rows, width // 2)
-    curves = torch.empty(2, CURVE, dtype=torch.float32, device=x.device)
     kernel, blocks = _kernel_and_blocks("glu_forward", x, h)
-    kernel[blocks, THREADS](h, curves, x, *thetas, kinds_a, kinds_g, math.prod(rows), width // 2)
-    return h, curves
+    kernel[blocks, THREADS](h, x, *thetas, kinds_a, kinds_g, math.prod(rows), width // 2)
+    return (h,)
 
 
 def launch_backward(
-    dh: Tensor, x: Tensor, theta_a, theta_g, curves: Tensor, kinds_a: int, kinds_g: int
+    dh: Tensor, x: Tensor, theta_a, theta_g, kinds_a: int, kinds_g: int
 ) -> tuple[Tensor, ...]:
     """Launch glu_backward and richards_finish.
 
@@ -212,8 +176,9 @@ def launch_backward(
     dx = torch.empty_like(x)
     kernel, blocks = _kernel_and_blocks("glu_backward", x, dh, dx)
     sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=x.device)
-    kernel[blocks, THREADS](dx, sums, dh, x, curves, math.prod(rows), width // 2)
-    return dx, *finish_curves(sums, curves, thetas, (kinds_a, kinds_g))
+    kinds = kinds_a, kinds_g
+    kernel[blocks, THREADS](dx, sums, dh, x, *thetas, *kinds, math.prod(rows), width // 2)
+    return dx, *finish_curves(sums, thetas, kinds)
 
 
 # ---- the operation that autograd and torch.compile see -------------------------------------------
@@ -247,11 +212,8 @@ _richards_glu = define(
     can_run=_kernels_run,
     launch=launch_forward,
     launch_backward=launch_backward,
-    fake=lambda x, *_: (
-        x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-        x.new_empty(2, CURVE, dtype=torch.float32),
-    ),
-    outputs=2,
+    fake=lambda x, *_: (x.new_empty(*x.shape[:-1], x.shape[-1] // 2),),
+    outputs=1,
 )
 
 

@@ -24,7 +24,7 @@ DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)]
 def glu(layer, x):
     """The layer's operation on x (..., 2 hidden)."""
     a, g = layer.activation, layer.gate
-    return torch.ops.gpuaccel.richards_glu(x, a.theta, g.theta, a.kinds, g.kinds)[0]
+    return torch.ops.gpuaccel.richards_glu(x, a.theta, g.theta, a.kinds, g.kinds)
 
 
 def by_formula(layer, x, theta_a, theta_g):
