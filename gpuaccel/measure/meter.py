@@ -54,6 +54,10 @@ _PEAKS: list[tuple[str, float | None, float, float]] = [
 ]
 
 
+# Finished steps over which the rate is taken.
+WINDOW = 20
+
+
 def peak_flops(device, dtype=torch.bfloat16) -> float | None:
     """The device's dense peak in FLOP/s from its data sheet; None for a CPU or an unknown GPU.
 
@@ -85,8 +89,8 @@ class Reading:
     Attributes:
         step: steps that the meter was told of.
         tokens: tokens in these steps.
-        seconds: since the first step began, on the host's clock.
-        tokens_per_s: over the last `window` finished steps; 0.0 until one has finished.
+        seconds: since the meter was made, on the host's clock.
+        tokens_per_s: over the last WINDOW finished steps; 0.0 until one has finished.
         step_ms: milliseconds, mean over the same steps, gaps between steps included.
         loss: the newest that has reached the host.
         loss_step: the step of that loss.
@@ -253,13 +257,9 @@ class Meter:
         flops_per_token: floating-point operations of forward and backward, for the utilisation
             (about 6 x parameters; ga.training.flops_per_token). Default: no utilisation.
         peak_flops: of the device, FLOP/s; see ga.measure.peak_flops. Default: no utilisation.
-        window: over how many finished steps the rate is taken, 1 or more.
 
     Attributes:
         timer: a StageTimer, whose stages are in each reading.
-
-    Raises:
-        ArgumentError: for a window below 1.
 
     Example:
         >>> meter = ga.measure.Meter(device=ga.default_device())
@@ -275,20 +275,17 @@ class Meter:
         device: str | torch.device = "cpu",
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        window: int = 20,
     ):
-        if window < 1:
-            raise ArgumentError(f"window must be at least 1 step, got {window}")
         self.device = torch.device(device)
         self.timer = StageTimer(self.device)
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self._on_gpu = self.device.type == "cuda"
         # (seconds on the device, tokens so far) after each finished step
-        self._finished: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self._finished: deque[tuple[float, int]] = deque([(0.0, 0)], WINDOW + 1)
         # (event, tokens so far) of steps that the device may not have finished
         self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._last_event: torch.cuda.Event | None = None
+        self._last_event = _recorded(self.device) if self._on_gpu else None
         self._loss = LateValue()
         self._norm = LateValue()
         self._clipped = LateValue()
@@ -296,23 +293,7 @@ class Meter:
         self._tokens = 0
         self._memory = 0
         self._memory_time = -1.0
-        self.start()
-
-    def start(self):
-        """Start the clock.
-
-        The constructor calls it; call it again just before the first step to leave preparation out.
-
-        Raises:
-            ArgumentError: after the first step.
-        """
-        if self._step:
-            raise ArgumentError(f"start() after {self._step} steps: make a new Meter instead")
         self._start_time = time.perf_counter()
-        if self._on_gpu:
-            self._last_event = _recorded(self.device)
-        self._finished.clear()
-        self._finished.append((0.0, 0))
 
     def update(
         self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None
@@ -349,24 +330,19 @@ class Meter:
             self._norm.put(norm, tag=self._step)
         if clipped_norm is not None:
             self._clipped.put(clipped_norm, tag=self._step)
-        return self.reading(val_loss)
+        return self._reading(val_loss)
 
     def queued(self) -> int:
         """How many steps the device has not finished. Never waits."""
         while self._pending and self._pending[0][0].query():
-            assert self._last_event is not None  # start() has recorded it
+            assert self._last_event is not None
             event, tokens = self._pending.popleft()
             seconds = self._finished[-1][0] + self._last_event.elapsed_time(event) / 1e3
             self._finished.append((seconds, tokens))
             self._last_event = event
         return len(self._pending)
 
-    def reading(self, val_loss: float | None = None) -> Reading:
-        """The newest numbers, without a new step. Never waits.
-
-        Args:
-            val_loss: goes into the reading as it is.
-        """
+    def _reading(self, val_loss: float | None = None) -> Reading:
         self.queued()
         (t0, n0), (t1, n1) = self._finished[0], self._finished[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
@@ -398,7 +374,7 @@ class Meter:
         The meter synchronises nowhere else."""
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
-        return self.reading()
+        return self._reading()
 
     def _memory_now(self) -> int:
         now = time.perf_counter()
