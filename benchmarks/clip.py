@@ -8,9 +8,8 @@ Needs a GPU and about a minute.
    replayed from a CUDA graph. Shares are of the rate of a device-to-device copy in the same run,
    for the bytes that must move: one read, and over the threshold one more read and a write. Before
    each call, and not counted, the gradients are restored.
-2. 1,000 tensors of 1,000 elements, launched from Python and replayed (4 MB stay in the L2 cache).
-3. The error of the norm against float64.
-4. The host's launches and waits (ledger).
+2. The error of the norm against float64.
+3. The host's launches and waits (ledger).
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ import functools
 import torch
 from common import DEVICE, record
 from tables import Column, Table, integer, number, ratio, scientific, share
-from timing import captured, copy_rate, milliseconds_after, wall
+from timing import captured, copy_rate, milliseconds_after
 from training import build
 
 from gpuaccel.measure import ledger
@@ -158,48 +157,10 @@ def large(dtype, config) -> dict:
     return results
 
 
-# ---- many small tensors -------------------------------------------------------------------------
-
-
-def small(_config=None, count: int = 1000, size: int = 1000) -> dict:
-    """Many small tensors: most of the time goes into launches."""
-    parameters = [torch.nn.Parameter(torch.zeros(size, device=DEVICE)) for _ in range(count)]
-    values = [torch.randn(size, device=DEVICE) for _ in parameters]
-    for p, value in zip(parameters, values):
-        p.grad = value.clone()
-    grads = [p.grad for p in parameters]
-    limit = (count * size) ** 0.5 / 2
-    runs = {
-        TORCH: lambda: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True),
-        OURS: lambda: clip_grad_norm_(parameters, limit),
-    }
-
-    def restore():
-        torch._foreach_copy_(grads, values)
-
-    replays = {name: captured(run) for name, run in runs.items()}
-    times = {
-        "wall": {name: wall(run) for name, run in runs.items()},
-        "replayed": milliseconds_after({name: (restore, run) for name, run in replays.items()}),
-    }
-    return times_torch(times, TORCH)
-
-
-def times_torch(times: dict, peer: str) -> dict:
-    """kind -> variant -> {"ms", "times_torch"}, of kind -> variant -> milliseconds."""
-    return {
-        kind: {name: {"ms": ms, "times_torch": rows[peer] / ms} for name, ms in rows.items()}
-        for kind, rows in times.items()
-    }
-
-
 # ---- the script ---------------------------------------------------------------------------------
 
 
-PARTS = {
-    **{name: functools.partial(large, dtype) for name, dtype in DTYPES.items()},
-    "small": small,
-}
+PARTS = {name: functools.partial(large, dtype) for name, dtype in DTYPES.items()}
 
 
 def tables(results: dict) -> dict[str, Table]:
@@ -229,27 +190,7 @@ def tables(results: dict) -> dict[str, Table]:
                 row[f"{case}_share"] = m.get("of_copy_rate")
                 row[f"{case}_ratio"] = m.get("times_torch")
             rows.append(row)
-    return {"clipping": Table(columns, rows), "small": small_table(results.get("small", {}))}
-
-
-def small_table(results: dict) -> Table:
-    """Of many small tensors. results: kind -> variant -> measurement."""
-    columns = [
-        Column("1,000 tensors of 1,000, by", "by"),
-        Column("launched: ms", "wall_ms", number),
-        Column("launched: against torch", "wall_ratio", ratio),
-        Column("replayed: ms", "replayed_ms", number),
-        Column("replayed: against torch", "replayed_ratio", ratio),
-    ]
-    rows = [
-        {
-            "by": name,
-            **{f"{kind}_ms": results[kind][name]["ms"] for kind in results},
-            **{f"{kind}_ratio": results[kind][name]["times_torch"] for kind in results},
-        }
-        for name in results.get("wall", ())
-    ]
-    return Table(columns, rows)
+    return {"clipping": Table(columns, rows)}
 
 
 def main():

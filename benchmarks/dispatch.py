@@ -3,13 +3,13 @@
 Needs a GPU and about three minutes, most of them for torch.compile. Parts: curves, attention,
 steps.
 
-curves: the pointwise part of RichardsGLU, 16,384 x 4,096 and 65,536 x 1,024 elements of h, and one
-curve of as many elements; bf16 and fp32. Ours: glu_forward; glu_backward and richards_finish. The
-limit is the larger of two times: that of the bytes at the rate of a device-to-device copy, and that
-of the special functions at 16 per clock and multiprocessor, at the clock that nvidia-smi reads
-meanwhile. Both counts are those of the header of kernels_cu/richards.cu. torch, compiled: the curve
-as its formula stands, or with the line in x evaluated once ("folded", as our kernel does),
-whichever is faster. Its backward is the time of forward and backward less that of forward.
+curves: the pointwise part of RichardsGLU, 16,384 x 4,096 and 65,536 x 1,024 elements of h; bf16 and
+fp32. Ours: glu_forward; glu_backward and richards_finish. The limit is the larger of two times:
+that of the bytes at the rate of a device-to-device copy, and that of the special functions at 16
+per clock and multiprocessor, at the clock that nvidia-smi reads meanwhile. Both counts are those of
+the header of kernels_cu/richards.cu. torch, compiled: the curves as their formula stands, or with
+the line in x evaluated once ("folded", as our kernel does), whichever is faster. Its backward is
+the time of forward and backward less that of forward.
 attention: PolyAttention, the layer, at T = 2,048, 16 heads of 64, bf16, forward and backward.
 torch, compiled: products in bf16 and T x T matrices that are shifted along the diagonal by padding.
 steps: whole training steps of poly-7m, T = 512, by batch, as in step_variants.py. torch: the same
@@ -46,22 +46,15 @@ from training import build, token_batch
 from workers import Workers
 
 from gpuaccel.nn.poly_attention import PolyAttention
-from gpuaccel.nn.richards_glu import (
-    GATE,
-    RichardsCurve,
-    launch_backward,
-    launch_forward,
-)
+from gpuaccel.nn.richards_glu import RichardsGLU, launch_backward, launch_forward
 from gpuaccel.training.models import preset
 
 # Of the attention's cases.
 HEADS, HEAD, T = 16, 64, 2048
-GLU, CURVE = "gated unit", "one curve"
 CURVES = {
-    f"{dtype}, {N:,} x {hidden:,}: {kind}": (dtype, N, hidden, kind)
-    for N, hidden, kinds in ((16384, 4096, (GLU, CURVE)), (65536, 1024, (GLU,)))
+    f"{dtype}, {N:,} x {hidden:,}": (dtype, N, hidden)
+    for N, hidden in ((16384, 4096), (65536, 1024))
     for dtype in ("bfloat16", "float32")
-    for kind in kinds
 }
 ATTENTION = {
     f"batch {B}" + (f", window {window}" if window else ""): (B, window)
@@ -70,9 +63,9 @@ ATTENTION = {
 }
 # Elements of the copy that gives the copy rate; rows that are compared with float64.
 COPIED, CHECKED = 2**27, 1024
-# Per element of h (or y): elements read and written, and special functions.
-MOVED = {GLU: {"forward": 3, "backward": 5}, CURVE: {"forward": 2, "backward": 3}}
-SPECIAL = {GLU: {"forward": 6, "backward": 8}, CURVE: {"forward": 3, "backward": 4}}
+# Per element of h: elements read and written, and special functions.
+MOVED = {"forward": 3, "backward": 5}
+SPECIAL = {"forward": 6, "backward": 8}
 # Special functions of a multiprocessor.
 SPECIAL_PER_CLOCK = 16
 # Errors against float64 by norm: of an element, and of a curve's parameters; of a layer in bf16.
@@ -80,7 +73,6 @@ ELEMENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SUM_ERROR = 1e-3
 LAYER_ERROR = 3e-2
 DIRECTIONS = ("forward", "backward")
-VALUES = dict(nu=1.3, k=0.9, m=0.2, beta=1.4, T=1.1, a=0.9, c=0.1, s=1.2, b=-0.1)
 
 
 def check(values, exact, most) -> None:
@@ -95,14 +87,14 @@ def check(values, exact, most) -> None:
 
 
 class Pointwise:
-    """The gated unit of one size and dtype, or one curve of as many elements."""
+    """The gated unit of one size and dtype."""
 
-    def __init__(self, dtype: str, N: int, hidden: int, kind: str):
-        self.dtype, self.N, self.hidden, self.kind = getattr(torch, dtype), N, hidden, kind
-        self.curves = [RichardsCurve(**VALUES, device=DEVICE)]
-        if kind == GLU:
-            gate = dict(learn=GATE, bounded=True, nu=0.8, T=1.05)
-            self.curves.append(RichardsCurve(**gate, device=DEVICE))
+    def __init__(self, dtype: str, N: int, hidden: int):
+        self.dtype, self.N, self.hidden = getattr(torch, dtype), N, hidden
+        torch.manual_seed(0)
+        self.layer = RichardsGLU(1, 1, device=DEVICE)
+        for curve in (self.layer.activation, self.layer.gate):
+            curve.theta.data += 0.2 * torch.randn_like(curve.theta)
         self.compiled = {
             folded: torch.compile(self.in_torch(folded), dynamic=False) for folded in (False, True)
         }
@@ -112,13 +104,12 @@ class Pointwise:
         release()
 
     def in_torch(self, folded: bool):
-        curves = [TorchCurve(copy.deepcopy(curve), folded) for curve in self.curves]
-        return TorchGate(*curves) if self.kind == GLU else curves[0]
+        curves = copy.deepcopy([self.layer.activation, self.layer.gate])
+        return TorchGate(*(TorchCurve(curve, folded) for curve in curves))
 
     def data(self, rows: int):
         """x and the gradient of the result."""
-        width = len(self.curves) * self.hidden
-        x = random(rows, width, dtype=self.dtype).requires_grad_()
+        x = random(rows, 2 * self.hidden, dtype=self.dtype).requires_grad_()
         return x, random(rows, self.hidden, seed=2, dtype=self.dtype)
 
     @staticmethod
@@ -128,10 +119,10 @@ class Pointwise:
 
     def ours(self, x, dy) -> dict:
         """forward, backward: our launches."""
-        thetas = [curve.theta.detach() for curve in self.curves]
-        settings = [curve.setting for curve in self.curves]
-        forward = functools.partial(launch_forward, x, thetas, settings)
-        backward = functools.partial(launch_backward, dy, x, thetas, forward()[1], settings)
+        a, g = self.layer.activation, self.layer.gate
+        inputs, kinds = (x, a.theta.detach(), g.theta.detach()), (a.kinds, g.kinds)
+        forward = functools.partial(launch_forward, *inputs, *kinds)
+        backward = functools.partial(launch_backward, dy, *inputs, *kinds)
         return {"forward": forward, "backward": backward}
 
     def check(self):
@@ -167,8 +158,8 @@ class Pointwise:
         per_ms = SPECIAL_PER_CLOCK * multiprocessors() * clock * 1e3
         result = {"torch": "folded" if folded else "formula", "clock_MHz": clock}
         for direction in DIRECTIONS:
-            moved = MOVED[self.kind][direction] * elements * size / rate / 1e6
-            special = SPECIAL[self.kind][direction] * elements / per_ms
+            moved = MOVED[direction] * elements * size / rate / 1e6
+            special = SPECIAL[direction] * elements / per_ms
             own = ms[OURS, direction]
             result[direction] = {
                 "ms": own,

@@ -17,10 +17,10 @@ import functools
 import torch
 import torch.nn.functional as F
 from common import DEVICE, Clock, record
-from spans import facts, whole
 from step_variants import BF16, CALLS, LAUNCHED, REPLAYED, Bf16Peer, Ours, Task
 from tables import Column, Table, integer, number, ratio, share, thousands
 from timing import OURS, in_turns, queued
+from traces import busy_ms
 from training import SETTINGS, build, token_batch
 from workers import Workers
 
@@ -121,11 +121,6 @@ def speed(config, shapes=SHAPES, here=False) -> dict:
         }
         clock.say(shape)
     return results
-
-
-def busy_ms(run) -> float | None:
-    step = facts(whole(run))
-    return step["gpu_busy"] and step["gpu_busy"] * step["us"] / 1e3
 
 
 # ---- the host ------------------------------------------------------------------------------------

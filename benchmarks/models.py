@@ -1,4 +1,4 @@
-"""Models of others against plain torch: python benchmarks/models.py [--models gpt2] [--steps 4]
+"""Models of others against plain torch: python benchmarks/models.py [--models gpt2 llama]
 
 Needs a C++ compiler and transformers, a GPU for the columns that run there, and a few minutes.
 Nothing is downloaded: models are made from small configs, with weights drawn from a seed.
@@ -372,24 +372,14 @@ def cell_text(value: dict, reasons: list[str]) -> str:
     return words + (f", eager{mark}" if mark else "")
 
 
-def arguments(words=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS), help="names, joined by commas")
-    parser.add_argument("--backends", default="torch,simt,cuda")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "models.json")
-    return parser.parse_args(words)
-
-
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     # Before transformers is imported.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    options = arguments()
-    backends = options.backends.split(",")
-    columns = [column for column, (backend, *_) in COLUMNS.items() if backend in backends]
     with exact_products():
-        results = measure(options.models.split(","), columns, options.steps)
-    show(tables(write(options.out, results, options.steps)))
+        results = measure(parser.parse_args().models)
+    show(tables(write(RESULTS / "models.json", results, STEPS)))
 
 
 if __name__ == "__main__":

@@ -55,13 +55,6 @@ def folders() -> list[str]:
     return sorted(path.name for path in common.RESULTS.iterdir() if path.is_dir())
 
 
-def newest_first(name: str) -> list[str]:
-    """The GPUs that have this result."""
-    found = [result for folder in folders() if (result := load(name, folder))]
-    found.sort(key=lambda result: (result["date"], result["gpu"]), reverse=True)
-    return [result["gpu"] for result in found]
-
-
 def short(gpu: str) -> str:
     """NVIDIA H100 80GB HBM3 -> H100; no GPU -> CPU."""
     name, *limit = gpu.removeprefix("NVIDIA ").split(", ")

@@ -57,10 +57,6 @@ def scientific(value: float) -> str:
     return f"{value:.0e}"
 
 
-def yes_or_no(value: bool) -> str:
-    return "yes" if value else "no"
-
-
 # ---- tables -------------------------------------------------------------------------------------
 
 

@@ -93,25 +93,15 @@ def back_to_back(run, calls: int) -> list[float]:
 
     For runs that are launched from Python, whose time the host may decide. One more run before them
     is not counted."""
-    run()
-    return [wall(run, calls, 1)]
-
-
-def wall(run, calls: int = 50, times: int = 7) -> float:
-    """Milliseconds of one call by the host's clock, the device's work included.
-
-    Median of some times many calls, each with one synchronization at the end."""
 
     def many():
         repeat(run, calls)
         torch.cuda.synchronize()
 
-    measured = []
-    for _ in range(times):
-        torch.cuda.synchronize()
-        with measuring():
-            measured.append(host_milliseconds(many) / calls)
-    return statistics.median(measured)
+    run()
+    torch.cuda.synchronize()
+    with measuring():
+        return [host_milliseconds(many) / calls]
 
 
 def in_turns(timers: dict, rounds: int = 3) -> dict[str, float]:

@@ -22,17 +22,13 @@ class TorchCurve(nn.Module):
     def __init__(self, curve: RichardsCurve, folded: bool = True):
         super().__init__()
         self.theta = curve.theta
-        *fixed, kinds = curve.setting
-        # On the device: a Python number would be copied there, which cannot be captured.
-        fixed = torch.tensor(fixed, device=curve.theta.device)
-        self.register_buffer("fixed", fixed, persistent=False)
-        self.kinds = int(kinds)
+        self.kinds = curve.kinds
         self.folded = folded
 
     def wide(self, x):
         """R(x) in fp32 (fp64)."""
         theta = self.theta.to(torch.promote_types(x.dtype, torch.float32))
-        values = reference_values(theta, [*self.fixed.unbind(), self.kinds])
+        values = reference_values(theta, self.kinds)
         if not self.folded:
             return reference_richards(x.to(theta.dtype), values)
         nu, k, m, beta, T, a, c, s, b = values.unbind()
@@ -118,7 +114,7 @@ class TorchAttention(nn.Module):
         return inner.w_out((y * kept.unsqueeze(-1)).flatten(-2))
 
 
-IN_TORCH = {RichardsCurve: TorchCurve, RichardsGLU: TorchGLU, PolyAttention: TorchAttention}
+IN_TORCH = {RichardsGLU: TorchGLU, PolyAttention: TorchAttention}
 
 
 def in_torch(module: nn.Module) -> nn.Module:

@@ -15,11 +15,11 @@ groups and `exposed`, is between its kernels.
 import re
 
 import torch
-from spans import GPU_WORK
 from torch.profiler import record_function
 
-from gpuaccel.measure.profiler import covered, profiled
+from gpuaccel.measure.profiler import profiled
 
+GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 REST, COMMUNICATION = "rest", "communication"
 # What a name holds. The first group that matches has the kernel.
 GROUPS = {
@@ -73,6 +73,12 @@ def kernel_groups(run) -> dict[str, float]:
     return in_groups(kernels_of(run, STEPS), STEPS)
 
 
+def busy_ms(run) -> float | None:
+    """Milliseconds of one run in which the GPU works; None where it did nothing."""
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in kernels_of(run)]
+    return covered(spans) / 1e3 if spans else None
+
+
 def in_groups(events: list[dict], steps: int) -> dict[str, float]:
     """Group -> milliseconds of one of so many steps. events: with name, and ts and dur in us."""
     spans: dict[str, list[tuple[float, float]]] = {
@@ -89,3 +95,12 @@ def in_groups(events: list[dict], steps: int) -> dict[str, float]:
     us["exposed"] = us[COMMUNICATION]
     us[COMMUNICATION] = covered(spans[COMMUNICATION])
     return {group: value / 1e3 / steps for group, value in us.items()}
+
+
+def covered(spans) -> float:
+    """How long at least one of these spans, (start, stop), is. Each instant counts once."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total

@@ -44,10 +44,6 @@
 #ifndef ACC_T
 #define ACC_T float           // dwte, dwpe
 #endif
-#ifndef BY_COUNT
-// 1: a token's sum is divided by the number of its rows (scale_grad_by_freq)
-#define BY_COUNT 0
-#endif
 #ifndef WHOLE
 #define WHOLE 0               // 1: C is a multiple of 4 and every row is aligned to four elements
 #endif
@@ -151,15 +147,6 @@ extern "C" __global__ void encoder_backward_v1(
     if (token < 0 || token >= vocab) return;
     atomicAdd(dwte + token * C + c, as_float(dout[i]));
     atomicAdd(dwpe + row % T * C + c, as_float(dout[i]));
-}
-
-__device__ __forceinline__ float4 scaled(float4 x, int rows) {
-#if BY_COUNT
-    float n = (float)rows;
-    return make_float4(x.x / n, x.y / n, x.z / n, x.w / n);
-#else
-    return x;
-#endif
 }
 
 // ---- v2: buckets made by the CPU ----
@@ -285,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
                 if (group + 32 * k <= last) {
                     if (old_too >> u & 1)
                         store4(dwte + token * C, q[k], C, WHOLE,
-                                  add4(as_float4(old[u][k]), scaled(sum[k], rows)));
+                               add4(as_float4(old[u][k]), sum[k]));
                     else partial_of(partials, first + start, what < 0, C)[q[k]] = sum[k];
                 }
                 sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
@@ -327,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(32 * COMBINE) encoder_combine_v3(
         if (warp == 0 && group <= last) {
             for (int w = 1; w < min(COMBINE, count); w++) sum = add4(sum, warps[w][lane]);
             store4(dwte + token * C, q, C, WHOLE,
-                      add4(as_float4(fetch4(dwte + token * C, q, C)), scaled(sum, rows)));
+                   add4(as_float4(fetch4(dwte + token * C, q, C)), sum));
         }
         __syncthreads();
     }

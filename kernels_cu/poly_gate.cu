@@ -58,15 +58,14 @@ __device__ __forceinline__ float mean_of(const DATA_T* from, int width) {
 extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     DATA_T* q_tilde,                          // (rows, H, HEAD)
     float* gate,                              // (rows, H) e, or 0 where e <= LEAST_GATE
-    Curve* kept,                              // curves of the gate, of the query: for the backward
     const DATA_T* q,                          // (rows, H, HEAD), rows `stride` elements apart
     const DATA_T* seen,                       // (rows, H)
     const float* alpha, const float* beta,    // (H)
-    const float* theta_gate, const float* theta_query, Settings settings,
+    const float* theta_gate, const float* theta_query, int kinds_gate, int kinds_query,
     int rows, int H, int stride)
 {
     __shared__ Curve curves[2];
-    make_curves(curves, kept, theta_gate, theta_query, settings, 2);
+    make_curves(curves, theta_gate, theta_query, kinds_gate, kinds_query);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     if (threadIdx.x < ROWS && first + threadIdx.x < rows) {
         long long n = (long long)(first + threadIdx.x) * H + h;
@@ -100,8 +99,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
     float* sums,                              // (blocks, 2 SUMS): writes the first SUMS
     float* by_head,                           // (blocks, 2) for dalpha, dbeta
     const DATA_T* dout, const DATA_T* out, const float* gate, const DATA_T* seen,
-    const float* alpha, const float* beta, const Curve* curves, int rows, int H)
+    const float* alpha, const float* beta,
+    const float* theta_gate, const float* theta_query, int kinds_gate, int kinds_query,
+    int rows, int H)
 {
+    __shared__ Curve curves[2];
+    make_curves(curves, theta_gate, theta_query, kinds_gate, kinds_query);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS, lane = threadIdx.x % LANES;
     float mine[SUMS] = {}, of_head[2] = {};
     for (int i = threadIdx.x / LANES; i < ROWS; i += THREADS / LANES) {            // whole warps
@@ -141,9 +144,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
     DATA_T* dq,                               // (rows, H, HEAD), rows `dq_stride` elements apart
     float* sums,                              // (blocks, 2 SUMS): writes the last SUMS
     float* dalpha, float* dbeta,              // (H), by the first block of each head
-    const DATA_T* dq_tilde, const DATA_T* q, const float* by_head, const Curve* curves,
+    const DATA_T* dq_tilde, const DATA_T* q, const float* by_head,
+    const float* theta_gate, const float* theta_query, int kinds_gate, int kinds_query,
     int rows, int H, int stride, int dq_stride)
 {
+    __shared__ Curve curves[2];
+    make_curves(curves, theta_gate, theta_query, kinds_gate, kinds_query);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     float mine[SUMS] = {};
     for (int i = threadIdx.x; i < ROWS * RANK; i += THREADS) {

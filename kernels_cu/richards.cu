@@ -1,5 +1,5 @@
-// richards: the generalised logistic curve (Richards, 1959) with nine learned parameters, and the
-// gated linear unit made of two of them.
+// richards: a gated linear unit of two generalised logistic curves (Richards, 1959) with up to nine
+// learned parameters each.
 //
 //   u = s x / T + b
 //   t = ln(beta) - k nu (u - m)
@@ -10,7 +10,7 @@
 //   R'(x) = a sigma r k s / T
 //
 // t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r.
-// Each block of a forward computes these numbers (make_curves), A and B for powers and logarithms
+// Each block computes these numbers (make_curves), A and B for powers and logarithms
 // of 2, which the GPU has instructions for (t and L are in these units there).
 //
 // All nine derivatives need five sums over the elements: of dy sigma L, dy sigma r, dy sigma r x,
@@ -26,69 +26,12 @@
 // ps per element, memory 1.4), the backward by memory (2.4 ps, special functions 2.2).
 //
 // The ladder:
-//   torch           Six launches per curve, and as many passes over memory.
-//   richards_*      One launch forward, one backward (and richards_finish).
-//   glu_*           Both curves, the gate and the products with x1 in one launch.
+//   torch   Six launches per curve, and as many passes over memory.
+//   glu_*   Both curves, the gate and the products with x1: one launch forward, one backward (and
+//           richards_finish).
 // Sums are taken per block in a fixed order, then by one block per curve (richards_finish).
 
 #include "richards.cuh"
-
-// ---- one curve ----
-
-extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
-    DATA_T* y,                                // (n)
-    Curve* curve,                             // for the backward
-    const DATA_T* x, const float* theta, Settings settings, long long n)
-{
-    __shared__ Curve shared_curves[1];
-    long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
-    Group next;
-    if (WIDE * i < n) next = load_group(x, i, n);
-    make_curves(shared_curves, curve, theta, theta, settings, 1);
-    if (WIDE * i >= n) return;
-    Curve c = shared_curves[0];
-    #pragma unroll 2
-    for (int g = 0; g < GROUPS; g++, i += THREADS) {
-        if (WIDE * i >= n) return;
-        Group now = next;
-        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) next = load_group(x, i + THREADS, n);
-        float v[WIDE];
-        #pragma unroll
-        for (int k = 0; k < WIDE; k++) v[k] = height(point<true>(as_float(now.at[k]), c), c);
-        store_group(y, i, n, v);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) richards_backward(
-    DATA_T* dx,                               // (n)
-    float* sums,                              // (chunks, SUMS)
-    const DATA_T* dy, const DATA_T* x, const Curve* curve, long long n)
-{
-    Curve c = *curve;
-    float mine[SUMS] = {};
-    long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
-    Group next_x, next_dy;
-    if (WIDE * i < n) { next_x = load_group(x, i, n); next_dy = load_group(dy, i, n); }
-    #pragma unroll 2
-    for (int g = 0; g < GROUPS; g++, i += THREADS) {
-        if (WIDE * i >= n) break;
-        Group at_x = next_x, at_dy = next_dy;
-        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) {
-            next_x = load_group(x, i + THREADS, n);
-            next_dy = load_group(dy, i + THREADS, n);
-        }
-        float v[WIDE];
-        #pragma unroll
-        for (int k = 0; k < WIDE; k++) {
-            float xk = as_float(at_x.at[k]), dyk = as_float(at_dy.at[k]);
-            v[k] = __fmul_rn(c.slope, add_sums(mine, dyk, xk, point<false>(xk, c)));
-        }
-        store_group(dx, i, n, v);
-    }
-    write_sums(sums + (long long)blockIdx.x * SUMS, mine);
-}
-
-// ---- the gated linear unit ----
 
 // Walks over the groups of a chunk: row and place in the row of one, without a division for each.
 struct Walk { long long row; int q, width; };
@@ -102,11 +45,10 @@ __device__ __forceinline__ void step(Walk& w) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     DATA_T* h,                                // (N, hidden)
-    Curve* curves,                            // of x1, of x2: for the backward
     const DATA_T* x,                          // (N, 2 hidden): x1, x2
     // What is learned of each, in the order of the parameters.
     const float* theta_a, const float* theta_g,
-    Settings settings, long long N, int hidden)
+    int kinds_a, int kinds_g, long long N, int hidden)
 {
     __shared__ Curve shared_curves[2];
     Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
@@ -119,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     };
     if (at.row < N) ask_both();
     // While the first groups are on their way.
-    make_curves(shared_curves, curves, theta_a, theta_g, settings, 2);
+    make_curves(shared_curves, theta_a, theta_g, kinds_a, kinds_g);
     Curve a = shared_curves[0], g = shared_curves[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
@@ -143,9 +85,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
     DATA_T* dx,                               // (N, 2 hidden)
     float* sums,                              // (chunks, 2 SUMS)
     const DATA_T* dh,                         // (N, hidden)
-    const DATA_T* x, const Curve* curves, long long N, int hidden)
+    const DATA_T* x, const float* theta_a, const float* theta_g,
+    int kinds_a, int kinds_g, long long N, int hidden)
 {
-    Curve a = curves[0], g = curves[1];
+    __shared__ Curve shared_curves[2];
+    make_curves(shared_curves, theta_a, theta_g, kinds_a, kinds_g);
+    Curve a = shared_curves[0], g = shared_curves[1];
     float both[2 * SUMS] = {};                // of a, of g
     Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
                         (hidden + WIDE - 1) / WIDE);
@@ -186,12 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
 
 extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     float* dtheta0, float* dtheta1,           // one per learned parameter of each curve
-    const float* sums,                        // (chunks, curves * SUMS)
-    const Curve* curves, long long chunks, Settings settings)
+    const float* sums,                        // (chunks, 2 SUMS)
+    const float* theta0, const float* theta1, int kinds0, int kinds1, long long chunks)
 {
+    __shared__ Curve curves[2];
+    make_curves(curves, theta0, theta1, kinds0, kinds1);
     __shared__ double of_warp[SUMS][32], total[SUMS];
     double mine[SUMS] = {};
-    int which = blockIdx.x, wide = gridDim.x * SUMS, lane = threadIdx.x % 32,
+    int which = blockIdx.x, wide = 2 * SUMS, lane = threadIdx.x % 32,
         warp = threadIdx.x / 32;
     #pragma unroll 4
     for (long long i = threadIdx.x; i < chunks; i += 1024)
@@ -230,5 +177,5 @@ extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     d[SHIFT] = k * S1;
     float* to = which == 0 ? dtheta0 : dtheta1;
     for (int i = 0, next = 0; i < 9; i++)
-        if (settings.curve[which].kinds >> (2 * i) & 3) to[next++] = (float)(d[i] * c->chain[i]);
+        if ((which == 0 ? kinds0 : kinds1) >> (2 * i) & 3) to[next++] = (float)(d[i] * c->chain[i]);
 }

@@ -71,39 +71,26 @@ __device__ __forceinline__ void store_group(DATA_T* row, long long group, long l
 #endif
 }
 
-// What a thread needs of a curve; then its parameters, for richards_finish. 32 floats.
+// What a thread needs of a curve; then its parameters, for richards_finish.
 struct Curve {
     float A, B, over_nu, G, H, slope;
     float p[9];               // the parameters
     float chain[9];           // their derivatives by what is learned; 0 for what is fixed
-    float unused[8];          // zeros
 };
 
-struct Setting {              // of one curve, by value
-    float fixed[9];           // the parameters that are not learned
-    // Two bits for each: 0 fixed, 1 learned as it is, 2 as its softplus, 3 as 0.1 + 9.9 sigmoid.
-    int kinds;
-};
-
-struct Settings { Setting curve[2]; };
-
-// Computes the curves of a block from what is learned. One warp computes, all threads call this.
-// kept: the same for the backward, written by the first block.
-__device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const float* theta0,
-                                            const float* theta1, const Settings& settings,
-                                            int count) {
+// Computes the two curves of a block from what is learned. One warp computes, all threads call it.
+// kinds0, kinds1: two bits for each parameter: 0 not learned, 1 learned as it is, 2 as its
+// softplus, 3 as 0.1 + 9.9 sigmoid.
+__device__ __forceinline__ void make_curves(Curve* curves, const float* theta0,
+                                            const float* theta1, int kinds0, int kinds1) {
     // Sixteen lanes for each curve, a lane for each parameter.
     int which = threadIdx.x / 16, i = threadIdx.x % 16;
     if (threadIdx.x < 32) {
-        bool mine = which < count && i < 9;
-        int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
-        // An index into a parameter passed by value would make a copy of it in memory.
-        float fixed = 0.0f;
-        #pragma unroll
-        for (int k = 0; k < 9; k++)
-            if (i == k)
-                fixed = which == 0 ? settings.curve[0].fixed[k] : settings.curve[1].fixed[k];
-        Curve& c = curves[mine ? which : 0];
+        bool mine = i < 9;
+        int kinds = which == 0 ? kinds0 : kinds1;
+        // Of a parameter that is not learned.
+        float fixed = i == M || i == OFFSET || i == SHIFT ? 0.0f : 1.0f;
+        Curve& c = curves[which];
         int kind = mine ? kinds >> (2 * i) & 3 : 0;
         unsigned learned = __ballot_sync(0xffffffffu, kind != 0) >> (16 * which);
         if (mine) {
@@ -131,13 +118,9 @@ __device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const fl
             c.G = p[GAIN];
             c.H = p[OFFSET];
             c.slope = __fmul_rn(c.G, rate) / p[NU];
-            for (int k = 0; k < 8; k++) c.unused[k] = 0.0f;
         }
     }
     __syncthreads();
-    if (blockIdx.x == 0)
-        for (int k = threadIdx.x; k < count * (int)(sizeof(Curve) / 4); k += THREADS)
-            reinterpret_cast<float*>(kept)[k] = reinterpret_cast<const float*>(curves)[k];
 }
 
 // 2^y for y <= 0, to 4 parts in 10^6, by ordinary instructions. For 16-bit dtypes, where one

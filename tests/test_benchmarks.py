@@ -77,7 +77,6 @@ def scripts(monkeypatch):
         milliseconds=run_once,
         queued=host_times,
         captured=run_captured,
-        wall=lambda run, *_: run_once({"": run})[""],
         multiprocessors=lambda: 1,
         peak_MiB=lambda run: 2.0 + (run() is None),
         clock_MHz=lambda load: 1000.0 + (load() is not None),
@@ -226,7 +225,6 @@ def test_accumulate_clip_and_tail_run(on_simt):
     )
     config = dataclasses.replace(SMALL, T=8)
     results = {name: clip.large(dtype, config) for name, dtype in clip.DTYPES.items()}
-    results["small"] = clip.small(count=10, size=10)
     rows = table(on_simt, "clip", results)["clipping"]
     errors = {name: float(cell) for name, cell in column(rows, "error of the norm").items()}
     assert max(error for name, error in errors.items() if name != "bfloat16: torch foreach") < 1e-6
@@ -428,7 +426,7 @@ def test_cpu_runs(scripts):
             ["cudnn_generated_fort_native_sdpa", "pytorch_flash::flash_bwd<cutlass::half>"],
         ),
         ("tail", ["adamw_v3", "at::native::multi_tensor_apply_kernel", "triton_for_fused_foreach"]),
-        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "richards_backward"]),
+        ("rest", ["at::native::reduce_kernel<512>", "triton_poi_fused_silu", "glu_backward"]),
         (
             "communication",
             ["Memcpy PtoP (Device -> Device)", "ncclDevKernel_AllReduce", "peers_sum"],
@@ -445,8 +443,8 @@ def test_time_counts_once_and_communication_is_exposed_where_nothing_runs_beside
         {"name": "nccl_b", "ts": 500.0, "dur": 1500.0},
         {"name": "peers_sum", "ts": 1800.0, "dur": 400.0},
         # From 900 to 1,000 us beside a product.
-        {"name": "richards_backward", "ts": 900.0, "dur": 200.0},
-        {"name": "richards_backward", "ts": 1600.0, "dur": 100.0},
+        {"name": "glu_backward", "ts": 900.0, "dur": 200.0},
+        {"name": "glu_backward", "ts": 1600.0, "dur": 100.0},
     ]
     assert scripts("traces").in_groups(events, 2) == {
         "products": 0.5,
@@ -733,7 +731,7 @@ def test_run_goes_on_where_it_was_interrupted(scripts, tmp_path):
         assert "clip" in run.chosen(names, again, ONE_GPU | here)[0]
     common.save(
         tmp_path / "h200" / "clip.json",
-        {"gpu": "NVIDIA H200", "commit": "c0ffee", "missing": ["small"]},
+        {"gpu": "NVIDIA H200", "commit": "c0ffee", "missing": ["bfloat16"]},
     )
     assert "clip" in run.chosen([], False, ONE_GPU)[0]
     # Code was edited: the same name, and maybe another code.
@@ -872,7 +870,7 @@ def dispatch(on_simt):
 @needs_simt
 def test_dispatch_runs(dispatch, scripts):
     sizes = {"vocab": 31, "hidden": 32, "intermediate": 48, "layers": 1, "heads": 2, "kv_heads": 2}
-    curves = {kind: ("bfloat16", 6, 24, kind) for kind in (dispatch.GLU, dispatch.CURVE)}
+    curves = {dtype: (dtype, 6, 24) for dtype in ("bfloat16", "float32")}
     attention = {"batch 1": (1, None), "batch 2, window 9": (2, 9)}
     config = preset("poly-7m", **sizes, head_dim=16, T=12)
     results = {
@@ -880,7 +878,7 @@ def test_dispatch_runs(dispatch, scripts):
         "attention": dispatch.cases(dispatch.Attention, attention, here=True),
         "steps": dispatch.steps(config, (2,), here=True),
     }
-    glu = results["curves"][dispatch.GLU]
+    glu = results["curves"]["bfloat16"]
     special, moved = 6 * 24 * 6 / 16e9 * 1e3, 3 * 24 * 6 * 2 / glu["copy_GB_per_s"] / 1e6
     assert glu["forward"]["of_limit"] == pytest.approx(max(special, moved))
     assert glu["forward"]["times_torch"] == 1.0

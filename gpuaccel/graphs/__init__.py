@@ -1,20 +1,18 @@
 """A step captured once and replayed: graphed_step; capture (CUDA graphs) and tape (on the CPU).
 
-captured_graph, results, snapshot and addresses are the parts of graphed_step; participant is the
+captured_graph, snapshot and addresses are the parts of graphed_step; participant is the
 protocol by which the parts of a step tell it what a graph must know.
 """
 
 from .capture import TapeRecorder
 from .graphed_step import GraphedStep, Policy, check_options
 from .snapshot import ForwardState, preserved
-from .tape import Tape
 from .torch_optimizers import frozen_number
 
 __all__ = [
     "ForwardState",
     "GraphedStep",
     "Policy",
-    "Tape",
     "TapeRecorder",
     "check_options",
     "frozen_number",

@@ -12,7 +12,7 @@ Python at fault (graphs/failure.py).
 import contextlib
 import functools
 import gc
-import os
+import pathlib
 import re
 import sys
 import tempfile
@@ -23,7 +23,7 @@ import torch
 
 from ..errors import CaptureError
 from .failure import explained, is_users_file, line_of_error, line_of_frame, only_noticed_later
-from .graph_dump import parse_dot
+from .graph_dump import node_names
 from .memsets import memsets_to_kernels
 from .tape import Tape
 
@@ -201,32 +201,9 @@ class CudaRecording:
         for graph in self._graphs:
             graph.replay()
 
-    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
-        """(names of the nodes, edges between them)."""
-        names: list[str] = []
-        edges: list[tuple[int, int]] = []
-        for graph in self._graphs:
-            its_names, its_edges = self._nodes_of(graph)
-            first = len(names)
-            if first:
-                # Nodes without a dependency wait for the end of the previous graph.
-                waiting = {j for _, j in its_edges}
-                edges += [(first - 1, first + j) for j in range(len(its_names)) if j not in waiting]
-            names += its_names
-            edges += [(first + i, first + j) for i, j in its_edges]
-        return names, edges
-
-    def _nodes_of(self, graph) -> tuple[list[str], list[tuple[int, int]]]:
-        handle, path = tempfile.mkstemp(suffix=".dot", prefix="gpuaccel-graph-")
-        os.close(handle)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                graph.debug_dump(path)
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return parse_dot(file.read())
-        finally:
-            os.unlink(path)
+    def nodes(self) -> list[str]:
+        """The names of the graphs' nodes, in an order that they can run in."""
+        return [name for graph in self._graphs for name in _nodes_of(graph)]
 
     def close(self):
         """Wait for what was launched, then free the graph's memory."""
@@ -234,6 +211,14 @@ class CudaRecording:
         for graph in self._graphs:
             graph.reset()
         self._recorder.open_recordings -= 1
+
+
+def _nodes_of(graph: torch.cuda.CUDAGraph) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = pathlib.Path(folder, "graph.dot")
+        graph.debug_dump(str(path))
+        return node_names(path.read_text(errors="replace"))
 
 
 class TapeRecorder:

@@ -1,48 +1,22 @@
-"""The nodes and edges of a CUDA graph, from CUDA's own debug dump."""
+"""The nodes of a CUDA graph, from CUDA's own debug dump."""
 
 import ctypes
 import graphlib
-import heapq
 import re
 
 
-def parse_dot(text: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """(names, edges) of a graph as cudaGraphDebugDotPrint writes it.
+def node_names(text: str) -> list[str]:
+    """The nodes of a graph that cudaGraphDebugDotPrint has written, in an order they can run in.
 
-    Nodes are in topological order; of several that could be next, the one captured first comes
-    first. An edge (i, j): node j waits for i."""
+    A node that replaced another one (memsets.py) stands last in the text."""
     labels = re.findall(
         r'"(graph_\d+_node_\d+)"\s*\[[^\]]*?label="\{?(.*?)"\s*\]', text, flags=re.S
     )
     names = {node: _node_name(label) for node, label in labels}
-    captured = sorted(names, key=lambda node: int(node.rsplit("_", 1)[1]))
-    index = {node: i for i, node in enumerate(captured)}
-    arrows = re.findall(r'"(graph_\d+_node_\d+)"\s*->\s*"(graph_\d+_node_\d+)"', text)
-    edges = [(index[a], index[b]) for a, b in arrows if a in index and b in index]
-    order = _in_order(len(captured), edges)
-    position = {i: place for place, i in enumerate(order)}
-    return (
-        [names[captured[i]] for i in order],
-        sorted((position[i], position[j]) for i, j in edges),
-    )
-
-
-def _in_order(count: int, edges: list[tuple[int, int]]) -> list[int]:
-    """The nodes 0 to count - 1 in topological order, the smallest of several candidates first.
-
-    A node that replaced another one (memsets.py) has the highest number."""
-    sorter = graphlib.TopologicalSorter({i: () for i in range(count)})
-    for i, j in edges:
-        sorter.add(j, i)
-    sorter.prepare()
-    ready: list[int] = []
-    order: list[int] = []
-    while sorter.is_active():
-        for i in sorter.get_ready():
-            heapq.heappush(ready, i)
-        order.append(heapq.heappop(ready))
-        sorter.done(order[-1])
-    return order
+    order = graphlib.TopologicalSorter({node: () for node in names})
+    for before, after in re.findall(r'"(graph_\d+_node_\d+)"\s*->\s*"(graph_\d+_node_\d+)"', text):
+        order.add(after, before)
+    return [names[node] for node in order.static_order() if node in names]
 
 
 def _node_name(label: str) -> str:

@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,8 @@ from ..compiler import replacements
 from ..errors import ArgumentError, CaptureError, check_choice, described
 from .addresses import Addresses
 from .capture import recorder_for
-from .captured_graph import CapturedGraph, GraphGradient
+from .captured_graph import CapturedGraph, GraphGradient, ResultBuffer
 from .participant import OtherSums, Refreshable, participants_of
-from .results import ResultBuffer
 from .snapshot import ForwardState, MemorySpans, host_generators, preserved
 from .torch_optimizers import frozen_number, no_other_steps, optimizer_key
 
@@ -69,19 +68,6 @@ def check_options(policy: Policy, max_graphs: int):
         raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
 
 
-class GraphKey(NamedTuple):
-    """What makes one kind of call: each key has a graph of its own."""
-
-    # The tree of the arguments.
-    structure: Any
-    # (type, value) of each argument that is no tensor.
-    constants: tuple
-    # (shape, dtype) of each tensor.
-    tensors: tuple
-    # Everything beside the arguments that a graph keeps by value.
-    mode: tuple
-
-
 class GraphedStep(Generic[P, R]):
     """A function captured in CUDA graphs, one for each kind of input, and replayed.
 
@@ -93,7 +79,8 @@ class GraphedStep(Generic[P, R]):
         fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
             part of a graph's key. Returns a tensor, a tree of tensors, or None.
         state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors. The
-            warm-up leaves them as they were; an optimizer has its state on the device after it.
+            warm-up leaves them as they were; an optimizer has its state on the device after it. The
+            step runs where the first tensor in it lies.
         warm_up: a function that is run instead of fn as warm-up, with the same arguments. Default:
             fn.
         saved: a function that returns what the warm-up changes, where that is less than state.
@@ -104,7 +91,6 @@ class GraphedStep(Generic[P, R]):
             fails is a CaptureError under both: a run never turns from replayed to eager half-way.
         max_graphs: graphs held at once; the least recently used one is closed. All share one memory
             pool.
-        device: torch.device or its name. Default: that of the first tensor in state.
 
     Attributes:
         replay: "graph" or "eager", how calls run.
@@ -142,7 +128,6 @@ class GraphedStep(Generic[P, R]):
         modes: Callable[[], Hashable] | None = None,
         policy: Policy = "auto",
         max_graphs: int = 8,
-        device: str | torch.device | None = None,
     ):
         check_options(policy, max_graphs)
         kinds = (nn.Module, torch.optim.Optimizer, Tensor)
@@ -162,10 +147,10 @@ class GraphedStep(Generic[P, R]):
         self._saved = saved
         self._warm_up_fn = warm_up or fn
         self._modes = modes
-        self._graphs: OrderedDict[GraphKey, CapturedGraph] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, CapturedGraph] = OrderedDict()
         self._addresses = Addresses(())
         self._list_members()
-        self.device = torch.device(device) if device is not None else _device_of(self.state)
+        self.device = _device_of(self.state)
         # A CudaRecorder or TapeRecorder; None: nothing can be recorded here.
         self._recorder: Any = recorder_for(self.device, backend().name)
         if self._recorder is None:
@@ -270,13 +255,15 @@ class GraphedStep(Generic[P, R]):
                     arena.check()
             self._addresses.check()
 
-    def _key(self, leaves, structure) -> GraphKey:
+    def _key(self, leaves, structure) -> Hashable:
+        """What makes one kind of call: each key has a graph of its own."""
         # With their places: fn(x, None) is not fn(None, x).
         constants = tuple(
             (i, type(leaf), leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)
         )
         tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
         kind = self.device.type
+        # What a graph keeps by value, beside the arguments.
         mode = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -292,7 +279,7 @@ class GraphedStep(Generic[P, R]):
             tuple([module.training for module in self._modules]),
             tuple([(p.requires_grad, p.grad is None) for p in self._params]),
         )
-        key = GraphKey(structure, constants, tensors, mode)
+        key = structure, constants, tensors, mode
         try:
             hash(key)
         except TypeError:
@@ -443,13 +430,13 @@ class GraphedStep(Generic[P, R]):
         if self._recorder is not None:
             self._recorder.split()
 
-    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
-        """(names of the nodes, edges) of the newest graph; ([], []) without one.
+    def nodes(self) -> list[str]:
+        """The names of the newest graph's nodes (kernels, copies, memsets); [] without one.
 
-        Nodes are kernels, copies and memsets. An edge (i, j): node j waits for node i."""
+        They stand in an order that they can run in."""
         if not self._graphs:
-            return [], []
-        return next(reversed(self._graphs.values())).recording.graph()
+            return []
+        return next(reversed(self._graphs.values())).recording.nodes()
 
     def __len__(self):
         """Graphs held now."""

@@ -183,27 +183,9 @@ class Tape(TorchDispatchMode):
                     if mine is not None and mine.data_ptr() != new.data_ptr():
                         mine.copy_(new)
 
-    def graph(self) -> tuple[list[str], list[tuple[int, int]]]:
-        """(names of the steps, edges).
-
-        An edge (i, j): step j uses memory that step i was the last to write."""
-        region_of = _regions(
-            t for step in self.steps for t in tree_leaves((step.args, step.kwargs, step.results))
-        )
-        last_writer: dict[int, int] = {}
-        edges: list[tuple[int, int]] = []
-        for i, step in enumerate(self.steps):
-            used = [t for t in tree_leaves((step.args, step.kwargs)) if isinstance(t, Tensor)]
-            regions = {region_of[_storage(t)] for t in used}
-            edges += sorted({(last_writer[r], i) for r in regions if r in last_writer})
-            for t in step.results:
-                if t is not None:
-                    last_writer[region_of[_storage(t)]] = i
-            schema = getattr(step.call, "_schema", None)
-            # A kernel launch has no schema: it may write any of its tensors.
-            if schema is None or schema.is_mutable:
-                last_writer.update(dict.fromkeys(regions, i))
-        return [step.name for step in self.steps], edges
+    def nodes(self) -> list[str]:
+        """The names of the operations, in the order in which they ran."""
+        return [step.name for step in self.steps]
 
     def close(self):
         """Give the memory of all results back."""
@@ -237,17 +219,3 @@ def _storage(t: Tensor) -> int:
         raise CaptureError(
             f"a tensor of layout {t.layout} has no memory of its own by which a tape could know it"
         ) from None
-
-
-def _regions(leaves) -> dict[int, int]:
-    """Address of each tensor's storage -> index of its region of memory.
-
-    Overlapping storages are one region, such as those of an arena's tensors and its buffers."""
-    sizes = {_storage(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
-    regions: dict[int, int] = {}
-    region_end, previous = -1, -1
-    for start in sorted(sizes):
-        regions[start] = len(regions) if start >= region_end else regions[previous]
-        region_end = max(region_end, start + sizes[start])
-        previous = start
-    return regions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..backends import backend
 from ..compiler import Kernel
-from ..nn import PolyAttention, RichardsCurve
+from ..nn import PolyAttention, RichardsGLU
 from ..ops import (
     CHUNK,
     SQUARES_THREADS,
@@ -284,14 +284,8 @@ def _embedding(n, device, generator, dtypes) -> Results:
                 sums = {f"dwte, {words}{kind}": dwte, f"dwpe, {words}{kind}": dwpe}
                 results.before |= {name: total.clone() for name, total in sums.items()}
                 dout = normal(*tokens.shape, channels, dtype=dtype)
-                add_gradients(dwte, dwpe, dout, find_segments(tokens, 7), False)
+                add_gradients(dwte, dwpe, dout, find_segments(tokens, 7))
                 results |= sums
-    if torch.bfloat16 in dtypes:
-        # Division by the count is a kernel of its own.
-        dwte = torch.full((7, 8), 256.0, dtype=torch.bfloat16, device=device)
-        segments = find_segments(valid, 7)
-        add_gradients(dwte, None, dout, segments, True)
-        results["dwte in bfloat16, divided by counts"] = dwte
     return results
 
 
@@ -311,31 +305,17 @@ def _sort(n, device, generator, dtypes) -> Results:
 # ---- learned layers ------------------------------------------------------------------------------
 
 
-def _curve(n, device, generator, dtypes) -> Results:
-    normal = _Normal(device, generator)
-    results = Results()
-    curve = RichardsCurve(nu=0.7).to(device)
-    for dtype in dtypes:
-        for size in (n, 8 * n) if dtype == torch.float32 else (n,):
-            x = normal(size, dtype=dtype).requires_grad_()
-            y = curve(x)
-            dx, dtheta = torch.autograd.grad(y, [x, curve.theta], normal(size, dtype=dtype))
-            words = f"{size:,} elements in {dtype}"
-            results |= {f"y, {words}": y.detach(), f"dx, {words}": dx, f"dtheta, {words}": dtheta}
-    return results
-
-
 def _glu(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
     results = Results()
-    activation, gate = RichardsCurve(nu=0.7).to(device), RichardsCurve(T=2.0).to(device)
+    layer = RichardsGLU(8, 8).to(device)
+    a, g = layer.activation, layer.gate
+    a.theta.data += 0.1 * normal(len(a.theta))
     for dtype in dtypes:
         for hidden in (8, 5) if dtype == torch.float32 else (8,):
             x = normal(n // hidden + 1, 2 * hidden, dtype=dtype).requires_grad_()
-            h = torch.ops.gpuaccel.richards_glu(
-                x, activation.theta, gate.theta, activation.setting, gate.setting
-            )[0]
-            inputs = [x, activation.theta, gate.theta]
+            h = torch.ops.gpuaccel.richards_glu(x, a.theta, g.theta, a.kinds, g.kinds)
+            inputs = [x, a.theta, g.theta]
             dx, dtheta_a, dtheta_g = torch.autograd.grad(h, inputs, normal(*h.shape, dtype=dtype))
             words = f"{x.shape[0]:,} x {hidden} in {dtype}"
             results |= {f"h, {words}": h.detach(), f"dx, {words}": dx}
@@ -381,7 +361,6 @@ _CLIP_MANY = Case(_clip_many, roundings=16)
 _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
-_CURVE = Case(_curve, roundings=256, stored_roundings=4)
 _GLU = Case(_glu, roundings=256, stored_roundings=4)
 _HEADS = Case(_attention(16, torch.float32), roundings=2048)
 _HEADS_64 = Case(_attention(64, torch.bfloat16), roundings=2048, stored_roundings=8, on_cpu=False)
@@ -410,9 +389,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "segments_count": (_SORT,),
     "segments_scatter": (_SORT,),
     "segments_pieces": (_SORT,),
-    "richards_forward": (_CURVE,),
-    "richards_backward": (_CURVE,),
-    "richards_finish": (_CURVE, _GLU),
+    "richards_finish": (_GLU,),
     "glu_forward": (_GLU,),
     "glu_backward": (_GLU,),
     "poly_query_gate": (_HEADS,),

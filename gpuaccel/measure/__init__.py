@@ -4,16 +4,7 @@
 launches, synchronisations and copies of a block of code."""
 
 from .ledger import Ledger, Row, ledger
-from .meter import (
-    LateValue,
-    Meter,
-    Reading,
-    StageTimer,
-    free_gpu_memory,
-    peak_flops,
-    resident_bytes,
-)
-from .profiler import Span
+from .meter import LateValue, Meter, Reading, peak_flops
 
 __all__ = [
     "LateValue",
@@ -21,10 +12,6 @@ __all__ = [
     "Meter",
     "Reading",
     "Row",
-    "Span",
-    "StageTimer",
-    "free_gpu_memory",
     "ledger",
     "peak_flops",
-    "resident_bytes",
 ]

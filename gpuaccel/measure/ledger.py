@@ -8,7 +8,11 @@
     book.add(row)
     book                                                  # a table, in a notebook or in print
 
-Everything is read from the records of `torch.profiler` (measure/profiler.py), never guessed.
+Everything is read from the records of `torch.profiler` (measure/profiler.py), never guessed. On a
+GPU CUPTI leaves four kinds of them: the host's calls to the runtime and the driver, the GPU's
+kernels, copies and memsets, and synchronisations. A call and the work that it asked for carry the
+same correlation number.
+
 Without a GPU there are no launches and no waits: `launches`, `syncs` and `copies` are None. Counted
 instead are the operators that torch called, and the scalars that the host read. A read is a wait if
 its tensor is on a GPU. Step counters that torch's optimizers keep on the CPU are not counted.
@@ -18,25 +22,33 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 
-from ..backends import backend
 from ..compiler import replaced_words
-from .profiler import (
-    GRAPH_LAUNCHES,
-    LAUNCHES,
-    SCALAR_READ,
-    call_name,
-    correlation,
-    is_call,
-    is_wait,
-    profiled,
-    profiler_sees_gpu,
-    split_region,
-)
+from .profiler import REGION, profiled, profiler_sees_gpu
+
+LAUNCHES = {
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cudaLaunchCooperativeKernel",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cuLaunchCooperativeKernel",
+}
+GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
+SYNCS = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+}
+SYNC_RECORDS = {
+    f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")
+}
 
 
 @dataclass
@@ -45,29 +57,23 @@ class Row:
 
     Attributes:
         name: of the row.
-        backend: the backend in use, "cuda", "simt" or "torch".
         launches: kernels launched one by one, by runtime or driver call.
         graph_launches: CUDA graphs launched; the kernels inside are not counted as launches.
         syncs: calls in which the host waited for the GPU, blocking copies included.
         copies: direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes).
-        memsets: (count, bytes).
         operators: torch operators called, those inside other operators included.
         would_sync: scalars that the host read outside of an optimizer's step: a wait if the tensor
             is on a GPU.
-        seconds: the host's time under the profiler: not a benchmark.
         notes: sentences about what could not be counted here.
     """
 
     name: str
-    backend: str = ""
     launches: int | None = None
     graph_launches: int | None = None
     syncs: int | None = None
     copies: dict | None = None
-    memsets: tuple | None = None
     operators: int | None = None
     would_sync: int | None = None
-    seconds: float | None = None
     notes: list = field(default_factory=list)
 
     def bytes(self, direction: str) -> int | None:
@@ -79,7 +85,9 @@ class Row:
         return None if self.copies is None else self.copies.get(direction, (0, 0))[1]
 
     def __str__(self):
-        return str(_Table([self]))
+        book = Ledger()
+        book.add(self)
+        return str(book)
 
 
 @contextlib.contextmanager
@@ -109,18 +117,23 @@ def ledger(name: str | None = None) -> Iterator[Row]:
         >>> row.would_sync, row.operators > 0
         (1, True)
     """
-    name = name or replaced_words() or "step"
-    row = Row(name=name, backend=backend().name)
-    with profiled(f"ledger({name!r})") as events:
-        start = time.perf_counter()
+    row = Row(name or replaced_words() or "step")
+    with profiled(f"ledger({row.name!r})") as events:
         yield row
-        row.seconds = time.perf_counter() - start
     _fill(row, events, profiler_sees_gpu())
+
+
+# ---- the records of a block ----------------------------------------------------------------------
 
 
 def _fill(row, events, gpu):
     """Fill the row from the events of a Chrome trace."""
-    events, region, inside = split_region(events)
+    events = [event for event in events if event.get("ph") == "X"]
+    region = next(
+        e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
+    )
+    end = region["ts"] + region["dur"]
+    inside = [e for e in events if region["ts"] <= e["ts"] <= end and e is not region]
     operators = [e for e in inside if e.get("cat") == "cpu_op"]
     row.operators = len(operators)
     row.would_sync = _scalars_read(operators, inside)
@@ -131,40 +144,60 @@ def _fill(row, events, gpu):
             "are made on a CPU only, for example to check token numbers"
         )
         return
-    if not any(is_call(e) for e in events):
+    if not any(_is_call(e) for e in events):
         row.notes.append(
             "the profiler gave no records of the GPU "
             "(another profiler is attached, or CUPTI is not permitted here)"
         )
         return
-    calls = [e for e in inside if is_call(e)]
-    names = [call_name(e) for e in calls]
+    calls = [e for e in inside if _is_call(e)]
+    names = [_call_name(e) for e in calls]
     row.launches = sum(name in LAUNCHES for name in names)
     row.graph_launches = sum(name in GRAPH_LAUNCHES for name in names)
-    known = {correlation(e) for e in calls} - {None}
-    row.syncs = sum(is_wait(e, known) for e in inside)
-    outside = {correlation(e) for e in events if is_call(e)} - known
+    known = {_correlation(e) for e in calls} - {None}
+    row.syncs = sum(_is_wait(e, known) for e in inside)
+    outside = {_correlation(e) for e in events if _is_call(e)} - known
     row.copies = {}
-    row.memsets = (0, 0)
     for e in events:
         # The GPU may do the work after the region has ended: it belongs to the region of its call.
         # Copies by driver calls have no call record. They belong to the region if they began in it
         # or right after it, as the device was idle before.
-        if (
-            e.get("cat") not in ("gpu_memcpy", "gpu_memset")
-            or correlation(e) in outside
-            or e["ts"] < region["ts"]
-        ):
-            continue
-        size = int(e.get("args", {}).get("bytes", 0))
-        if e["cat"] == "gpu_memset":
-            count, total = row.memsets
-            row.memsets = (count + 1, total + size)
+        asked_outside = _correlation(e) in outside or e["ts"] < region["ts"]
+        if e.get("cat") != "gpu_memcpy" or asked_outside:
             continue
         match = re.match(r"Memcpy (\w+)", e["name"])
         direction = match.group(1) if match else "other"
         count, total = row.copies.get(direction, (0, 0))
-        row.copies[direction] = (count + 1, total + size)
+        row.copies[direction] = (count + 1, total + int(e.get("args", {}).get("bytes", 0)))
+
+
+def _is_call(event) -> bool:
+    """Whether the event is a call of the host to the CUDA runtime or driver."""
+    return event.get("cat") in ("cuda_runtime", "cuda_driver")
+
+
+def _is_wait(event, known) -> bool:
+    """Whether the host waits for the GPU here. known: correlation numbers of the host's calls.
+
+    A wait through the driver API has no call record, only CUPTI's record of the synchronisation;
+    where there are both, the record is not counted a second time."""
+    if _is_call(event):
+        name = _call_name(event)
+        return name in SYNCS or (bool(re.match(r"cu(da)?Memcpy", name)) and "Async" not in name)
+    return (
+        event.get("cat") == "cuda_sync"
+        and event["name"] in SYNC_RECORDS
+        and _correlation(event) not in known
+    )
+
+
+def _call_name(event) -> str:
+    """The name of a call without its variant's suffix: cuLaunchKernel_ptsz -> cuLaunchKernel."""
+    return re.sub(r"(_v\d+|_v2|_ptsz|_ptds)+$", "", event["name"])
+
+
+def _correlation(event):
+    return event.get("args", {}).get("correlation")
 
 
 def _scalars_read(operators, inside):
@@ -178,23 +211,25 @@ def _scalars_read(operators, inside):
         if e.get("cat") == "user_annotation" and e["name"].startswith("Optimizer.step#")
     ]
     return sum(
-        e["name"] == SCALAR_READ and not any(begin <= e["ts"] <= end for begin, end in steps)
+        e["name"] == "aten::_local_scalar_dense"
+        and not any(begin <= e["ts"] <= end for begin, end in steps)
         for e in operators
     )
+
+
+# ---- the table -----------------------------------------------------------------------------------
 
 
 class Ledger:
     """Rows side by side, one for each variant of the same step; displays as a table.
 
-    Args:
-        title: a sentence above the table, or "".
+    Columns that no row knows are left out.
 
     Attributes:
         rows: of each variant.
     """
 
-    def __init__(self, title: str = ""):
-        self.title = title
+    def __init__(self):
         self.rows: list[Row] = []
 
     def add(self, row):
@@ -209,16 +244,53 @@ class Ledger:
         else:
             self.rows.append(row)
 
+    def _lines(self) -> list[list[str]]:
+        """The headings, then each row's cells."""
+        cells = [_cells(row) for row in self.rows]
+        titles = [t for t in _cells(Row("")) if any(row[t] is not None for row in cells)]
+        rows = zip(self.rows, cells)
+        return [["", *titles], *([row.name, *(c[t] or "–" for t in titles)] for row, c in rows)]
+
+    def _notes(self) -> list[str]:
+        return list(dict.fromkeys(note for row in self.rows for note in row.notes))
+
     def __str__(self):
-        return "\n".join(filter(None, [self.title, str(_Table(self.rows))]))
+        if not self.rows:
+            return "the ledger is empty"
+        lines = self._lines()
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        text = []
+        for name, *cells in lines:
+            padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+            text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+        return "\n".join(text + [f"({note})" for note in self._notes()])
 
     __repr__ = __str__
 
     def _repr_html_(self):
-        title = ""
-        if self.title:
-            title = f'<p style="margin:10px 14px 2px;max-width:760px">{escape(self.title)}</p>'
-        return title + _Table(self.rows).html()
+        if not self.rows:
+            return "<p>the ledger is empty</p>"
+        soft = "color:var(--jp-ui-font-color2,inherit)"
+        rule = "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
+        cell = f"padding:6px 10px;background:transparent;font-variant-numeric:tabular-nums;{rule}"
+        first = f"{cell};text-align:left;font-weight:600"
+        other = f"{cell};text-align:right"
+        head, *body = (
+            f'<{tag} style="{first}">{escape(name)}</{tag}>'
+            + "".join(f'<{tag} style="{other}">{escape(text)}</{tag}>' for text in texts)
+            for tag, (name, *texts) in zip(["th"] + ["td"] * len(self.rows), self._lines())
+        )
+        rows = "".join(f'<tr style="background:transparent">{line}</tr>' for line in body)
+        notes = "".join(
+            f'<p style="{soft};font-size:12px;margin:6px 14px;max-width:760px">{escape(note)}</p>'
+            for note in self._notes()
+        )
+        return (
+            '<div style="overflow-x:auto">'
+            '<table style="border-collapse:collapse;font-size:13px;margin:4px 0">'
+            f'<thead style="{soft}"><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+            f"{notes}"
+        )
 
 
 def _cells(row) -> dict:
@@ -234,60 +306,6 @@ def _cells(row) -> dict:
         "torch operators": _count(row.operators) if on_cpu else None,
         "scalars read": _count(row.would_sync) if on_cpu else None,
     }
-
-
-class _Table:
-    """Rows as text or HTML. Columns without any cell are left out."""
-
-    def __init__(self, rows):
-        cells = [_cells(row) for row in rows]
-        titles = list(cells[0]) if cells else []
-        self.columns = [title for title in titles if any(row[title] is not None for row in cells)]
-        self.lines = [
-            [row.name] + [row_cells[title] or "–" for title in self.columns]
-            for row, row_cells in zip(rows, cells)
-        ]
-        self.notes = list(dict.fromkeys(note for row in rows for note in row.notes))
-
-    def __str__(self):
-        if not self.lines:
-            return "the ledger is empty"
-        lines = [["", *self.columns], *self.lines]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        text = []
-        for name, *cells in lines:
-            padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-            text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-        return "\n".join(text + [f"({note})" for note in self.notes])
-
-    def html(self):
-        if not self.lines:
-            return "<p>the ledger is empty</p>"
-        soft = "color:var(--jp-ui-font-color2,inherit)"
-        rule = "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
-        cell = "padding:6px 10px;background:transparent;font-variant-numeric:tabular-nums"
-        first = f"{cell};{rule};text-align:left;font-weight:600"
-        other = f"{cell};{rule};text-align:right"
-        head = "".join(
-            f'<th style="{other};{soft};font-weight:500">{escape(title)}</th>'
-            for title in self.columns
-        )
-        body = "".join(
-            f'<tr style="background:transparent"><td style="{first}">{escape(line[0])}</td>'
-            + "".join(f'<td style="{other}">{escape(value)}</td>' for value in line[1:])
-            + "</tr>"
-            for line in self.lines
-        )
-        notes = "".join(
-            f'<p style="{soft};font-size:12px;margin:6px 14px;max-width:760px">{escape(note)}</p>'
-            for note in self.notes
-        )
-        return (
-            '<div style="overflow-x:auto">'
-            '<table style="border-collapse:collapse;font-size:13px;margin:4px 0">'
-            f'<thead><tr><th style="{first}"></th>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>{notes}"
-        )
 
 
 def _count(value):

@@ -54,6 +54,10 @@ _PEAKS: list[tuple[str, float | None, float, float]] = [
 ]
 
 
+# Finished steps over which the rate is taken.
+WINDOW = 20
+
+
 def peak_flops(device, dtype=torch.bfloat16) -> float | None:
     """The device's dense peak in FLOP/s from its data sheet; None for a CPU or an unknown GPU.
 
@@ -85,8 +89,8 @@ class Reading:
     Attributes:
         step: steps that the meter was told of.
         tokens: tokens in these steps.
-        seconds: since the first step began, on the host's clock.
-        tokens_per_s: over the last `window` finished steps; 0.0 until one has finished.
+        seconds: since the meter was made, on the host's clock.
+        tokens_per_s: over the last WINDOW finished steps; 0.0 until one has finished.
         step_ms: milliseconds, mean over the same steps, gaps between steps included.
         loss: the newest that has reached the host.
         loss_step: the step of that loss.
@@ -94,7 +98,7 @@ class Reading:
         norm: gradient norm before clipping, the newest that has reached the host.
         clipped_norm: the same after clipping.
         mfu: model FLOPs utilisation, achieved / peak, 0 to 1; None where it is not known.
-        memory_bytes: GPU: peak allocated by torch; CPU: resident memory of the process.
+        memory_bytes: GPU: peak allocated by torch; CPU: resident memory of the process (on Linux).
         stages: name -> milliseconds of each stage of the newest finished step.
     """
 
@@ -113,17 +117,11 @@ class Reading:
     stages: dict[str, float] = field(default_factory=dict)
 
 
-class _Events:
-    """A pool of CUDA events; `free` holds those that have been read."""
-
-    def __init__(self, device):
-        self.device = device
-        self.free = []
-
-    def record(self):
-        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+def _recorded(device) -> torch.cuda.Event:
+    """An event on the current stream, recorded now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class StageTimer:
@@ -140,7 +138,7 @@ class StageTimer:
 
     def __init__(self, device="cpu"):
         self.device = torch.device(device)
-        self._pool = _Events(self.device) if self.device.type == "cuda" else None
+        self._on_gpu = self.device.type == "cuda"
         # (name, event or time) of each mark of the running step
         self._open = None
         # the marks of steps that stopped, but may still run on the GPU
@@ -148,12 +146,10 @@ class StageTimer:
         self._newest = None
 
     def _now(self):
-        return self._pool.record() if self._pool else time.perf_counter()
+        return _recorded(self.device) if self._on_gpu else time.perf_counter()
 
     def start(self):
         """A step begins."""
-        if self._open and self._pool:
-            self._pool.free += [event for _, event in self._open]
         self._open = [("", self._now())]
 
     def mark(self, name: str):
@@ -187,15 +183,13 @@ class StageTimer:
         return None if self._newest is None else dict(self._newest)
 
     def _collect(self):
-        while self._pending and (self._pool is None or self._pending[0][-1][1].query()):
+        while self._pending and (not self._on_gpu or self._pending[0][-1][1].query()):
             marks = self._pending.popleft()
             stages = {}
             for (_, begin), (name, end) in zip(marks, marks[1:]):
-                ms = begin.elapsed_time(end) if self._pool else (end - begin) * 1e3
+                ms = begin.elapsed_time(end) if self._on_gpu else (end - begin) * 1e3
                 stages[name] = stages.get(name, 0.0) + ms
             self._newest = stages
-            if self._pool:
-                self._pool.free += [event for _, event in marks]
 
 
 class LateValue:
@@ -216,8 +210,6 @@ class LateValue:
         self._value = None
         # (tag, pinned tensor, event) of copies under way
         self._pending = deque()
-        # (pinned tensor, event) to be used again
-        self._free = []
 
     def put(self, value, tag=None):
         """Queue a value: a tensor with one element (any device), or a number.
@@ -238,20 +230,16 @@ class LateValue:
         value = value.detach()
         if value.device.type != "cuda":
             return self._store(float(value), tag)
-        if not self._free:
-            pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
-            self._free.append((pinned, torch.cuda.Event()))
-        pinned, event = self._free.pop()
+        # torch keeps freed pinned memory for the next one.
+        pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
         pinned.copy_(value.reshape(()).float(), non_blocking=True)
-        event.record(torch.cuda.current_stream(value.device))
-        self._pending.append((tag, pinned, event))
+        self._pending.append((tag, pinned, _recorded(value.device)))
 
     def get(self) -> float | None:
         """The newest value whose copy is done, or None. Never waits."""
         while self._pending and self._pending[0][2].query():
-            tag, pinned, event = self._pending.popleft()
+            tag, pinned, _ = self._pending.popleft()
             self._store(float(pinned), tag)
-            self._free.append((pinned, event))
         return self._value
 
     def _store(self, value, tag):
@@ -269,13 +257,9 @@ class Meter:
         flops_per_token: floating-point operations of forward and backward, for the utilisation
             (about 6 x parameters; ga.training.flops_per_token). Default: no utilisation.
         peak_flops: of the device, FLOP/s; see ga.measure.peak_flops. Default: no utilisation.
-        window: over how many finished steps the rate is taken, 1 or more.
 
     Attributes:
         timer: a StageTimer, whose stages are in each reading.
-
-    Raises:
-        ArgumentError: for a window below 1.
 
     Example:
         >>> meter = ga.measure.Meter(device=ga.default_device())
@@ -291,20 +275,17 @@ class Meter:
         device: str | torch.device = "cpu",
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        window: int = 20,
     ):
-        if window < 1:
-            raise ArgumentError(f"window must be at least 1 step, got {window}")
         self.device = torch.device(device)
         self.timer = StageTimer(self.device)
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self._pool = _Events(self.device) if self.device.type == "cuda" else None
+        self._on_gpu = self.device.type == "cuda"
         # (seconds on the device, tokens so far) after each finished step
-        self._finished: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self._finished: deque[tuple[float, int]] = deque([(0.0, 0)], WINDOW + 1)
         # (event, tokens so far) of steps that the device may not have finished
         self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._last_event: torch.cuda.Event | None = None
+        self._last_event = _recorded(self.device) if self._on_gpu else None
         self._loss = LateValue()
         self._norm = LateValue()
         self._clipped = LateValue()
@@ -312,25 +293,7 @@ class Meter:
         self._tokens = 0
         self._memory = 0
         self._memory_time = -1.0
-        self.start()
-
-    def start(self):
-        """Start the clock.
-
-        The constructor calls it; call it again just before the first step to leave preparation out.
-
-        Raises:
-            ArgumentError: after the first step.
-        """
-        if self._step:
-            raise ArgumentError(f"start() after {self._step} steps: make a new Meter instead")
         self._start_time = time.perf_counter()
-        if self._pool:
-            if self._last_event is not None:
-                self._pool.free.append(self._last_event)
-            self._last_event = self._pool.record()
-        self._finished.clear()
-        self._finished.append((0.0, 0))
 
     def update(
         self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None
@@ -357,8 +320,8 @@ class Meter:
             )
         self._step += 1
         self._tokens += int(tokens)
-        if self._pool:
-            self._pending.append((self._pool.record(), self._tokens))
+        if self._on_gpu:
+            self._pending.append((_recorded(self.device), self._tokens))
         else:
             self._finished.append((time.perf_counter() - self._start_time, self._tokens))
         if loss is not None:
@@ -367,26 +330,19 @@ class Meter:
             self._norm.put(norm, tag=self._step)
         if clipped_norm is not None:
             self._clipped.put(clipped_norm, tag=self._step)
-        return self.reading(val_loss)
+        return self._reading(val_loss)
 
     def queued(self) -> int:
         """How many steps the device has not finished. Never waits."""
         while self._pending and self._pending[0][0].query():
-            # There is a pool where events are pending, and start() has recorded one.
-            assert self._pool is not None and self._last_event is not None
+            assert self._last_event is not None
             event, tokens = self._pending.popleft()
             seconds = self._finished[-1][0] + self._last_event.elapsed_time(event) / 1e3
             self._finished.append((seconds, tokens))
-            self._pool.free.append(self._last_event)
             self._last_event = event
         return len(self._pending)
 
-    def reading(self, val_loss: float | None = None) -> Reading:
-        """The newest numbers, without a new step. Never waits.
-
-        Args:
-            val_loss: goes into the reading as it is.
-        """
+    def _reading(self, val_loss: float | None = None) -> Reading:
         self.queued()
         (t0, n0), (t1, n1) = self._finished[0], self._finished[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
@@ -416,52 +372,26 @@ class Meter:
         """Wait until the device has done every step, and return the final numbers.
 
         The meter synchronises nowhere else."""
-        if self._pool:
+        if self._on_gpu:
             torch.cuda.synchronize(self.device)
-        return self.reading()
+        return self._reading()
 
     def _memory_now(self) -> int:
         now = time.perf_counter()
         # slow to read (about 0.1 ms): five times a second is enough
         if now - self._memory_time > 0.2:
             self._memory_time = now
-            if self._pool:
+            if self._on_gpu:
                 self._memory = torch.cuda.max_memory_allocated(self.device)
             else:
-                self._memory = resident_bytes()
+                self._memory = _resident_bytes()
         return self._memory
 
 
-def free_gpu_memory() -> int:
-    """Bytes that this process may still allocate on the current GPU.
-
-    What is free on the device, or what torch.cuda.set_per_process_memory_fraction leaves, whichever
-    is less. Memory that torch keeps for later tensors is returned to the device before.
-
-    Example:
-        >>> if ga.backend().name == "cuda":
-        ...     rows = 64 if ga.measure.free_gpu_memory() > 40e9 else 8
-    """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    limit = int(torch.cuda.get_per_process_memory_fraction() * total)
-    return min(free, limit - torch.cuda.memory_reserved())
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process in bytes.
-
-    The current value on Linux, the peak so far elsewhere, 0 where it cannot be read."""
+def _resident_bytes() -> int:
+    """Resident memory of this process, on Linux; elsewhere 0."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        import resource
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    except ImportError:
+    except OSError:
         return 0

@@ -1,22 +1,16 @@
 """What the ledger and the benchmarks read: the records of `torch.profiler`.
 
-    with profiled("ledger('arena')") as events:
-        step(batch)
-    events                                  # the events of a Chrome trace, filled after the block
-
-CUPTI, the profiler's source on a GPU, leaves four kinds of records: the host's calls to the runtime
-and the driver, the GPU's kernels, copies and memsets, and synchronisations. A call and the work
-that it asked for carry the same correlation number.
+with profiled("ledger('arena')") as events:
+    step(batch)
+events                                  # the events of a Chrome trace, filled after the block
 """
 
 import contextlib
 import json
 import os
-import re
 import sys
 import tempfile
 import warnings
-from typing import NamedTuple
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
@@ -26,43 +20,6 @@ from ..backends import backend
 from ..errors import BackendError
 
 REGION = "gpuaccel.measure.region"
-LAUNCHES = {
-    "cudaLaunchKernel",
-    "cudaLaunchKernelExC",
-    "cudaLaunchCooperativeKernel",
-    "cuLaunchKernel",
-    "cuLaunchKernelEx",
-    "cuLaunchCooperativeKernel",
-}
-GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
-SYNCS = {
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cuStreamSynchronize",
-    "cuCtxSynchronize",
-    "cuEventSynchronize",
-}
-SYNC_RECORDS = {
-    f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")
-}
-SCALAR_READ = "aten::_local_scalar_dense"
-
-
-class Span(NamedTuple):
-    """A stretch of one lane. Times in microseconds since the first of them began.
-
-    Attributes:
-        lane: who did it.
-        name: what was done.
-        start: microseconds.
-        stop: microseconds.
-    """
-
-    lane: str
-    name: str
-    start: float
-    stop: float
 
 
 def profiler_sees_gpu() -> bool:
@@ -135,53 +92,3 @@ def trace_events(profiler) -> list:
             return json.load(file, strict=False)["traceEvents"]
     finally:
         os.unlink(path)
-
-
-def split_region(events):
-    """(events of a Chrome trace with a duration, the event REGION, those that began within it)."""
-    events = [event for event in events if event.get("ph") == "X"]
-    region = next(
-        e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
-    )
-    end = region["ts"] + region["dur"]
-    inside = [e for e in events if region["ts"] <= e["ts"] <= end and e is not region]
-    return events, region, inside
-
-
-def is_call(event) -> bool:
-    """Whether the event is a call of the host to the CUDA runtime or driver."""
-    return event.get("cat") in ("cuda_runtime", "cuda_driver")
-
-
-def is_wait(event, known) -> bool:
-    """Whether the host waits for the GPU here. known: correlation numbers of the host's calls.
-
-    A wait through the driver API has no call record, only CUPTI's record of the synchronisation;
-    where there are both, the record is not counted a second time."""
-    if is_call(event):
-        name = call_name(event)
-        return name in SYNCS or (bool(re.match(r"cu(da)?Memcpy", name)) and "Async" not in name)
-    return (
-        event.get("cat") == "cuda_sync"
-        and event["name"] in SYNC_RECORDS
-        and correlation(event) not in known
-    )
-
-
-def call_name(event) -> str:
-    """The name of a call without its variant's suffix: cuLaunchKernel_ptsz -> cuLaunchKernel."""
-    return re.sub(r"(_v\d+|_v2|_ptsz|_ptds)+$", "", event["name"])
-
-
-def correlation(event):
-    """The number that a call shares with the work that it asked for, or None."""
-    return event.get("args", {}).get("correlation")
-
-
-def covered(spans) -> float:
-    """How long at least one of these spans, (start, stop), is. Each instant counts once."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(stop - max(start, end), 0.0)
-        end = max(end, stop)
-    return total

@@ -1,5 +1,5 @@
 """Modules: embedding, richards_glu, poly_attention, and linear layers whose weight gradient
-is added straight into an arena (fused_linear, joint_linears)."""
+is added straight into an arena (fused_linear)."""
 
 from .embedding import (
     Embedding,
@@ -9,12 +9,10 @@ from .embedding import (
     invalid_tokens,
 )
 from .fused_forward import FusedForward, Joint, fused_forward, has_class_forward
-from .fused_linear import FusedConv1D, FusedLinear
-from .gradient_slice import GradientSlice, SlicePart
-from .gradient_use import GradientUse, gradient_uses
-from .joint_linears import fused_linears, fused_swiglu
+from .fused_linear import FusedConv1D, FusedLinear, fused_linears, fused_swiglu
+from .gradient_slice import GradientSlice, GradientUse, gradient_uses
 from .poly_attention import PolyAttention
-from .richards_glu import RichardsCurve, RichardsGLU
+from .richards_glu import RichardsGLU
 
 __all__ = [
     "Embedding",
@@ -27,9 +25,7 @@ __all__ = [
     "GradientUse",
     "Joint",
     "PolyAttention",
-    "RichardsCurve",
     "RichardsGLU",
-    "SlicePart",
     "deterministic_embeddings",
     "fused_forward",
     "fused_linears",

@@ -34,8 +34,13 @@ from ..ops import (
     reference_segments,
 )
 from .fused_forward import FusedForward, adds_to_arena, fused_forward, has_class_forward
-from .gradient_slice import GradientSlice, slice_of
-from .gradient_use import RETURNED, GradientUse, differentiates_otherwise
+from .gradient_slice import (
+    RETURNED,
+    GradientSlice,
+    GradientUse,
+    differentiates_otherwise,
+    slice_of,
+)
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -47,8 +52,7 @@ _library.define(
     "bool segments) -> (Tensor, Tensor)"
 )
 _library.define(
-    "encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, "
-    "bool into_arena) -> ()"
+    "encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool into_arena) -> ()"
 )
 
 
@@ -84,7 +88,7 @@ def _forward_by_torch(tokens, wte, wpe, invalid, left_out, segments):
     on_host = low >= 0 and high < len(wte)
     buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
     if segments:
-        buffer = reference_segments(tokens, len(wte), left_out, on_host).buffer
+        buffer = reference_segments(tokens, len(wte), left_out).buffer
     if on_host:
         out = F.embedding(tokens, wte)
         return out if wpe is None else out + wpe[: tokens.shape[-1]], buffer
@@ -105,32 +109,32 @@ def _count_invalid(tokens, vocab, invalid):
         invalid.copy_(torch.cat([invalid[:1] + out_of_range.sum(), example]))
 
 
-def _backward(sums, dout, segments, by_count, into_arena):
+def _backward(sums, dout, segments, into_arena):
     """Add the gradient of wte to sums, or of wpe if there are no segments."""
     if into_arena:
         target = slice_of(sums)
-        _add_to_slice(target, target.uses(), dout, segments, by_count)
+        _add_to_slice(target, target.uses(), dout, segments)
     else:
-        _add_rows(sums, dout, segments, by_count)
+        _add_rows(sums, dout, segments)
 
 
-def _add_to_slice(target: GradientSlice, uses: list[GradientUse], dout, segments, by_count):
+def _add_to_slice(target: GradientSlice, uses: list[GradientUse], dout, segments):
     for acc, _, overwrite in target.begin(uses):
         if overwrite:
             # Most rows get no gradient.
             acc.zero_()
-        _add_rows(acc, dout.contiguous(), segments, by_count)
+        _add_rows(acc, dout.contiguous(), segments)
     # No end(): it reports gradients while backward still runs, and an embedding comes last.
 
 
-def _add_rows(sums, dout, segments, by_count):
+def _add_rows(sums, dout, segments):
     if not dout.numel():
         return
     if segments is None:
-        add_gradients(None, sums, dout, None, by_count)
+        add_gradients(None, sums, dout, None)
     else:
         token_segments = Segments(segments, dout.numel() // dout.shape[-1], len(sums))
-        add_gradients(sums, None, dout, token_segments, by_count)
+        add_gradients(sums, None, dout, token_segments)
 
 
 for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _backward)):
@@ -151,15 +155,12 @@ class _Encode(torch.autograd.Function):
     """wte[tokens] + wpe. Backward adds into an arena's sums, or returns fresh gradients."""
 
     @staticmethod
-    def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
-        # On a CPU, dispatching an operation costs more than the look-up of a small batch.
-        forward = torch.ops.gpuaccel.encoder_forward
-        if wte.is_cpu and range_on_host(tokens) is not None:
-            forward = _forward
-        out, segments = forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
+    def forward(ctx, tokens, wte, wpe, sums, invalid, left_out):
+        out, segments = torch.ops.gpuaccel.encoder_forward(
+            tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1]
+        )
         ctx.save_for_backward(segments)
         ctx.sums = sums
-        ctx.by_count = by_count
         ctx.weights = [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)]
         return out
 
@@ -173,29 +174,26 @@ class _Encode(torch.autograd.Function):
             weight_segments = None if i else segments
             uses = [RETURNED]
             if sums is not None and torch.compiler.is_compiling():
-                torch.ops.gpuaccel.encoder_backward_(
-                    sums, dout.contiguous(), weight_segments, ctx.by_count, True
-                )
+                torch.ops.gpuaccel.encoder_backward_(sums, dout.contiguous(), weight_segments, True)
                 continue
             if sums is not None:
                 target = slice_of(sums)
                 uses = target.uses(ctx.next_functions[1 + i : 2 + i])
-                _add_to_slice(target, uses, dout, weight_segments, ctx.by_count)
+                _add_to_slice(target, uses, dout, weight_segments)
             if RETURNED in uses:
-                options = *ctx.weights[i], ctx.by_count
-                fresh[i] = _RowSums.apply(dout, weight_segments, *options)
-        return None, *fresh, None, None, None, None
+                fresh[i] = _RowSums.apply(dout, weight_segments, *ctx.weights[i])
+        return None, *fresh, None, None, None
 
 
 class _RowSums(torch.autograd.Function):
     """A fresh gradient of wte, or of wpe if there are no segments.
 
-    Its derivative is a look-up, as in torch, even with scale_grad_by_freq."""
+    Its derivative is a look-up, as in torch."""
 
     @staticmethod
-    def forward(ctx, dout, segments, shape, dtype, by_count):
+    def forward(ctx, dout, segments, shape, dtype):
         sums = dout.new_zeros(shape, dtype=dtype)
-        torch.ops.gpuaccel.encoder_backward_(sums, dout.contiguous(), segments, by_count, False)
+        torch.ops.gpuaccel.encoder_backward_(sums, dout.contiguous(), segments, False)
         ctx.save_for_backward(segments)
         ctx.shape, ctx.dtype = dout.shape, dout.dtype
         return sums
@@ -204,13 +202,13 @@ class _RowSums(torch.autograd.Function):
     def backward(ctx, grad):
         (segments,) = ctx.saved_tensors
         if segments is None:
-            return grad[: ctx.shape[-2]].expand(ctx.shape).to(ctx.dtype), None, None, None, None
+            return grad[: ctx.shape[-2]].expand(ctx.shape).to(ctx.dtype), None, None, None
         # The rows in the order of addition, negative if out of range, and their tokens.
         row, token = segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)
         kept = token < len(grad)
         rows = torch.where(kept[:, None], grad[torch.where(kept, token, 0)], 0.0)
         derivative = rows.new_zeros(rows.shape).index_copy(0, row & MAX_TOKENS, rows)
-        return derivative.view(ctx.shape).to(ctx.dtype), None, None, None, None
+        return derivative.view(ctx.shape).to(ctx.dtype), None, None, None
 
 
 def _none_seen(device) -> Tensor:
@@ -231,9 +229,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
     check_options(wte)
     left_out = left_out_token(wte.padding_idx, len(wte.weight))
     if differentiates_otherwise():
-        out = F.embedding(
-            tokens, wte.weight, wte.padding_idx, scale_grad_by_freq=wte.scale_grad_by_freq
-        )
+        out = F.embedding(tokens, wte.weight, wte.padding_idx)
         return out if wpe is None else out + wpe.weight[: tokens.shape[-1]]
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
@@ -248,7 +244,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: nn.Embedding | None = None) -
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
         return torch.ops.gpuaccel.encoder_forward(tokens, *weights, invalid, left_out, False)[0]
     sums = _grad_of(wte), None if wpe is None else _grad_of(wpe)
-    return _Encode.apply(tokens, *weights, sums, invalid, left_out, wte.scale_grad_by_freq)
+    return _Encode.apply(tokens, *weights, sums, invalid, left_out)
 
 
 def _grad_of(layer: nn.Embedding) -> Tensor | None:
@@ -309,6 +305,8 @@ def refused_options(layer: nn.Embedding) -> str | None:
         return f"max_norm={layer.max_norm}: here the weight is not changed in forward"
     if layer.sparse:
         return "sparse=True: here the gradient is dense"
+    if layer.scale_grad_by_freq:
+        return "scale_grad_by_freq=True: here a token's gradient is the sum of its rows"
     return None
 
 
@@ -324,10 +322,10 @@ class Embedding(_Counts, nn.Embedding):
 
     Args:
         *args: num_embeddings, embedding_dim, padding_idx, ... as nn.Embedding's.
-        **kwargs: as nn.Embedding's; no max_norm, and sparse is False.
+        **kwargs: as nn.Embedding's; no max_norm, sparse or scale_grad_by_freq.
 
     Raises:
-        ArgumentError: for max_norm and sparse=True.
+        ArgumentError: for one of these.
 
     Source:
         kernels_cu/encoder.cu; torch.nn.Embedding; llm.c, encoder_backward.
@@ -372,7 +370,7 @@ class Embedding(_Counts, nn.Embedding):
 
         Raises:
             ArgumentError: on the CPU for a token outside of 0 .. num_embeddings - 1, for another
-                dtype, and for max_norm and sparse, where they were set since.
+                dtype, and for max_norm, sparse and scale_grad_by_freq, where they were set since.
         """
         return encode(tokens, self)
 
@@ -480,8 +478,9 @@ def deterministic_embeddings(model: nn.Module) -> list[str]:
         The names of the layers that were replaced.
 
     Raises:
-        ArgumentError: with nothing changed, for a layer with max_norm or sparse=True, for a model
-            that is an nn.Embedding itself, and while a TrainStep has replaced its forward.
+        ArgumentError: with nothing changed, for a layer with max_norm, sparse or
+            scale_grad_by_freq, for a model that is an nn.Embedding itself, and while a TrainStep
+            has replaced its forward.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10))

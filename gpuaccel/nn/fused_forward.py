@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .gradient_use import backward_may_add
+from .gradient_slice import backward_may_add
 
 
 class Joint(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .gradient_use import differentiates_otherwise
+from .gradient_slice import differentiates_otherwise
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -47,8 +47,12 @@ def define(
     def schema(name, inputs, results):
         return f"{name}({', '.join([*inputs, numbers])}) -> ({', '.join(['Tensor'] * results)})"
 
+    def whole(results):
+        # A schema with one output has no tuple.
+        return results[0] if outputs == 1 else results
+
     def forward(*args):
-        return (launch if can_run(*args) else reference)(*args)
+        return whole((launch if can_run(*args) else reference)(*args))
 
     def backward(grad, *args):
         inputs, others = args[:n], args[n + len(kept) :]
@@ -66,7 +70,7 @@ def define(
 
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:n], *output[first:])
+        ctx.save_for_backward(*inputs[:n], *(output[first:] if outputs > 1 else ()))
         ctx.numbers = inputs[n:]
 
     def differentiate(ctx, grad, *_):
@@ -88,7 +92,7 @@ def define(
         return *torch.autograd.grad(result, views, grad, **options), *none
 
     for operation, computes, faked, inputs, results in (
-        (name, forward, fake, names, outputs),
+        (name, forward, lambda *args: whole(fake(*args)), names, outputs),
         (f"{name}_backward", backward, fake_backward, ["Tensor grad", *names, *kept], n),
     ):
         _library.define(schema(operation, inputs, results))
@@ -102,6 +106,7 @@ def define(
     def function(*args):
         if differentiates_otherwise():
             return reference(*args)[0]
-        return getattr(torch.ops.gpuaccel, name)(*args)[0]
+        result = getattr(torch.ops.gpuaccel, name)(*args)
+        return result if outputs == 1 else result[0]
 
     return function

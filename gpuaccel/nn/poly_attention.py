@@ -41,7 +41,6 @@ from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 from .operation import define
 from .richards_glu import (
-    CURVE,
     GATE,
     SIGMOID,
     SUMS,
@@ -51,9 +50,7 @@ from .richards_glu import (
     finish_curves,
     in_fp32,
     is_size,
-    pack_settings,
     reference_curve,
-    reference_curves,
 )
 
 LEAST_GATE = 1e-4
@@ -138,18 +135,17 @@ def reference_query(q: Tensor, curve: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _reference(
-    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
+    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, gate, query, degree, window
 ):
-    """PolyAttention between its linear layers, by torch: (out, e, q_tilde, curves)."""
+    """PolyAttention between its linear layers, by torch: (out, e, q_tilde)."""
     q, k, v = qkv.unbind(2)
-    q_tilde = reference_query(q, lambda u: reference_curve(u, theta_query, settings[10:]))
+    q_tilde = reference_query(q, lambda u: reference_curve(u, theta_query, query))
     y = reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window)
     seen = seen.to(torch.promote_types(seen.dtype, torch.float32))
-    e = reference_curve(alpha * seen + beta, theta_gate, settings[:10])
+    e = reference_curve(alpha * seen + beta, theta_gate, gate)
     e = torch.where(e > LEAST_GATE, e, 0.0)
     out = (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2).contiguous()
-    curves = reference_curves(qkv, (theta_gate, theta_query), (settings[:10], settings[10:]))
-    return out, e.float(), q_tilde.contiguous(), curves
+    return out, e.float(), q_tilde.contiguous()
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -329,28 +325,20 @@ def launch_backward(
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
     new = functools.partial(torch.empty, dtype=torch.float32, device=qkv.device)
     sums, partial = new(tiles, 2), new(halves * groups, diagonals * side, d)
-    launch = functools.partial(_launch, qkv=qkv, degree=degree, config=config)
+    # (kernel, grid, outputs, numbers behind the inputs)
+    parts: list[tuple]
     if version == 1:
-        launch(
-            "poly_backward_q",
-            grid=tiles,
-            outputs=(dq_tilde, dq, sums),
-            inputs=(*inputs, *sizes, rows),
-        )
-        launch("poly_backward_kv", grid=tiles, outputs=(dk, dv), inputs=(*inputs, *sizes, rows))
-        launch(
-            "poly_backward_pe",
-            grid=(diagonals, groups),
-            outputs=(partial,),
-            inputs=(*inputs, T, H, heads, window, rows),
-        )
+        parts = [
+            ("poly_backward_q", tiles, (dq_tilde, dq, sums), (*sizes, rows)),
+            ("poly_backward_kv", tiles, (dk, dv), (*sizes, rows)),
+            ("poly_backward_pe", (diagonals, groups), (partial,), (T, H, heads, window, rows)),
+        ]
     else:
-        launch(
-            "poly_backward",
-            grid=backward_blocks(version, T, window, heads, groups),
-            outputs=(dq_tilde, dq, dk, dv, sums, partial),
-            inputs=(*inputs, *sizes, heads, groups, rows),
-        )
+        blocks = backward_blocks(version, T, window, heads, groups)
+        gradients = (dq_tilde, dq, dk, dv, sums, partial)
+        parts = [("poly_backward", blocks, gradients, (*sizes, heads, groups, rows))]
+    for name, grid, outputs, numbers in parts:
+        _launch(name, qkv, degree, config, grid, outputs, (*inputs, *numbers))
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
     finish = attention_kernel("poly_finish", qkv.dtype, d, degree, min(version, 2), config[1])
     finish[1 - (-dpe.numel() // 256), 256](
@@ -375,7 +363,7 @@ def launch_backward(
 #   pe                         (at least T, d)
 #   coefficients, alpha, beta  (3,), (H,), (H,), fp32
 #   theta_gate, theta_query    what the curves learn, fp32
-#   settings                   of both curves, one behind the other
+#   gate, query                the `kinds` of both curves
 #   degree, window
 
 GATE_KERNELS = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
@@ -401,35 +389,34 @@ def gate_kernel(name: str, dtype: torch.dtype, d: int) -> Kernel:
 
 
 def launch_layer(
-    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window
+    qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, gate, query, degree, window
 ) -> tuple[Tensor, ...]:
     """Launch poly_query_gate and poly_forward.
 
     Returns:
-        Out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves.
+        Out (B, T, H d), and for the backward e (B, T, H) and q_tilde (B, T, H, d).
     """
     qkv = _aligned(qkv)
     B, T, _, H, d = qkv.shape
     coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
-    curves = torch.empty(2, CURVE, dtype=torch.float32, device=qkv.device)
     e = torch.empty(B, T, H, dtype=torch.float32, device=qkv.device)
     q_tilde = torch.empty(B, T, H, d, dtype=qkv.dtype, device=qkv.device)
     gate_kernel("poly_query_gate", qkv.dtype, d)[-(-B * T // ROWS) * H, THREADS](
         q_tilde,
         e,
-        curves,
         qkv,
         seen.contiguous(),
         alpha,
         beta,
         *thetas,
-        pack_settings(settings[:10], settings[10:]),
+        gate,
+        query,
         B * T,
         H,
         3 * H * d,
     )
     y = launch_forward(q_tilde, qkv, pe, coefficients, degree, window, gate=e)
-    return y.view(B, T, H * d), e, q_tilde, curves
+    return y.view(B, T, H * d), e, q_tilde
 
 
 def launch_layer_backward(
@@ -445,15 +432,15 @@ def launch_layer_backward(
     out,
     e,
     q_tilde,
-    curves,
-    settings,
+    gate,
+    query,
     degree,
     window,
 ) -> tuple[Tensor, ...]:
     """Launch poly_gate_backward, the attention's backward, poly_query_backward, richards_finish.
 
     Args:
-        dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
+        dout: (B, T, H d). out, e, q_tilde: from launch_layer.
 
     Returns:
         The gradients of the tensors from qkv to theta_query.
@@ -461,6 +448,7 @@ def launch_layer_backward(
     qkv, seen = _aligned(qkv), seen.contiguous()
     B, T, _, H, d = qkv.shape
     coefficients, alpha, beta, *thetas = in_fp32(coefficients, alpha, beta, theta_gate, theta_query)
+    curves = (*thetas, gate, query)
     blocks = -(-B * T // ROWS) * H
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
     sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=qkv.device)
@@ -476,7 +464,7 @@ def launch_layer_backward(
         seen,
         alpha,
         beta,
-        curves,
+        *curves,
         B * T,
         H,
     )
@@ -484,9 +472,9 @@ def launch_layer_backward(
         dy, q_tilde, qkv, pe, coefficients, degree, window
     )
     gate_kernel("poly_query_backward", qkv.dtype, d)[blocks, THREADS](
-        dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, curves, B * T, H, 3 * H * d, 3 * H * d
+        dqkv, sums, dalpha, dbeta, dq_tilde, qkv, by_head, *curves, B * T, H, 3 * H * d, 3 * H * d
     )
-    dthetas = finish_curves(sums, curves, thetas, (settings[:10], settings[10:]))
+    dthetas = finish_curves(sums, thetas, (gate, query))
     return dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *dthetas
 
 
@@ -506,7 +494,7 @@ def attention_kernels(q, degree) -> list[Kernel]:
 
 
 def _can_run(qkv, seen, pe, *others) -> bool:
-    *parameters, _, degree, _ = others
+    *parameters, _, _, degree, _ = others
     return (
         takes(qkv.device)
         and qkv.dtype in FLOAT_DTYPES
@@ -528,20 +516,19 @@ def _fake(qkv, seen, *_):
         qkv.new_empty(B, T, H * d),
         seen.new_empty(B, T, H, dtype=torch.float32),
         qkv.new_empty(B, T, H, d),
-        qkv.new_empty(2, CURVE, dtype=torch.float32),
     )
 
 
 _poly_layer = define(
     "poly_layer",
     "qkv seen pe coefficients alpha beta theta_gate theta_query",
-    "float[] settings, int degree, int window",
+    "int gate, int query, int degree, int window",
     reference=_reference,
     can_run=_can_run,
     launch=launch_layer,
     launch_backward=launch_layer_backward,
     fake=_fake,
-    outputs=4,
+    outputs=3,
     keeps_result=True,
 )
 
@@ -656,7 +643,8 @@ class PolyAttention(nn.Module):
             self.beta,
             self.gate.theta,
             self.curve.theta,
-            self.gate.setting + self.curve.setting,
+            self.gate.kinds,
+            self.curve.kinds,
             self.degree,
             self.window or max(T, 1),
         )

@@ -1,9 +1,8 @@
-"""The Richards curve, a logistic curve with nine learned parameters, and a GLU made of two.
+"""A gated linear unit of two Richards curves: logistic curves with learned parameters.
 
-    curve = ga.nn.RichardsCurve(nu=0.5)  # y = curve(x), any shape; learns all nine
-    curve.values()  # (9,) nu, k, m, beta, T, a, c, s, b
     layer = ga.RichardsGLU(256, 1024)
     y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
+    layer.activation.values()  # (9,) nu, k, m, beta, T, a, c, s, b
 
     u = s x / T + b      sigma = (1 + beta exp(-k nu (u - m)))^(-1 / nu)      R(x) = a sigma + c
 
@@ -22,7 +21,6 @@ over all elements as autograd does (its CPU took means).
 import functools
 import math
 import numbers
-import struct
 
 import torch
 import torch.nn.functional as F
@@ -33,51 +31,42 @@ from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 from .operation import define
 
-NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
+# The parameters, and what they are where they are not learned.
+FIXED_VALUES = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
+NAMES = tuple(FIXED_VALUES)
 POSITIVE = ("nu", "k", "beta", "T")
 # Learned by a curve between 0 and 1; by the gate of a RichardsGLU.
 SIGMOID = ("nu", "k", "m", "beta", "T", "s", "b")
 GATE = ("nu", "k", "m", "T")
-DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
-# How a parameter is learned: not at all, as it is, as softplus(z), as 0.1 + 9.9 sigmoid(z).
+# How a parameter is learned: not at all, as it is, as softplus(z), as 0.1 + 9.9 sigmoid(z). The
+# `kinds` of a curve have two bits for each.
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)
 LEAST = 1e-6
-LARGEST = torch.finfo(torch.float32).max
-# Threads of a block; sums per curve of a backward; floats of a `struct Curve` (richards.cuh).
+# Threads of a block; sums per curve of a backward (richards.cuh).
 THREADS = 128
 SUMS = 5
-CURVE = 32
-_SETTING = struct.Struct("9fi").pack
 
 
 # ---- reference -----------------------------------------------------------------------------------
 
 
-def reference_values(theta: Tensor, setting: list[float]) -> Tensor:
+def reference_values(theta: Tensor, kinds: int) -> Tensor:
     """The nine parameters, (9,). Differentiable.
 
     Args:
         theta: what is learned, in the order of NAMES.
-        setting: RichardsCurve.setting; the fixed parameters are taken from it.
     """
     values = []
     learned = iter(theta.unbind())
-    for i, name in enumerate(NAMES):
-        kind = _kind(setting, i)
-        if kind == FIXED:
-            value = torch.as_tensor(setting[i], dtype=theta.dtype, device=theta.device)
-        else:
-            value = next(learned)
+    for i, (name, fixed) in enumerate(FIXED_VALUES.items()):
+        kind = kinds >> 2 * i & 3
+        value = theta.new_full((), fixed) if kind == FIXED else next(learned)
         if kind == SOFTPLUS:
             value = F.softplus(value)
         elif kind == BOUNDED:
             value = 0.1 + 9.9 * torch.sigmoid(value)
         values.append(value.clamp(min=LEAST) if name in POSITIVE else value)
     return torch.stack(values)
-
-
-def _kind(setting, i) -> int:
-    return int(setting[9]) >> 2 * i & 3
 
 
 def reference_richards(x: Tensor, values: Tensor) -> Tensor:
@@ -92,56 +81,19 @@ def reference_richards(x: Tensor, values: Tensor) -> Tensor:
     return a * torch.exp(-F.softplus(torch.log(beta) - k * nu * (u - m), threshold=30.0) / nu) + c
 
 
-def reference_curve(x: Tensor, theta: Tensor, setting: list[float]) -> Tensor:
+def reference_curve(x: Tensor, theta: Tensor, kinds: int) -> Tensor:
     """R(x) from what is learned, in fp32 (fp64 where a tensor is)."""
     wide = torch.float64 if torch.float64 in (x.dtype, theta.dtype) else torch.float32
-    return reference_richards(x.to(wide), reference_values(theta.to(wide), setting))
+    return reference_richards(x.to(wide), reference_values(theta.to(wide), kinds))
 
 
-def reference_numbers(theta: Tensor, setting: list[float]) -> Tensor:
-    """What the kernels keep of a curve for the backward, (CURVE,) fp32: richards.cuh's `Curve`."""
-    theta = theta.detach().float()
-    values = reference_values(theta, setting)
-    nu, k, m, beta, T, a, c, s, b = values.unbind()
-    rate = k * nu * s / T
-    start = torch.log2(beta) - k * nu * (b - m) / math.log(2.0)
-    chain = []
-    learned = iter(torch.sigmoid(theta).unbind())
-    for i in range(len(NAMES)):
-        kind = _kind(setting, i)
-        rising = nu if kind == FIXED else next(learned)
-        if kind == BOUNDED:
-            chain.append(9.9 * rising * (1.0 - rising))
-        elif kind == SOFTPLUS:
-            chain.append(rising)
-        else:
-            chain.append(torch.full_like(rising, float(kind == PLAIN)))
-    line = torch.stack([start, rate / math.log(2.0), 1.0 / nu, a, c, a * rate / nu])
-    numbers = torch.cat([line, values, torch.stack(chain)])
-    return F.pad(numbers, (0, CURVE - len(numbers)))
-
-
-def reference_curves(x: Tensor, thetas, settings) -> Tensor:
-    """(curves, CURVE): the backward of a forward in torch may run the kernels.
-
-    Zeros where they cannot take tensors like x."""
-    if x.dtype not in FLOAT_DTYPES or any(theta.dtype == torch.float64 for theta in thetas):
-        return x.new_zeros(len(thetas), CURVE, dtype=torch.float32)
-    return torch.stack(list(map(reference_numbers, thetas, settings)))
-
-
-def _reference(x, theta, setting):
-    y = reference_curve(x, theta, setting).to(x.dtype)
-    return y.contiguous(), reference_curves(x, [theta], [setting])
-
-
-def _reference_glu(x, theta_a, theta_g, setting_a, setting_g):
+def _reference(x, theta_a, theta_g, kinds_a, kinds_g):
     x1, x2 = x.chunk(2, -1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    activation = reference_curve(x1, theta_a, setting_a)
-    gate = reference_curve(x2, theta_g, setting_g)
+    activation = reference_curve(x1, theta_a, kinds_a)
+    gate = reference_curve(x2, theta_g, kinds_g)
     h = (x1.to(wide) * activation * gate).to(x.dtype)
-    return h.contiguous(), reference_curves(x, [theta_a, theta_g], [setting_a, setting_g])
+    return (h.contiguous(),)
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -167,148 +119,101 @@ def _groups(name, dtype) -> int:
     return 4 * dtype.itemsize if name.endswith("backward") else 8
 
 
-def pack_settings(*settings) -> bytes:
-    """One or two settings as the kernels' `struct Settings`, which has room for two."""
-    both = [*settings, settings[0]][:2]
-    return b"".join(_SETTING(*s[:9], int(s[9])) for s in both)
+def in_fp32(*parameters):
+    return [p.detach().float().contiguous() for p in parameters]
 
 
-def _whole(width, *tensors) -> int:
-    """1 if rows of `width` elements consist of aligned 16-byte groups, else 0."""
-    aligned = all(t.data_ptr() % 16 == 0 for t in tensors)
-    return int(width * tensors[0].element_size() % 16 == 0 and aligned)
-
-
-def finish_curves(sums, curves, thetas, settings) -> list[Tensor]:
+def finish_curves(sums, thetas, kinds) -> list[Tensor]:
     """Launch richards_finish.
 
     Args:
-        sums: (blocks, curves * SUMS) of a backward. curves: (curves, CURVE) of its forward.
+        sums: (blocks, 2 SUMS) of a backward. thetas, kinds: of two curves.
 
     Returns:
         Dtheta of each curve.
     """
     dthetas = [torch.empty_like(theta) for theta in thetas]
-    curve_kernel("richards_finish")[len(thetas), 1024](
-        dthetas[0], dthetas[-1], sums, curves, len(sums), pack_settings(*settings)
-    )
+    curve_kernel("richards_finish")[2, 1024](*dthetas, sums, *thetas, *kinds, len(sums))
     return dthetas
 
 
-def _shape(name: str, x: Tensor, thetas) -> tuple[str, int, tuple[int, ...], int]:
-    """(kernel, width of a row, its sizes, thread blocks) of a "forward" or "backward"."""
-    sizes: tuple[int, ...]
-    if len(thetas) == 1:
-        kind, width, sizes = "richards", x.numel(), (x.numel(),)
-    else:
-        width = x.shape[-1] // 2
-        kind, sizes = "glu", (x.numel() // x.shape[-1], width)
-    groups = x.numel() // (width * len(thetas)) * -(-width * x.itemsize // 16)
-    return f"{kind}_{name}", width, sizes, -(-groups // (THREADS * _groups(name, x.dtype)))
+def _kernel_and_blocks(name: str, x: Tensor, *others: Tensor) -> tuple[Kernel, int]:
+    """glu_forward or glu_backward for rows of x (..., 2 hidden), and its thread blocks."""
+    row = x.shape[-1] // 2 * x.itemsize  # bytes
+    aligned = all(t.data_ptr() % 16 == 0 for t in (x, *others))
+    groups = x.numel() // x.shape[-1] * -(-row // 16)
+    kernel = curve_kernel(name, x.dtype, int(row % 16 == 0 and aligned))
+    return kernel, -(-groups // (THREADS * _groups(name, x.dtype)))
 
 
-def launch_forward(x: Tensor, thetas, settings) -> tuple[Tensor, Tensor]:
-    """Launch richards_forward, or of two curves glu_forward.
+def launch_forward(x: Tensor, theta_a, theta_g, kinds_a: int, kinds_g: int) -> tuple[Tensor]:
+    """Launch glu_forward.
 
     Args:
-        x: contiguous, not empty; of two curves (..., 2 hidden). thetas: fp32.
+        x: (..., 2 hidden), not empty.
 
     Returns:
-        Y, as x, or h, (..., hidden); and the curves, (1 or 2, CURVE), for the backward.
+        H, (..., hidden).
     """
-    name, width, sizes, blocks = _shape("forward", x, thetas)
-    curves = torch.empty(len(thetas), CURVE, dtype=torch.float32, device=x.device)
-    y = torch.empty_like(x) if len(thetas) == 1 else x.new_empty(*x.shape[:-1], width)
-    curve_kernel(name, x.dtype, _whole(width, x, y))[blocks, THREADS](
-        y, curves, x, *thetas, pack_settings(*settings), *sizes
-    )
-    return y, curves
+    x, thetas = x.contiguous(), in_fp32(theta_a, theta_g)
+    *rows, width = x.shape
+    h = x.new_empty(*rows, width // 2)
+    kernel, blocks = _kernel_and_blocks("glu_forward", x, h)
+    kernel[blocks, THREADS](h, x, *thetas, kinds_a, kinds_g, math.prod(rows), width // 2)
+    return (h,)
 
 
-def launch_backward(dy: Tensor, x: Tensor, thetas, curves: Tensor, settings) -> tuple[Tensor, ...]:
-    """Launch richards_backward, or of two curves glu_backward, and richards_finish.
+def launch_backward(
+    dh: Tensor, x: Tensor, theta_a, theta_g, kinds_a: int, kinds_g: int
+) -> tuple[Tensor, ...]:
+    """Launch glu_backward and richards_finish.
 
     Returns:
         Dx, and dtheta of each curve.
     """
-    name, width, sizes, blocks = _shape("backward", x, thetas)
+    dh, x, thetas = dh.contiguous(), x.contiguous(), in_fp32(theta_a, theta_g)
+    *rows, width = x.shape
     dx = torch.empty_like(x)
-    sums = torch.empty(blocks, len(thetas) * SUMS, dtype=torch.float32, device=x.device)
-    curve_kernel(name, x.dtype, _whole(width, x, dy, dx))[blocks, THREADS](
-        dx, sums, dy, x, curves, *sizes
-    )
-    return dx, *finish_curves(sums, curves, thetas, settings)
+    kernel, blocks = _kernel_and_blocks("glu_backward", x, dh, dx)
+    sums = torch.empty(blocks, 2 * SUMS, dtype=torch.float32, device=x.device)
+    kinds = kinds_a, kinds_g
+    kernel[blocks, THREADS](dx, sums, dh, x, *thetas, *kinds, math.prod(rows), width // 2)
+    return dx, *finish_curves(sums, thetas, kinds)
 
 
-# ---- the operations that autograd and torch.compile see ------------------------------------------
+# ---- the operation that autograd and torch.compile see -------------------------------------------
 
 
 @functools.cache
 def richards_kernels(dtype) -> list[Kernel]:
-    """All kernels that a curve or a GLU of this dtype may launch."""
+    """All kernels that a GLU of this dtype may launch."""
     return [curve_kernel("richards_finish")] + [
         curve_kernel(name, dtype, whole)
-        for name in ("richards_forward", "richards_backward", "glu_forward", "glu_backward")
+        for name in ("glu_forward", "glu_backward")
         for whole in (0, 1)
     ]
 
 
-def _kernels_run(x, *args) -> bool:
-    thetas = args[: len(args) // 2]
+def _kernels_run(x, theta_a, theta_g, *kinds) -> bool:
     return (
         takes(x.device)
         and x.dtype in FLOAT_DTYPES
         and x.numel() > 0
-        and all(theta.dtype != torch.float64 for theta in thetas)
+        and torch.float64 not in (theta_a.dtype, theta_g.dtype)
         and usable(x.device, *richards_kernels(x.dtype))
     )
 
 
-def in_fp32(*parameters):
-    return [p.detach().float().contiguous() for p in parameters]
-
-
-# Of one curve and of two: (x, thetas, settings), and what the backward has beside them.
-
-
-def _forward(x, *args):
-    n = len(args) // 2
-    return launch_forward(x.contiguous(), in_fp32(*args[:n]), args[n:])
-
-
-def _backward(dy, x, *args):
-    n = len(args) // 2
-    thetas = in_fp32(*args[:n])
-    return launch_backward(dy.contiguous(), x.contiguous(), thetas, args[n], args[n + 1 :])
-
-
-_richards = define(
-    "richards",
-    "x theta",
-    "float[] setting",
-    reference=_reference,
-    can_run=_kernels_run,
-    launch=_forward,
-    launch_backward=_backward,
-    fake=lambda x, theta, setting: (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(1, CURVE, dtype=torch.float32),
-    ),
-    outputs=2,
-)
 _richards_glu = define(
     "richards_glu",
     "x theta_a theta_g",
-    "float[] setting_a, float[] setting_g",
-    reference=_reference_glu,
+    "int kinds_a, int kinds_g",
+    reference=_reference,
     can_run=_kernels_run,
-    launch=_forward,
-    launch_backward=_backward,
-    fake=lambda x, *_: (
-        x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-        x.new_empty(2, CURVE, dtype=torch.float32),
-    ),
-    outputs=2,
+    launch=launch_forward,
+    launch_backward=launch_backward,
+    fake=lambda x, *_: (x.new_empty(*x.shape[:-1], x.shape[-1] // 2),),
+    outputs=1,
 )
 
 
@@ -320,52 +225,28 @@ def is_size(value) -> bool:
     return isinstance(value, numbers.Integral) and int(value) >= 1
 
 
-def is_finite(value) -> bool:
-    """True for a real number in the range of fp32."""
-    return isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST
-
-
 class RichardsCurve(nn.Module):
-    """y = R(x), element by element, in x's dtype: fp32, bf16, fp16 (fp64 in torch).
+    """What a Richards curve learns, R(x) = a sigma + c.
 
     The one nn.Parameter is `theta`, what is learned (z of a positive parameter) in the order of
     values(). A state_dict has theta only, so it belongs to a curve made with the same arguments.
 
     Args:
-        learn: names of the learned parameters, see values(); default: all nine.
+        learn: names of the learned parameters; the others keep FIXED_VALUES.
         bounded: T stays between 0.1 and 10.
+        T: where T begins.
         device: of theta; default: torch's.
-        **values: initial values, nu=0.5, ...
 
-    Raises:
-        ArgumentError: for an unknown name, and for a value that is not finite in fp32, or not
-            positive where it must be.
-
-    Source:
-        kernels_cu/richards.cu; Richards, A Flexible Growth Function for Empirical Use (1959).
+    Attributes:
+        kinds: how each parameter is learned, two bits for each.
     """
 
-    def __init__(self, learn=NAMES, *, bounded: bool = False, device=None, **values):
+    def __init__(self, learn=NAMES, *, bounded: bool = False, T: float = 1.0, device=None):
         super().__init__()
-        learn = (learn,) if isinstance(learn, str) else tuple(learn)
-        for name in (*learn, *values):
-            if name not in NAMES or learn.count(name) > 1:
-                problem = "there twice" if name in NAMES else "no parameter of the curve"
-                raise ArgumentError(f"{name!r} is {problem}; expected some of {', '.join(NAMES)}")
-        start = DEFAULTS | values
-        for name, value in start.items():
-            if not is_finite(value) or (name in POSITIVE and value < LEAST):
-                expected = f"at least {LEAST}" if name in POSITIVE else "a finite number"
-                raise ArgumentError(f"{name} is {value}; expected {expected}")
-        if bounded and not 0.1 < start["T"] < 10.0:
-            raise ArgumentError(
-                f"T is {start['T']}; expected a number between 0.1 and 10, where it is bounded"
-            )
         self.learn = learn
-        kinds = 0
+        self.kinds = 0
         theta = []
-        for i, name in enumerate(NAMES):
-            value = start[name]
+        for i, (name, value) in enumerate({**FIXED_VALUES, "T": T}.items()):
             if name not in learn:
                 kind = FIXED
             elif name == "T" and bounded:
@@ -377,20 +258,15 @@ class RichardsCurve(nn.Module):
             else:
                 kind = PLAIN
                 theta.append(value)
-            kinds |= kind << 2 * i
+            self.kinds |= kind << 2 * i
         self.theta = nn.Parameter(torch.tensor(theta, dtype=torch.float32, device=device))
-        self.setting = [*(float(start[name]) for name in NAMES), float(kinds)]
 
     def values(self) -> Tensor:
         """The parameters nu, k, m, beta, T, a, c, s, b, (9,). Differentiable."""
-        return reference_values(self.theta, self.setting)
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.theta)
-        return _richards(x, self.theta, self.setting)
+        return reference_values(self.theta, self.kinds)
 
     def extra_repr(self):
-        return f"learns {', '.join(self.learn) or 'nothing'}"
+        return f"learns {', '.join(self.learn)}"
 
 
 class RichardsGLU(nn.Module):
@@ -460,7 +336,7 @@ class RichardsGLU(nn.Module):
         if x.shape[-1:] != (self.dim,):
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected (..., {self.dim})")
         a, g = self.activation, self.gate
-        return x + self.w_out(_richards_glu(self.w_in(x), a.theta, g.theta, a.setting, g.setting))
+        return x + self.w_out(_richards_glu(self.w_in(x), a.theta, g.theta, a.kinds, g.kinds))
 
 
 def check_input(x, theta, name="", layer=None):

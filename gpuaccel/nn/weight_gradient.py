@@ -14,8 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .gradient_slice import GradientSlice, slice_of
-from .gradient_use import RETURNED, GradientUse
+from .gradient_slice import RETURNED, GradientSlice, GradientUse, slice_of
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")

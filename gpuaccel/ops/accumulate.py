@@ -91,17 +91,8 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
             f"acc is {acc.dtype}; expected torch.float32: in a shorter dtype small gradients get"
             " lost (in bfloat16 256 + 1 = 256)"
         )
-    if not acc.is_contiguous():
-        raise ArgumentError(
-            f"acc has shape {tuple(acc.shape)} with strides {acc.stride()};"
-            " expected a contiguous destination"
-        )
-    if acc.is_neg():
-        raise ArgumentError("acc is a view of numbers that torch negates; expected a plain buffer")
-    if acc.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            "acc requires grad; accumulate into a plain buffer, or under torch.no_grad()"
-        )
+    if problem := problem_of_sums("acc", acc):
+        raise ArgumentError(problem)
     if overlap(acc, grad):
         raise ArgumentError("acc and grad overlap in memory; expected two tensors of their own")
     if acc.numel() == 0:
@@ -211,6 +202,20 @@ def check_gradient(name: str, grad: Tensor, shape, device):
         problem = f"is on {grad.device}; expected {device}"
     if problem:
         raise ArgumentError(f"gradient {name} {problem}")
+
+
+def problem_of_sums(name: str, sums: Tensor) -> str | None:
+    """Why nothing can be added into a tensor in place, or None."""
+    if not sums.is_contiguous():
+        return (
+            f"{name} has shape {tuple(sums.shape)} with strides {sums.stride()};"
+            " expected a contiguous tensor, which is added into"
+        )
+    if sums.is_neg():
+        return f"{name} is a view of numbers that torch negates; expected a plain buffer"
+    if sums.requires_grad and torch.is_grad_enabled():
+        return f"{name} requires grad; add into a plain buffer, or under torch.no_grad()"
+    return None
 
 
 def span(t: Tensor) -> tuple[int, int]:

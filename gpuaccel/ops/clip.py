@@ -12,6 +12,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -51,12 +52,13 @@ def tensors_of_launch(count: int) -> int:
     return MANY_TENSORS if count > MAX_TENSORS and allows_many else MAX_TENSORS
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class ClipState:
     """The result of one clipping, as tensors on the device. Nothing waits until a value is read.
 
     With scope "global" each property is (), with another scope (groups,).
 
-    Args:
+    Attributes:
         values: (groups, 4) fp32: scale, norm, clipped norm, finite.
         nonfinite_tensor: (groups,) int32, number of each group's first tensor that is not finite,
             -1 without one.
@@ -72,19 +74,10 @@ class ClipState:
         (6.0, 1.0, True, None)
     """
 
-    __slots__ = ("values", "nonfinite_tensor", "scope", "names")
-
-    def __init__(
-        self,
-        values: Tensor,
-        nonfinite_tensor: Tensor,
-        scope: Scope,
-        names: Callable[[], Sequence[str]],
-    ):
-        self.values = values
-        self.nonfinite_tensor = nonfinite_tensor
-        self.scope = scope
-        self.names = names
+    values: Tensor
+    nonfinite_tensor: Tensor
+    scope: Scope
+    names: Callable[[], Sequence[str]]
 
     def _column(self, i: int) -> Tensor:
         return self.values[0, i] if self.scope == "global" else self.values[:, i]

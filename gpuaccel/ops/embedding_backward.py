@@ -18,13 +18,13 @@ Source: llm.c's encoder_backward, whose buckets are made by the CPU; here the de
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, launch
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel
 from ..errors import ArgumentError
-from .accumulate import overlap
+from .accumulate import overlap, problem_of_sums
+from .clip import readable
 from .token_sort import (
     MAX_TOKENS,
     PIECE,
@@ -58,11 +58,7 @@ def reference_encoder(tokens: Tensor, wte: Tensor, wpe: Tensor | None = None) ->
 
 
 def reference_encoder_backward(
-    dwte: Tensor | None,
-    dwpe: Tensor | None,
-    dout: Tensor,
-    segments: Segments,
-    by_count: bool = False,
+    dwte: Tensor | None, dwpe: Tensor | None, dout: Tensor, segments: Segments
 ):
     """Add the gradients into dwte and dwpe in torch, bit-identical to the kernels.
 
@@ -70,22 +66,24 @@ def reference_encoder_backward(
     dtypes = {t.dtype for t in (dwte, dwpe, dout) if t is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grad = dout.reshape(-1, dout.shape[-1]).to(wide)
-    if dwte is not None and segments.n:
+    if dwte is not None and segments.pieces.any():
         row, token = segments.order.long().unbind(1)
         head = segments.pieces.nonzero()[:, 0]
-        length = segments.pieces[head].long()
-        total = _piece_sums(grad, row, head, length)
-        if len(head) and (int(length.min()) < 0 or int(length.max()) > PIECE):
-            # The first piece of each run, the run's length, and its number of pieces.
-            runs = (length <= PIECE).nonzero()[:, 0]
-            head, length = head[runs], length[runs].abs()
-            count = -(-length // PIECE)
-            long = (count > 1).nonzero()[:, 0]
-            sums, total = total, total[runs]
-            total[long] = _combined(sums, runs[long], count[long])
-        if by_count:
-            total = total / length[:, None]
-        _add(dwte, token[head], total)
+        kind = segments.pieces[head].long()
+        is_first = kind <= PIECE
+        rows = torch.where(kind < 0, PIECE, torch.where(is_first, kind, kind - PIECE))
+        # Rows that are left out come after the last piece; those of tokens out of range are NaN.
+        row = row[: int(rows.sum())]
+        sorted_grad = torch.where((row < 0)[:, None], torch.nan, grad[row & MAX_TOKENS])
+        of_piece = _sums(sorted_grad, rows)
+        # 16 warps take the pieces of a run in turn, as in encoder_combine_v3.
+        run = is_first.cumsum(0) - 1
+        index = torch.arange(len(run), device=run.device) - is_first.nonzero()[run, 0]
+        warp, order = (COMBINE * run + index % COMBINE).sort(stable=True)
+        warp, pieces = warp.unique_consecutive(return_counts=True)
+        of_warp = _sums(of_piece[order], pieces)
+        total = _sums(of_warp, (warp // COMBINE).unique_consecutive(return_counts=True)[1])
+        _add(dwte, token[head[is_first]], total)
     if dwpe is not None and dout.numel():
         T = dout.shape[-2]
         grad = grad.view(-1, T, grad.shape[-1])
@@ -95,44 +93,9 @@ def reference_encoder_backward(
         _add(dwpe, torch.arange(T, device=dwpe.device), total)
 
 
-def _piece_sums(grad, row, head, kind):
-    """The sum of each piece's rows, added in order.
-
-    row: (N,) indices into `grad` in the order of addition; a negative one belongs to a token out of
-    range and counts as a row of NaN. head: where each piece starts. kind: as in Segments.pieces."""
-    rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
-    if grad.is_cpu and len(head) and int(row.min()) >= 0:
-        # Rows that are left out come after the last piece.
-        order = row[: int(head[-1] + rows[-1])]
-        return F.embedding_bag(order.contiguous(), grad, head, mode="sum")
-    sorted_grad = torch.where((row < 0)[:, None], torch.nan, grad[row & MAX_TOKENS])
-    return _in_order(sorted_grad, head, rows, 1)
-
-
-def _combined(sums, first, count):
-    """Sums of runs of several pieces, added in the order of encoder_combine_v3."""
-    last = len(sums) - 1
-    combined = None
-    for warp in range(COMBINE):
-        pieces = (-(-(count - warp) // COMBINE)).clamp(min=1)
-        warp_sum = _in_order(sums, (first + warp).clamp(max=last), pieces, COMBINE)
-        if combined is None:
-            combined = warp_sum
-        else:
-            combined = torch.where((count > warp)[:, None], combined + warp_sum, combined)
-    return combined
-
-
-def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
-    """rows[start] + rows[start + step] + ..., `count` (at least 1) terms, added in order."""
-    count, order = count.sort(descending=True)  # the longest sums first
-    start, total = start[order], rows[start[order]]
-    longest = int(count[0]) if len(count) else 1
-    additions = torch.arange(1, longest, device=count.device)
-    unfinished = (count[None] > additions[:, None]).sum(1).tolist()
-    for r, n in enumerate(unfinished, 1):
-        total[:n] += rows[start[:n] + r * step]
-    return torch.empty_like(total).index_copy_(0, order, total)
+def _sums(rows: Tensor, counts: Tensor) -> Tensor:
+    """The sum of the first counts[0] rows, of the next counts[1], ..., each added in order."""
+    return torch.segment_reduce(rows, "sum", lengths=counts, initial=-0.0)
 
 
 def _add(sums, index, total):
@@ -192,13 +155,7 @@ def launch_forward(tokens: Tensor, wte: Tensor, wpe: Tensor | None, invalid: Ten
     return out
 
 
-def launch_backward(
-    dwte: Tensor | None,
-    dwpe: Tensor | None,
-    dout: Tensor,
-    segments: Segments,
-    by_count: bool = False,
-):
+def launch_backward(dwte: Tensor | None, dwpe: Tensor | None, dout: Tensor, segments: Segments):
     """Launch encoder_backward_v3 and encoder_combine_v3 for dwte, encoder_wpe for dwpe.
 
     dout: (rows, C) or (B, T, C), not empty. All tensors are contiguous."""
@@ -207,7 +164,6 @@ def launch_backward(
         GRAD_T=C_TYPES[dout.dtype],
         ACC_T=C_TYPES[sums.dtype],
         WHOLE=_whole(C, sums, dout),
-        BY_COUNT=int(by_count),
     )
     if dwte is not None:
         n, places = segments.n, -(-segments.n // PIECE)  # a warp takes 32 places of the order
@@ -241,7 +197,6 @@ def encoder_backward(
     *,
     segments: Segments | None = None,
     padding_idx: int | None = None,
-    scale_grad_by_freq: bool = False,
 ):
     """Add the gradients of wte and wpe into dwte and dwpe.
 
@@ -252,7 +207,7 @@ def encoder_backward(
         dout: (..., T, C), fp32, bf16 or fp16, any strides.
         tokens: (..., T), int64 or int32.
         segments: ga.ops.find_segments(tokens, V, padding_idx), where they are known already.
-        padding_idx, scale_grad_by_freq: as nn.Embedding's.
+        padding_idx: as nn.Embedding's.
 
     Raises:
         ArgumentError: with nothing changed, for a wrong dtype, shape or device, sums that are not
@@ -275,7 +230,7 @@ def encoder_backward(
                 f" expected those of these {words.format(*expected)}"
             )
     if dout.numel():
-        add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq)
+        add_gradients(dwte, dwpe, dout, segments)
 
 
 def _problem(dwte, dwpe, dout, tokens) -> str | None:
@@ -308,15 +263,8 @@ def _problem(dwte, dwpe, dout, tokens) -> str | None:
         if t.dim() != 2 or t.shape[1] != dout.shape[-1] or len(t) < least:
             rows = "V" if name == "dwte" else f"at least {least}"
             return f"{name} has shape {tuple(t.shape)}; expected ({rows}, {dout.shape[-1]})"
-        if not t.is_contiguous():
-            return (
-                f"{name} has shape {tuple(t.shape)} with strides {t.stride()};"
-                " expected a contiguous tensor, which is added into"
-            )
-        if t.is_neg():
-            return f"{name} is a view of numbers that torch negates; expected a plain buffer"
-        if t.requires_grad and torch.is_grad_enabled():
-            return f"{name} requires grad; add into a plain buffer, or under torch.no_grad()"
+        if problem := problem_of_sums(name, t):
+            return problem
     if dwte is not None and dwpe is not None and overlap(dwte, dwpe):
         return "dwte and dwpe overlap in memory; expected two tensors of their own"
     return None
@@ -330,13 +278,7 @@ def range_on_host(tokens: Tensor) -> tuple[int, int] | None:
     Args:
         tokens: integers, any shape.
     """
-    if (
-        not tokens.is_cpu
-        or type(tokens) is not Tensor
-        or not tokens.numel()
-        or torch.compiler.is_compiling()
-        or launch.recorders
-    ):
+    if not tokens.numel() or not readable(tokens):
         return None
     low, high = torch.aminmax(tokens)
     return int(low), int(high)
@@ -363,17 +305,16 @@ def check_range(tokens: Tensor, vocab: int):
 
 
 @torch.no_grad()
-def add_gradients(dwte, dwpe, dout, segments, by_count):
+def add_gradients(dwte, dwpe, dout, segments):
     """encoder_backward without its checks: by the kernels where they can run, else in torch.
 
     Args:
         dwte, dwpe, dout: as for encoder_backward.
         segments: of the batch.
-        by_count: divide a token's sum by the number of its rows.
     """
     tensors = (dwte, dwpe, dout)
     if takes(dout.device) and all(t is None or t.dtype in FLOAT_DTYPES for t in tensors):
-        launch_backward(dwte, dwpe, dout.contiguous().resolve_neg(), segments, by_count)
+        launch_backward(dwte, dwpe, dout.contiguous().resolve_neg(), segments)
         torch.autograd.graph.increment_version([t for t in (dwte, dwpe) if t is not None])
     else:
-        reference_encoder_backward(dwte, dwpe, dout, segments, by_count)
+        reference_encoder_backward(dwte, dwpe, dout, segments)

