@@ -173,7 +173,7 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
 
     The namespace gets the kernel; while it is wrong, or does not compile, the solution's.
     """
-    from .exercises import check, exercise
+    from .exercises import check, does_not_compile, exercise
 
     task = exercise(name)
     if not task.params:
@@ -182,9 +182,9 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
     try:
         kernel = compile_cell(name, cell).kernels[name]
     except CompileError as error:
-        error.__notes__ = [UNTIL_RIGHT.format(name)]
-        raise
-    result = check(name, kernel)
+        result = does_not_compile(task, error, f"\n{cell}")
+    else:
+        result = check(name, kernel)
     if result.passed is False:
         return dataclasses.replace(result, summary=f"{result.summary} {UNTIL_RIGHT.format(name)}")
     namespace[name] = kernel
@@ -253,7 +253,11 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
-            message += getattr(error, "__notes__", [])
+            if isinstance(error, CompileError) and cell is not None:
+                from .exercises import find_slip
+
+                slip = find_slip(error, f"\n{cell}")
+                message[:0] = [f"line {slip.line}: {slip.sentence}"] if slip.sentence else []
             message += [] if in_place else _still_there(cell, shell.user_ns)
             error._render_traceback_ = lambda *_, **__: message
             raise

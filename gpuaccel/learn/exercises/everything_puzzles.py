@@ -127,7 +127,10 @@ weight.copy_(torch.where(norm.isfinite(), new, weight))""",
                 "max_norm / norm if norm > max_norm else 1.0",
             ),
             "skips with if": (_WHERE, "if norm.isfinite(): weight.copy_(new)"),
-            "a mean in bf16": ("grads.float().mean(0)", "grads.mean(0).float()"),
+            "the mean is taken in bf16, and rounded: grads.float() comes first": (
+                "grads.float().mean(0)",
+                "grads.mean(0).float()",
+            ),
             "the sum": ("mean(0)", "sum(0)"),
             "the last micro-batch": ("grads.float().mean(0)", "grads[-1].float()"),
             "clips each micro-batch": (

@@ -68,13 +68,15 @@ EXERCISES = [
         wrong_answers={
             "no guard": INDEX + "y[i] = a * x[i] + y[i];",
             "one too many": INDEX + "if (i <= n) y[i] = a * x[i] + y[i];",
-            "overwrites": INDEX + "if (i < n) y[i] = a * x[i];",
+            "`+ y[i]` is missing: what was in `y` is lost": INDEX + "if (i < n) y[i] = a * x[i];",
+            "the product is subtracted, not added": INDEX + "if (i < n) y[i] = y[i] - a * x[i];",
+            "`y[i]` is subtracted, not added": INDEX + "if (i < n) y[i] = a * x[i] - y[i];",
             "forgets a": INDEX + "if (i < n) y[i] += x[i];",
             "scales y": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
             "index within the block only": (
                 "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
             ),
-            "a loop in every thread": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
+            "no loop is needed: each thread computes one element": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
             "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
         },
         data=_saxpy_case,
@@ -118,7 +120,8 @@ EXERCISES = [
         solution=INDEX + "if (i < n) out[i] = x[n - 1 - i];",
         wrong_answers={
             "no guard": INDEX + "out[i] = x[n - 1 - i];",
-            "off by one": INDEX + "if (i < n) out[i] = x[n - i];",
+            "`n - i` is one too far: the last element is x[n - 1]": INDEX
+            + "if (i < n) out[i] = x[n - i];",
             "reverses each block": INDEX
             + (
                 "int j = (blockIdx.x + 1) * blockDim.x - 1 - threadIdx.x;\n"
@@ -162,7 +165,7 @@ EXERCISES = [
             "goes around": (
                 INDEX + "if (i < n) out[i] = (x[(i + n - 1) % n] + x[i] + x[(i + 1) % n]) / 3.0f;"
             ),
-            "whole numbers": (
+            "1 / 3 is 0, as both are whole numbers: write 3.0f": (
                 INDEX + "if (i < n) out[i] = ((i > 0 ? x[i - 1] : 0.0f) + x[i] + "
                 "(i < n - 1 ? x[i + 1] : 0.0f)) * (1 / 3);"
             ),
