@@ -17,7 +17,8 @@ does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are availab
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 
 `%%cuda --check saxpy` also tries the cell's kernel as the answer to an exercise, and shows how it
-did. Until it is right, the name is the solution's kernel, so that later cells run.
+did, also where it does not compile. Until it is right, the name is the solution's kernel, so that
+later cells run.
 
 `%%cuda --replace settings_write` puts the cell's kernel in the place of the package's, for all that
 launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.

@@ -15,6 +15,10 @@ them unchecked; without a GPU too a kernel is only compiled, and the result is n
 wrong, and says so. A function that is to be captured is recorded on a tape,
 with or without a GPU.
 
+A wrong answer is compared with the exercise's known-wrong answers: where it does the same as one of
+them, the summary says which mistake that is. One that does not compile is explained by a table of
+common slips.
+
 A right answer is compared with the solution: the accesses of a traced run, the operations of torch,
 double precision in the PTX. What it does much more often, what was asked and not done, and what is
 right for these sizes only, stands in the result's remarks.

@@ -208,8 +208,8 @@ EXERCISES = [
                 "float s = scale[0];",
                 "float s = isnan(scale[0]) ? 0.0f : scale[0];",
             ),
-            "adds": ("-=", "+="),
-            "does not clip": ("lr * s *", "lr *"),
+            "the step goes uphill: a plus in place of the minus": ("-=", "+="),
+            "the scale is not used": ("lr * s *", "lr *"),
             "forgets the learning rate": ("lr * s *", "s *"),
             "overwrites the weight": ("w[i] -= ", "w[i] = -"),
             "steps only where it clips": ("s > 0.0f", "s > 0.0f && s < 1.0f"),
@@ -234,9 +234,9 @@ EXERCISES = [
 norm = norms.square().sum().sqrt()
 return torch.clamp(max_norm / (norm + 1e-6), max=1.0)""",
         wrong_answers={
-            "sum of the norms": (".square().sum().sqrt()", ".sum()"),
+            "the sum of the norms: each is squared first": (".square().sum().sqrt()", ".sum()"),
             "root of the sum of the norms": (".square()", ""),
-            "not rooted": (".sqrt()", ""),
+            "the sum of the squares: the root is missing": (".sqrt()", ""),
             "largest norm": (".square().sum().sqrt()", ".max()"),
             "mean of the norms": (".square().sum().sqrt()", ".mean()"),
             "max_norm is always 1": ("max_norm /", "1.0 /"),

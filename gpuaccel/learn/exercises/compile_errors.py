@@ -107,7 +107,7 @@ def find_slip(error: CompileError, text: str, solution: str = "") -> Slip:
 def _semicolon(code, rest) -> str:
     """A sentence on a `;` that is missing at the end of a line, or in front of its rest."""
     if rest.strip():
-        return f"in front of `{rest}` an operator or a `;` is missing"
+        return f"in front of `{rest.strip()}` an operator or a `;` is missing"
     return f"`{code}` needs a `;` at its end"
 
 

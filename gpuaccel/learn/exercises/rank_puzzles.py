@@ -79,8 +79,8 @@ return total""",
             "a round too few": ("range(ranks - 1)", "range(ranks - 2)"),
             "passes on its own each time": ("pass_on(passing)", "pass_on(mine)"),
             "passes on the sum": ("pass_on(passing)", "pass_on(total)"),
-            "without its own": ("mine.clone(), mine", "0 * mine, mine"),
-            "keeps the last": ("total += passing", "total = passing"),
+            "without the rank's own tensor": ("mine.clone(), mine", "0 * mine, mine"),
+            "it keeps the last tensor only": ("total += passing", "total = passing"),
             "the mean": ("return total", "return total / ranks"),
         },
         cases=_ring_cases,
@@ -118,7 +118,10 @@ total = torch.zeros_like(grads[0, 0])
 for grad in grads.transpose(0, 1).flatten(0, 1):
     total = total + grad
 return total""",
-            "backwards": ("range(grads.shape[0])", "reversed(range(grads.shape[0]))"),
+            "backwards: the last micro-batch first": (
+                "range(grads.shape[0])",
+                "reversed(range(grads.shape[0]))",
+            ),
             "last rank first": ("range(grads.shape[1])", "reversed(range(grads.shape[1]))"),
             "summed in double, not in fp32": "return grads.double().sum((0, 1)).float()",
             "the mean of the ranks": ("return total", "return total / grads.shape[1]"),

@@ -94,7 +94,7 @@ class Panel:
         banks: whether it shows the banks of shared memory.
     """
 
-    def __init__(self, trace, index, drawn, red, frame, whole, threads, banks):
+    def __init__(self, trace, index, drawn, red, frame, whole, threads, banks=True):
         self.outside = red[drawn["tensor"] == index]
         drawn = drawn[drawn["tensor"] == index]
         frame = frame[frame["tensor"] == index]
