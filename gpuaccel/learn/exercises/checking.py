@@ -171,6 +171,8 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
             if late:
                 outcome = f"stopped in line {late[0].line}"
                 end = _stopped(n, seconds)
+                if n == SMALL_SIZE:
+                    end += _known_mistake(task, kernel, cases)
         except _StillRunning:
             passed, outcome = False, "the GPU was still running it"
             end = (
@@ -191,8 +193,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
         if end:
             # A picture only of a kernel that ended with about as many elements.
             launch = _picture(task, kernel, seed) if n > SIZES[1] else None
-            mistake = _known_mistake(task, kernel, cases) if n == SMALL_SIZE else ""
-            return Result(task.name, False, f"{end}{mistake}", lines, launch=launch)
+            return Result(task.name, False, end, lines, launch=launch)
     result = conclude(task, lines, seed, "size", lambda: _known_mistake(task, kernel, cases))
     return replace(result, launch=_picture(task, kernel, seed))
 

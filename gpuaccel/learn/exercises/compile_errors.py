@@ -125,7 +125,7 @@ def does_not_compile(task, error: CompileError, text: str) -> Result:
     """The result of an answer that does not compile."""
     slip = find_slip(error, text, task.solution)
     place = f"line {slip.line}" if slip.line else "the cell"
-    lines = [(False, place, slip.sentence or slip.message)]
+    lines: list[tuple[bool | None, str, str]] = [(False, place, slip.sentence or slip.message)]
     if slip.sentence:
         lines.append((None, "the compiler", slip.message))
     return Result(task.name, False, "it does not compile.", lines)
