@@ -17,6 +17,7 @@ MORE = 1.5
 # The same for the accesses of its busiest thread, and for operations of torch.
 BUSIER = 4
 MORE_OPERATIONS = 10
+BYTES = "bytes read and written"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def table(mine: Cost, theirs: Cost) -> list[tuple[str, int, int]]:
         ("reads", mine.reads, theirs.reads),
         ("writes", mine.writes, theirs.writes),
         (
-            "bytes read and written",
+            BYTES,
             mine.read_bytes + mine.written_bytes,
             theirs.read_bytes + theirs.written_bytes,
         ),

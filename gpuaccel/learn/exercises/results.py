@@ -16,6 +16,7 @@ from ..figures.drawing import in_page
 from . import (
     accumulate_puzzles,
     clip_puzzles,
+    costs,
     encoder_puzzles,
     everything_puzzles,
     graph_puzzles,
@@ -135,6 +136,9 @@ class Result:
         if all(count == other for _, count, other in self.cost):
             solution = "the same"
         outcome = f"with {COST_SIZE:,} elements: {counts} (the solution: {solution})"
+        same = {what: count == other for what, count, other in self.cost}
+        if same.get(costs.BYTES) and not same.get("reads"):
+            outcome += "; the bytes are the same: a float4 is one read"
         return [(None, "cost", outcome)]
 
     def _repr_html_(self):
