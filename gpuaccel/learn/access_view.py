@@ -285,11 +285,12 @@ class AccessView:
 
     # ---- drawn ----------------------------------------------------------------------------------
 
-    def picture(self, banks: bool = True) -> str:
+    def picture(self, in_verdict: bool = False) -> str:
         """The picture as SVG, in colours that suit light and dark pages.
 
         Args:
-            banks: whether it shows the banks of shared memory, and their conflicts.
+            in_verdict: whether it stands under a verdict, which names the mistakes. No lesson
+                explains the banks of shared memory, so they are left out there.
         """
         drawn, frame, whole, count, fit = self._choose()
         trace = self.trace
@@ -303,7 +304,7 @@ class AccessView:
             for line in list(dict.fromkeys(drawn["line"].tolist()))[:3]:
                 y += 20
                 sheet.mono(0, y, f"{line:>4}  {shorten(self._code(line), 100)}")
-        for remark in self._remarks():
+        for remark in () if in_verdict else self._remarks():
             for k, words in enumerate(textwrap.wrap(remark, 112)):
                 y += 17 if k else 20
                 sheet.text(0 if k == 0 else 16, y, words, 12, RED, weight=600)
@@ -311,13 +312,13 @@ class AccessView:
         threads = range(self.warp * WARP, min((self.warp + count) * WARP, trace.threads))
         red = trace.outside(drawn)
         panels = [
-            Panel(trace, i, drawn, red, frame, whole, threads, banks)
+            Panel(trace, i, drawn, red, frame, whole, threads, banks=not in_verdict)
             for i in np.unique(frame["tensor"]).tolist()
         ]
         panels.sort(key=lambda panel: panel.order)
         y = _draw_panels(sheet, panels, y)
         y = self._draw_legend(sheet, y, drawn, panels, len(whole) > len(drawn))
-        y = self._draw_table(sheet, y, banks)
+        y = self._draw_table(sheet, y, banks=not in_verdict)
         return sheet.svg(y + 4, f"{trace.kernel}, {launched}; {part}")
 
     def _draw_legend(self, sheet, y, drawn, panels, has_other_warps):

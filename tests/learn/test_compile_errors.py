@@ -32,6 +32,9 @@ SLIPS = [
         f"`{I[:-1]}` needs a `;` at its end",
     ),
     (SAXPY, f"{I}\nif (i < n) y[i] = a x[i];", 4, "in front of `x[i];` an operator or a `;`"),
+    (SAXPY, f"{I}\ny[i] = a  // for all in x\n", 4, "`y[i] = a` needs a `;` at its end"),
+    (SAXPY, f"{I}\nfloat b = 0;\nif (i < n) b = a else b = 1;", 5, "in front of `else b = 1;`"),
+    (ACCUMULATE, f"{I}\nacc[i] = as_float(grad[i]", 4, "a `)` is missing"),
     (SAXPY, f"{I}\nint b = i // 4;\nif (i < n) y[i] = b;", 4, "`//` begins a comment"),
     (SAXPY, f"{I}\nif (i < n) y = a * x + y;", 4, "`y` is an address: the number there is `y[i]`"),
     (

@@ -952,7 +952,9 @@ def test_a_race_is_named_once_and_by_itself():
     )
     html = result._repr_html_()
     assert "open>" not in html and "<svg" in html and "bank" not in html
-    assert "bank" in result.show().picture()
+    # The picture does not say the same once more.
+    assert html.count("race: ") == 1 and "which no thread of its block has written" not in html
+    assert "bank" in result.show().picture() and "race: " in result.show().picture()
 
 
 def test_rows_that_differ_only_in_numbers_are_one():

@@ -20,28 +20,27 @@ _ERROR = re.compile(
     r"(.*(?:\n +operand types are.*)?)(?:\n( *)(\S.*)\n( *)\^)?",
     re.M,
 )
-_SEMICOLON = r"expected (?:a \"|(?:',' or )?');"
+_EXPECTED = r"expected (?:a \"|(?:',' or )?')"
 # names of CUDA that are often misspelt
 _NAMES = "threadIdx blockIdx blockDim gridDim __syncthreads as_float as_bf16 sqrtf fminf fmaxf expf"
 
 # A pattern of "the compiler's message\nthe learner's line" -> a sentence. In it, {1} is the pattern's
-# group, {meant} a name like it; {pointer} and {semicolon} are the sentences of _pointer, _semicolon.
+# group, {meant} a name like it; {pointer} and {semicolon} are sentences of find_slip.
 SLIPS = {
     r"\n.*#\s|preprocessing directive|stray '#'|\"#\" not": "a comment begins with `//` in C",
     r"pointer but has|unary '\*'.*\n.*\*\*": "C has no `**`: x * x is the square of x",
     r"\n.*\bfor\b[^;]*\bin\b": "C writes `for (int k = 0; k < n; k++)`, not `for k in range(n)`",
-    r"\n.*=.*\bif\b.*\belse\b": "C writes `condition ? a : b`, not `a if condition else b`",
+    r"\n.*=[^;]*\bif\b[^;]*\belse\b": "C writes `condition ? a : b`, not `a if condition else b`",
     r"\n\s*(if|while)\b(?!\s*\()|\n\s*(?:if|else|for|while)\b.*:\s*$": "C writes "
     "`if (i < n) { ... }`: the condition in parentheses, no `:`",
     r"[\"'](?:True|False|None)[\"']": "C writes `true` and `false`",
     r"[\"']elif[\"']": "C writes `else if (...)`, not `elif`",
     r"uint3|dim3|Index'": "`threadIdx`, `blockIdx` and `blockDim` have parts: `threadIdx.x`",
-    r"bf16": "C does not compute with bf16: `as_float(...)` reads one, `as_bf16(...)` makes one",
+    r"^.*bf16": "C does not compute with bf16: `as_float(...)` reads one, `as_bf16(...)` makes one",
     r"arithmetic or|pointer with|\*[\"']": "{pointer}",
-    rf"{_SEMICOLON}.*\n.*//.*;": "`//` begins a comment: `/` divides whole numbers",
-    _SEMICOLON: "{semicolon}",
-    r"expected (?:a \"|')([)\]])": "a `{1}` is missing",
-    r"expected (?:a \"|')}": "a `}` is missing at the end",
+    f"{_EXPECTED};": "{semicolon}",
+    rf"{_EXPECTED}([)\]])": "a `{1}` is missing",
+    f"{_EXPECTED}}}": "a `}` is missing at the end",
     r"expected a? ?declaration": "there is one `}` too many: the kernel has ended before this line",
     r"pointer-to-object|'\w+\[\w+\]'": "this is one number, not a tensor: without `[` and `]`",
     r"integral or|array subscript": "an index is a whole number, in `[` and `]`",
@@ -84,14 +83,24 @@ def find_slip(error: CompileError, text: str, solution: str = "") -> Slip:
     line = int(place[1] or place[2] or 0)
     says = " ".join(place[3].split())
     message = f"line {line}: {says}" if line else says
-    rest = (place[5] or "")[len(place[6] or "") - len(place[4] or "") :]
+    indent, shown, caret = (words or "" for words in place.group(4, 5, 6))
+    rest = re.sub("//.*", "", shown[len(caret) - len(indent) :]).strip()
     lines = without_comments(text).splitlines()
-    if re.match(_SEMICOLON, says) and rest == place[5]:
+    if re.match(rf"{_EXPECTED}[;)\]]", says) and shown and indent == caret:
         # What is missing there is missing at the end of the line before.
         line = next(k for k in range(line - 1, 0, -1) if lines[k - 1].strip())
         rest = ""
-    code = [*text.splitlines(), ""][line - 1].strip() if line <= len(lines) else ""
-    words = {"pointer": _pointer(text, code, solution), "semicolon": _semicolon(code, rest)}
+    code, written = (
+        both[line - 1].strip() if 0 < line <= len(both) else ""
+        for both in (lines, text.splitlines())
+    )
+    if re.search("//.*;", written) and not rest:
+        semicolon = "`//` begins a comment: `/` divides whole numbers"
+    elif rest:
+        semicolon = f"in front of `{rest}` an operator or a `;` is missing"
+    else:
+        semicolon = f"`{code}` needs a `;` at its end"
+    words = {"pointer": _pointer(text, code, solution), "semicolon": semicolon}
     for pattern, sentence in SLIPS.items():
         found = re.search(pattern, f"{says}\n{code}")
         if found:
@@ -102,13 +111,6 @@ def find_slip(error: CompileError, text: str, solution: str = "") -> Slip:
             if sentence:
                 return Slip(line or None, sentence, message)
     return Slip(line or None, "", message)
-
-
-def _semicolon(code, rest) -> str:
-    """A sentence on a `;` that is missing at the end of a line, or in front of its rest."""
-    if rest.strip():
-        return f"in front of `{rest.strip()}` an operator or a `;` is missing"
-    return f"`{code}` needs a `;` at its end"
 
 
 def _pointer(text, code, solution) -> str:

@@ -171,14 +171,12 @@ class Result:
         )
 
     def _picture_html(self):
-        """The picture of a kernel, folded; nothing where there is none.
-
-        No lesson explains banks: ga.show has them."""
+        """The picture of a kernel, folded; nothing where there is none."""
         if self.launch is None:
             return ""
         try:
             with simt.checked(True, seconds=PICTURE_SECONDS):
-                picture = in_page(self.show().picture(banks=False))
+                picture = in_page(self.show().picture(in_verdict=True))
         except GpuaccelError:
             # it touches nothing, or the CPU cannot run it
             return ""
