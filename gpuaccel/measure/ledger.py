@@ -11,7 +11,8 @@
 Everything is read from the records of `torch.profiler` (measure/profiler.py), never guessed.
 Without a GPU there are no launches and no waits: `launches`, `syncs` and `copies` are None. Counted
 instead are the operators that torch called, and the scalars that the host read, the number of
-elements in a mask included (`x[mask]`). A read is a wait if its tensor is on a GPU. Step counters that torch's optimizers keep on the CPU are not counted.
+elements in a mask included (`x[mask]`). A read is a wait if its tensor is on a GPU. Step counters
+that torch's optimizers keep on the CPU are not counted.
 """
 
 from __future__ import annotations

@@ -814,10 +814,7 @@ KNOWN_KERNELS = {
     ),
     "reverse": (
         "float* out, const float* x, int n",
-        {
-            I
-            + "int j = n - i;\nif (i < n) out[i] = x[j];": "`n - i` is one too far: the last element"
-        },
+        {I + "int j = n - i;\nif (i < n) out[i] = x[j];": "`n - i` is one too far"},
     ),
     "blur": (
         "float* out, const float* x, int n",
@@ -831,8 +828,8 @@ KNOWN_KERNELS = {
         {
             "if (blockIdx.x + threadIdx.x > 0) return;\nfloat norm = 0.0f;\n"
             "for (int b = 0; b < n; b++) norm += sums[b];\n"
-            "scale[0] = norm > max_norm || isnan(norm) ? max_norm / norm : 1.0f;": "that is the sum "
-            "of the squares: the root is missing"
+            "scale[0] = norm > max_norm || isnan(norm) ? max_norm / norm : 1.0f;": "that is the "
+            "sum of the squares: the root is missing"
         },
     ),
     "accumulate": (

@@ -162,7 +162,9 @@ for mean, count in zip(means, counts):
         total += mean.float() * count
 return total / sum(counts)""",
         wrong_answers={
-            "the mean of the means: each counts alike": "return sum(m.float() for m in means) / len(means)",
+            "the mean of the means: each counts alike": (
+                "return sum(m.float() for m in means) / len(means)"
+            ),
             "the NaN of the micro-batch without tokens is in it: leave that one out": (
                 "if count:",
                 "if True:",

@@ -24,8 +24,8 @@ _EXPECTED = r"expected (?:a \"|(?:',' or )?')"
 # names of CUDA that are often misspelt
 _NAMES = "threadIdx blockIdx blockDim gridDim __syncthreads as_float as_bf16 sqrtf fminf fmaxf expf"
 
-# A pattern of "the compiler's message\nthe learner's line" -> a sentence. In it, {1} is the pattern's
-# group, {meant} a name like it; {pointer} and {semicolon} are sentences of find_slip.
+# A pattern of "the compiler's message\nthe learner's line" -> a sentence. In it, {1} is the
+# pattern's group, {meant} a name like it; {pointer} and {semicolon} are sentences of find_slip.
 SLIPS = {
     r"\n.*#\s|preprocessing directive|stray '#'|\"#\" not": "a comment begins with `//` in C",
     r"pointer but has|unary '\*'.*\n.*\*\*": "C has no `**`: x * x is the square of x",

@@ -109,6 +109,7 @@ def remarks(mine: Cost, theirs: Cost) -> list[str]:
         elif count >= MORE * their_count and count:
             times = f"{count / their_count:,.1f}".removesuffix(".0")
             sentences.append(
-                f"it {verb} {times} times the {what} of the solution ({count:,} and {their_count:,})"
+                f"it {verb} {times} times the {what} of the solution "
+                f"({count:,} and {their_count:,})"
             )
     return sentences

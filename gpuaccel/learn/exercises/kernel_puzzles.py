@@ -76,7 +76,9 @@ EXERCISES = [
             "the index lacks blockIdx.x * blockDim.x": (
                 "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
             ),
-            "no loop is needed: each thread computes one element": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
+            "no loop is needed: each thread computes one element": (
+                "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];"
+            ),
             "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
         },
         data=_saxpy_case,
