@@ -258,7 +258,8 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
                 from .exercises import find_slip
 
                 slip = find_slip(error, f"\n{cell}")
-                message[:0] = [f"line {slip.line}: {slip.sentence}"] if slip.sentence else []
+                place = f"line {slip.line}: " if slip.line else ""
+                message[:0] = [place + slip.sentence] if slip.sentence else []
             message += [] if in_place else _still_there(cell, shell.user_ns)
             error._render_traceback_ = lambda *_, **__: message
             raise
