@@ -120,7 +120,7 @@ class Tape(TorchDispatchMode):
         if name in READS:
             raise CaptureError(_HOST_WOULD_WAIT)
         short_name = name.split("::")[1]
-        if _shape_depends_on_values(func, name, args, kwargs):
+        if _shape_depends_on_values(func, name, args, kwargs, self.steps):
             raise CaptureError(
                 f"the shape that {short_name} returns depends on values, which the host would "
                 "have to wait for"
@@ -192,15 +192,18 @@ class Tape(TorchDispatchMode):
         self.steps.clear()
 
 
-def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
+def _shape_depends_on_values(func, name: str, args, kwargs, steps) -> bool:
     """True if the host needs values to know the result's shape."""
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         indices = args[1]
         if all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices):
             return False
-        # x[mask] = one value is a masked fill.
         accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-        return name == "aten::index" or accumulate or args[2].numel() != 1
+        if name == "aten::index" or accumulate or args[2].numel() != 1:
+            return True
+        # Only x[mask] = one value of the host is a masked fill on a GPU.
+        constants = [t for step in steps if step.name == "constant" for t in step.results]
+        return _storage(args[2]) not in map(_storage, constants)
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return False
     return torch.Tag.dynamic_output_shape in func.tags

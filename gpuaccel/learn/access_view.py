@@ -285,8 +285,13 @@ class AccessView:
 
     # ---- drawn ----------------------------------------------------------------------------------
 
-    def picture(self) -> str:
-        """The picture as SVG, in colours that suit light and dark pages."""
+    def picture(self, in_verdict: bool = False) -> str:
+        """The picture as SVG, in colours that suit light and dark pages.
+
+        Args:
+            in_verdict: whether it stands under a verdict, which names the mistakes. No lesson
+                explains the banks of shared memory, so they are left out there.
+        """
         drawn, frame, whole, count, fit = self._choose()
         trace = self.trace
         sheet = Sheet()
@@ -299,7 +304,7 @@ class AccessView:
             for line in list(dict.fromkeys(drawn["line"].tolist()))[:3]:
                 y += 20
                 sheet.mono(0, y, f"{line:>4}  {shorten(self._code(line), 100)}")
-        for remark in self._remarks():
+        for remark in () if in_verdict else self._remarks():
             for k, words in enumerate(textwrap.wrap(remark, 112)):
                 y += 17 if k else 20
                 sheet.text(0 if k == 0 else 16, y, words, 12, RED, weight=600)
@@ -307,13 +312,13 @@ class AccessView:
         threads = range(self.warp * WARP, min((self.warp + count) * WARP, trace.threads))
         red = trace.outside(drawn)
         panels = [
-            Panel(trace, i, drawn, red, frame, whole, threads)
+            Panel(trace, i, drawn, red, frame, whole, threads, banks=not in_verdict)
             for i in np.unique(frame["tensor"]).tolist()
         ]
         panels.sort(key=lambda panel: panel.order)
         y = _draw_panels(sheet, panels, y)
         y = self._draw_legend(sheet, y, drawn, panels, len(whole) > len(drawn))
-        y = self._draw_table(sheet, y)
+        y = self._draw_table(sheet, y, banks=not in_verdict)
         return sheet.svg(y + 4, f"{trace.kernel}, {launched}; {part}")
 
     def _draw_legend(self, sheet, y, drawn, panels, has_other_warps):
@@ -346,7 +351,7 @@ class AccessView:
             x += text_width(words, 11) + 28
         return y + 26
 
-    def _draw_table(self, sheet, y):
+    def _draw_table(self, sheet, y, banks):
         """A row for each source line and tensor.
 
         There are columns for the kinds of memory that the kernel uses.
@@ -362,7 +367,7 @@ class AccessView:
         if "global" in spaces:
             columns.append(("sectors per request", 560, _sectors_cell))
             columns.append(("of their bytes used", 690, _used_cell))
-        if "shared" in spaces:
+        if "shared" in spaces and banks:
             columns.append(("bank conflict", 796, _conflict_cell))
         shift = WIDTH - 4 - columns[-1][1]
         sheet.text(0, y, "The whole launch", 12.5, weight=600)
@@ -396,10 +401,13 @@ class AccessView:
             if title in MEANINGS:
                 y += 16
                 sheet.text(0, y, f"{title}: {MEANINGS[title]}", 11, sheet.soft)
-        if any(map(_is_costly, self.uses)):
+        costly = {use.space for use in self.uses if _is_costly(use)}
+        if "bank conflict" not in titles:
+            costly.discard("shared")
+        if costly:
             y += 16
             words = "red: half of the bytes or more are moved for nothing"
-            if any(_is_costly(use) and use.space == "shared" for use in self.uses):
+            if "shared" in costly:
                 words = "red: bytes that are moved for nothing, or turns that are waited for"
             sheet.text(0, y, words, 11, RED)
         return y + 4

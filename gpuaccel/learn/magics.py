@@ -17,7 +17,8 @@ does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are availab
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 
 `%%cuda --check saxpy` also tries the cell's kernel as the answer to an exercise, and shows how it
-did. Until it is right, the name is the solution's kernel, so that later cells run.
+did, also where it does not compile. Until it is right, the name is the solution's kernel, so that
+later cells run.
 
 `%%cuda --replace settings_write` puts the cell's kernel in the place of the package's, for all that
 launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.
@@ -173,7 +174,7 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
 
     The namespace gets the kernel; while it is wrong, or does not compile, the solution's.
     """
-    from .exercises import check, exercise
+    from .exercises import check, does_not_compile, exercise
 
     task = exercise(name)
     if not task.params:
@@ -182,9 +183,9 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
     try:
         kernel = compile_cell(name, cell).kernels[name]
     except CompileError as error:
-        error.__notes__ = [UNTIL_RIGHT.format(name)]
-        raise
-    result = check(name, kernel)
+        result = does_not_compile(task, error, f"\n{cell}")
+    else:
+        result = check(name, kernel)
     if result.passed is False:
         return dataclasses.replace(result, summary=f"{result.summary} {UNTIL_RIGHT.format(name)}")
     namespace[name] = kernel
@@ -253,7 +254,12 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
-            message += getattr(error, "__notes__", [])
+            if isinstance(error, CompileError) and cell is not None:
+                from .exercises import find_slip
+
+                slip = find_slip(error, f"\n{cell}")
+                place = f"line {slip.line}: " if slip.line else ""
+                message[:0] = [place + slip.sentence] if slip.sentence else []
             message += [] if in_place else _still_there(cell, shell.user_ns)
             error._render_traceback_ = lambda *_, **__: message
             raise

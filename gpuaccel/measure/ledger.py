@@ -14,13 +14,15 @@ kernels, copies and memsets, and synchronisations. A call and the work that it a
 same correlation number.
 
 Without a GPU there are no launches and no waits: `launches`, `syncs` and `copies` are None. Counted
-instead are the operators that torch called, and the scalars that the host read. A read is a wait if
-its tensor is on a GPU. Step counters that torch's optimizers keep on the CPU are not counted.
+instead are the operators that torch called, and the scalars that the host read, the number of
+elements in a mask included (`x[mask]`). A read is a wait if its tensor is on a GPU. Step counters
+that torch's optimizers keep on the CPU are not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -203,6 +205,9 @@ def _correlation(event):
 def _scalars_read(operators, inside):
     """Scalars that the host read, without those that torch's optimizers read in their step.
 
+    A mask's elements are counted by aten::nonzero. Of `x[mask] = 0` a GPU needs no value: only a
+    CPU reads that number back, from the tensor that it became.
+
     On a CPU these optimizers read their step counters. With parameters on a GPU the counters are on
     the CPU or are not read, so the host does not wait for them."""
     steps = [
@@ -210,11 +215,18 @@ def _scalars_read(operators, inside):
         for e in inside
         if e.get("cat") == "user_annotation" and e["name"].startswith("Optimizer.step#")
     ]
-    return sum(
-        e["name"] == "aten::_local_scalar_dense"
-        and not any(begin <= e["ts"] <= end for begin, end in steps)
-        for e in operators
-    )
+    operators = sorted(operators, key=lambda e: e["ts"])
+    before = itertools.chain([""], (e["name"] for e in operators))
+    reads = 0
+    fills = False
+    for previous, e in zip(before, operators):
+        if e["name"] == "aten::index_put_":
+            fills = previous == "aten::lift_fresh"
+        elif e["name"] == "aten::nonzero" or e["name"] == SCALAR_READ and not fills:
+            reads += not any(begin <= e["ts"] <= end for begin, end in steps)
+        elif e["name"] not in ("aten::_index_put_impl_", "aten::item"):
+            fills = False
+    return reads
 
 
 # ---- the table -----------------------------------------------------------------------------------

@@ -114,6 +114,12 @@ def test_operations_find_the_shapes_that_they_found_when_they_were_recorded(how)
     follows(IN_PLACE_VIEWS[how], torch.randn(4, 5))
 
 
+def with_zeros(x):
+    y = x.clone()
+    y[y > 0] = 0
+    return y
+
+
 RESULTS = {
     "given memory": lambda x: torch.add(x, 1, out=torch.empty(5, 5)),
     "two": lambda x: x.sort(dim=1),
@@ -130,6 +136,7 @@ RESULTS = {
     "indexed by integers": lambda x: x[torch.tensor([3, 0, 3])],
     "indexed twice": lambda x: x[torch.tensor([[1], [4]]), torch.tensor([0, 2])],
     "indexed by what it computes": lambda x: x[x.argmax(0)],
+    "a number where a mask is": with_zeros,
     "one value where a mask is": lambda x: x.clone().index_put_((x > 0,), torch.tensor(7.0)),
     "repeated to a known size": lambda x: x.repeat_interleave(
         torch.tensor([2, 0, 1, 0, 3]), 0, output_size=6
@@ -363,6 +370,9 @@ SHAPES = {
     "unique": torch.unique,
     "where": lambda x: torch.where(x > 0),
     "values where a mask is": lambda x: x.clone().index_put_((x > 0,), torch.arange(3.0)),
+    "a value of the device where a mask is": lambda x: x.clone().index_put_((x > 0,), x[0]),
+    "a view of it where a mask is": lambda x: x.clone().index_put_((x > 0,), x[:1]),
+    "a number where a mask of no dimension is": lambda x: x[0].clone().__setitem__(x[0] > 0, 0.0),
     "sums where a mask is": lambda x: x.index_put((x > 0,), x[0], accumulate=True),
     "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3])),
 }

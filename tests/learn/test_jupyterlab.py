@@ -138,6 +138,16 @@ def test_nobody_is_asked_about_news():
     assert settings["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
 
 
+def test_cells_show_line_numbers_because_verdicts_name_lines():
+    tracker = "@jupyterlab/notebook-extension:tracker"
+    settings = json.loads((LAB / "overrides.json").read_text())[tracker]
+    assert settings["codeCellConfig"]["lineNumbers"] is True
+    lab = pytest.importorskip("jupyterlab")
+    folder = pathlib.Path(lab.__file__).parent / "schemas" / "@jupyterlab" / "notebook-extension"
+    schema = json.loads((folder / "tracker.json").read_text())["properties"]["codeCellConfig"]
+    assert settings["codeCellConfig"].keys() == schema["default"].keys()
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 @pytest.mark.parametrize("backend, threads", [("cuda", "unset"), ("torch", "1")])
 def test_make_lab_sets_one_thread_where_there_is_no_gpu(tmp_path, backend, threads):

@@ -102,6 +102,41 @@ def test_cpu_row_counts_operators_and_scalars_only(capfd):
     assert capfd.readouterr().err == ""
 
 
+MASKS = {
+    "x[mask] = 0": 0,
+    "x[mask] = value": 1,
+    "x[mask] = value.expand(1)": 1,
+    "x[mask]": 1,
+    "x[mask] += 1": 2,
+    "x.masked_select(mask)": 1,
+    "mask.nonzero()": 1,
+    # Python asks which of two masks a mask of no dimension is.
+    "value[value > 9] = 0": 1,
+    "x[index.view(1)] = value": 0,
+    "x[index] = value": 1,
+    "x[mask] = 0; x.sum().item()": 1,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("statement", MASKS)
+def test_a_mask_is_counted_as_a_gpu_waits_for_it(statement, device):
+    """A GPU fills by a mask with a number of the host; of other values it must know how many."""
+    names = {
+        "x": torch.arange(-2.0, 3.0, device=device),
+        "mask": torch.arange(5, device=device) > 2,
+        "value": torch.tensor(7.0, device=device),
+        "index": torch.tensor(2, device=device),
+    }
+    exec(statement, names)
+    with ledger("a mask") as row:
+        exec(statement, names)
+    if device == "cpu":
+        assert row.would_sync == MASKS[statement]
+    else:
+        assert bool(row.syncs) == bool(MASKS[statement])
+
+
 def test_step_counters_of_an_optimizer_are_not_counted_as_waits():
     w = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([w], fused=True)

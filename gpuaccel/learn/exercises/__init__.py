@@ -3,6 +3,7 @@
 `EXERCISES` maps names to exercises; `check` takes a name."""
 
 from .checking import SIZES, check
+from .compile_errors import does_not_compile, find_slip
 from .exercises import BLOCK, Case, Exercise, Turns
 from .results import EXERCISES, Result, exercise
 
@@ -15,5 +16,7 @@ __all__ = [
     "Result",
     "Turns",
     "check",
+    "does_not_compile",
     "exercise",
+    "find_slip",
 ]

@@ -41,17 +41,6 @@ def _token_mean_cases(generator):
         yield words, ([mean.clone() for mean in means], list(counts)), expected
 
 
-def _nan_misplaced(arguments, result):
-    """What is wrong with the NaNs of a mean, in words."""
-    means, counts = arguments
-    with_tokens = any(count and mean.isnan().any() for mean, count in zip(means, counts))
-    if with_tokens and not result.isnan().any():
-        return "the NaN of a micro-batch with tokens is gone: it has to stay"
-    if 0 in counts and not with_tokens and result.isnan().any():
-        return "the NaN of the micro-batch without tokens is in it: leave that one out"
-    return ""
-
-
 _FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
 
 
@@ -72,7 +61,8 @@ EXERCISES = [
         wrong_answers={
             "no guard": LONG_INDEX + "acc[i] += as_float(grad[i]);",
             "one too many": LONG_INDEX + "if (i <= n) acc[i] += as_float(grad[i]);",
-            "overwrites": LONG_INDEX + "if (i < n) acc[i] = as_float(grad[i]);",
+            "that is `grad` alone: what was in `acc` before is lost": LONG_INDEX
+            + "if (i < n) acc[i] = as_float(grad[i]);",
             "sum kept in bf16": LONG_INDEX
             + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
             "bits taken as a number": LONG_INDEX + "if (i < n) acc[i] += grad[i].bits;",
@@ -137,7 +127,7 @@ EXERCISES = [
                 "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += "
                 "as_float(grad[first + k]);"
             ),
-            "overwrites": _FOUR
+            "that is `grad` alone: what was in `acc` before is lost": _FOUR
             + (
                 "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] = "
                 "as_float(grad[first + k]);"
@@ -172,15 +162,27 @@ for mean, count in zip(means, counts):
         total += mean.float() * count
 return total / sum(counts)""",
         wrong_answers={
-            "mean of means": "return sum(m.float() for m in means) / len(means)",
-            "empty micro-batch counts": ("if count:", "if True:"),
-            "every NaN hidden": ("mean.float()", "mean.float().nan_to_num()"),
+            "the mean of the means: each counts alike": (
+                "return sum(m.float() for m in means) / len(means)"
+            ),
+            "the NaN of the micro-batch without tokens is in it: leave that one out": (
+                "if count:",
+                "if True:",
+            ),
+            "the NaN of a micro-batch with tokens is gone: it has to stay": (
+                "mean.float()",
+                "mean.float().nan_to_num()",
+            ),
             "not divided": ("total / sum(counts)", "total"),
             "divided by micro-batches": ("sum(counts)", "len(counts)"),
-            "summed in bf16": (", dtype=torch.float32", "", "mean.float()", "mean"),
+            "summed in bf16: the means may be bf16, the result is fp32": (
+                ", dtype=torch.float32",
+                "",
+                "mean.float()",
+                "mean",
+            ),
             "first micro-batch only": "return means[0].float() * counts[0] / sum(counts)",
         },
         cases=_token_mean_cases,
-        explain=_nan_misplaced,
     ),
 ]

@@ -15,6 +15,10 @@ them unchecked; without a GPU too a kernel is only compiled, and the result is n
 wrong, and says so. A function that is to be captured is recorded on a tape,
 with or without a GPU.
 
+A wrong answer is compared with the exercise's known-wrong answers: where it does the same as one of
+them, the summary says which mistake that is. One that does not compile is explained by a table of
+common slips.
+
 A right answer is compared with the solution: the accesses of a traced run, the operations of torch,
 double precision in the PTX. What it does much more often, what was asked and not done, and what is
 right for these sizes only, stands in the result's remarks.
@@ -33,13 +37,15 @@ from ... import simt
 from ...backends import backend, default_device, find_compiler, use_backend
 from ...compiler import Kernel, parameters_differ
 from ...compiler import compile as compile_kernel
-from ...errors import ArgumentError, GpuaccelError, KernelError
+from ...errors import ArgumentError, CompileError, GpuaccelError, KernelError
 from ...source import signature, without_comments
 from ..figures.drawing import plural
 from ..sentences import first_wrong, is_rounding, number
 from . import costs
+from .compile_errors import does_not_compile, find_slip
 from .exercises import BLOCK, UNWRITTEN
 from .kernel_source import double_precision, small_index
+from .known_mistakes import known_mistake
 from .python_answers import run_captured, run_python
 from .results import COST_SIZE, PICTURE_SIZE, Result, conclude, exercise, with_remarks
 
@@ -146,8 +152,9 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
     """Run a kernel on data of every size, on the backend in use."""
     generator = torch.Generator(default_device().type).manual_seed(seed)
     lines: list[tuple[bool | None, str, str]] = []
+    cases = {}
     for n in sizes:
-        case = task.data(n, generator)
+        case = cases[n] = task.data(n, generator)
         trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"
         seconds = SECONDS if n <= SMALL_SIZE else SECONDS_LARGE
         end = ""
@@ -159,12 +166,13 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
         except KernelError as error:
             # seen by the checks on the CPU; nothing was changed
             passed = False
-            outcome = "; ".join(_report_words(report) for report in error.reports)
-            outcome += _barrier_elsewhere(kernel, error.reports)
+            outcome = _mistake_words(kernel, error.reports)
             late = [report for report in error.reports if report.kind == "time limit"]
             if late:
                 outcome = f"stopped in line {late[0].line}"
                 end = _stopped(n, seconds)
+                if n == SMALL_SIZE:
+                    end += _known_mistake(task, kernel, cases)
         except _StillRunning:
             passed, outcome = False, "the GPU was still running it"
             end = (
@@ -172,6 +180,8 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
                 "The GPU works on it until you restart the notebook's kernel."
             )
         except GpuaccelError as error:
+            if isinstance(error, CompileError) and find_slip(error, kernel.text).sentence:
+                return does_not_compile(task, error, kernel.text)
             passed, outcome, end = False, str(error), _NOT_LAUNCHED
         except RuntimeError as error:
             passed, outcome = False, f"the GPU stopped it: {str(error).splitlines()[0]}"
@@ -184,8 +194,53 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
             # A picture only of a kernel that ended with about as many elements.
             launch = _picture(task, kernel, seed) if n > SIZES[1] else None
             return Result(task.name, False, end, lines, launch=launch)
-    result = conclude(task, lines, seed, "size")
+    result = conclude(task, lines, seed, "size", lambda: _known_mistake(task, kernel, cases))
     return replace(result, launch=_picture(task, kernel, seed))
+
+
+def _known_mistake(task, kernel, cases) -> str:
+    """A sentence on the one known mistake that a wrong kernel makes, or "".
+
+    Args:
+        cases: n -> Case; those below SMALL_SIZE are tried.
+    """
+
+    def make(sources):
+        # one program, which is compiled once
+        names = [f"{task.name}_{i}" for i in range(len(sources))]
+        texts = [
+            re.sub(rf"\b{task.name}(?=\()", name, source)
+            for name, source in zip(names, sources.values())
+        ]
+        kernels = [Kernel.from_source("\n".join(texts), name, task.name) for name in names]
+        return dict(zip(sources, kernels))
+
+    def do(answer):
+        return [_result(task, answer, n, case) for n, case in cases.items() if n < SMALL_SIZE]
+
+    def wrote():
+        return any(
+            isinstance(result, str) or not torch.equal(_bits(result), _bits(case.out))
+            for result, case in zip(do(kernel), cases.values())
+        )
+
+    # A stub needs no comparison, which begins with a compilation.
+    is_stub = without_comments(kernel.text).split() == without_comments(task.stub).split()
+    return "" if is_stub or not wrote() else known_mistake(task, kernel, make, do)
+
+
+def _result(task, kernel, n, case):
+    """What a kernel leaves in `out`; where the checks on the CPU see mistakes: these in words."""
+    inputs = [_guarded(tensor, 3.0)[1] for tensor in case.inputs]
+    out = _guarded(case.out, -777.0)[1]
+    try:
+        with simt.checked(True, seconds=SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kernel[_blocks(task, n), BLOCK](out, *inputs, *case.numbers, n)
+    except KernelError as error:
+        # another text has other lines
+        return re.sub(r"\bline \d+", "line", "; ".join(report.message for report in error.reports))
+    return out
 
 
 def _stopped(n, seconds) -> str:
@@ -194,21 +249,21 @@ def _stopped(n, seconds) -> str:
     return f"not yet: with {plural(n, 'element')} {why}"
 
 
-def _report_words(report) -> str:
-    """A mistake that the checks have seen, in words of the lessons: without what only writers of
-    launches need, and without fences, which no exercise asks for."""
+def _mistake_words(kernel, reports) -> str:
+    """The first mistake that the checks have seen, in words of the lessons: without what only
+    writers of launches need, and without fences, which no exercise asks for.
+
+    A race comes first: a value that is read too early is another sight of the same one."""
+    report = min(reports, key=lambda report: report.kind != "race")
     message = report.message.split("; tensors whose addresses")[0]
     blocks = "nothing orders two blocks: each needs elements of its own"
     message = message.replace("no __threadfence() and atomic orders the two blocks", blocks)
+    in_a_block = report.kind == "race" and report.block == report.other_block
+    if in_a_block and re.search(r"__syncthreads\w*\s*\(", without_comments(kernel.text)):
+        message += (
+            "; __syncthreads() orders them only if it is between them and all threads reach it"
+        )
     return f"line {report.line}: {message}"
-
-
-def _barrier_elsewhere(kernel, reports) -> str:
-    """What to say where two threads of a block race, and the kernel has a barrier."""
-    races = any(report.kind == "race" and report.block == report.other_block for report in reports)
-    if not races or not re.search(r"__syncthreads\w*\s*\(", without_comments(kernel.text)):
-        return ""
-    return "; __syncthreads() orders them only if it is between them and all threads reach it"
 
 
 class _StillRunning(Exception):
@@ -271,8 +326,6 @@ def _try_kernel(task, kernel, n, case):
     if unchanged.all():
         return False, "nothing was written" if begins_empty else f"`{name}` is as it was before"
     passed, outcome = _compare(task, case, out, unchanged)
-    if not passed and not begins_empty:
-        outcome += _sum_lost(kernel, out, [view for _, view in inputs])
     differing = (_bits(out) != _bits(again)) & ~unchanged
     if not differing.any():
         return passed, outcome
@@ -289,15 +342,6 @@ def _try_kernel(task, kernel, n, case):
     if _compare(task, case, again, unchanged)[0]:
         words += "; with 0 the result would be right"
     return False, words
-
-
-def _sum_lost(kernel, out, inputs) -> str:
-    """What to say where `out` is one of the inputs, though it held something before."""
-    name, *others = [param.name for param in kernel.params]
-    for other, view in zip(others, inputs):
-        if view.shape == out.shape and torch.equal(out, view.to(out.dtype)):
-            return f"; that is `{other}` alone: what was in `{name}` before is lost"
-    return ""
 
 
 def _small_launch(task, kernel, n, seed):
@@ -319,22 +363,20 @@ def _with_cost(result, task, kernel, seed) -> Result:
     mine, theirs = (_trace(task, answer, seed) for answer in (kernel, solution))
     if mine is None or theirs is None:
         return with_remarks(result, of_source)
+    for note in mine.notes:
+        if note.kind == "ended before a barrier":
+            problem = f"not yet: not all threads of a block reach the barrier of line {note.line}."
+            line = (False, f"{COST_SIZE:,}", f"line {note.line}: {note.message}")
+            return replace(result, passed=False, summary=problem, lines=[line])
     my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
     sentences = [*_note_words(mine), *of_source, *costs.remarks(my_cost, their_cost)]
     return with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
 
-# Notes of a trace that are remarks, and what a remark adds to each.
-_NOTES = {
-    "same value": "",
-    "ended before a barrier": "; CUDA asks that all threads of a block reach it",
-}
-
-
 def _note_words(trace) -> list[str]:
-    """What a trace notes, the first of each kind."""
-    notes = {note.kind: note for note in reversed(trace.notes) if note.kind in _NOTES}
-    return [f"line {note.line}: {note.message}{_NOTES[kind]}" for kind, note in notes.items()]
+    """The first two threads that write the same value to one place."""
+    notes = [note for note in trace.notes if note.kind == "same value"]
+    return [f"line {note.line}: {note.message}" for note in notes[:1]]
 
 
 def _trace(task, kernel, seed) -> simt.Trace | None:
@@ -372,7 +414,7 @@ def _bits(tensor):
 
 
 # roundings by which a sum in another order may differ
-_ROUNDINGS = 16
+_ROUNDINGS = 256
 
 
 def _compare(task, case, out, unchanged):
@@ -402,14 +444,4 @@ def _compare(task, case, out, unchanged):
     may_be_order = task.with_sum and out.dtype == torch.float32
     if may_be_order and is_rounding(difference, case.expected, _ROUNDINGS * eps):
         outcome += "; it differs by roundings, as a sum in another order or type does"
-    return False, outcome + _known_mistake(case, out)
-
-
-def _known_mistake(case, out) -> str:
-    """What is wrong, where the result is that of an answer with one known mistake."""
-    eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
-    for what, result in (case.known_results() if case.known_results else {}).items():
-        allowed = result.abs() * eps * case.roundings + case.least
-        if bool(((out.double() - result).abs() <= allowed).all()):
-            return f"; this is the result {what}"
-    return ""
+    return False, outcome

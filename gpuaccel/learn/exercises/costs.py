@@ -12,11 +12,12 @@ import numpy as np
 
 from ...simt import ATOMIC, READ, Trace, groups
 
-# An answer is told when it reads, or writes, this many times as often as the solution.
+# An answer is told when it reads, or writes, this many times the bytes of the solution.
 MORE = 1.5
 # The same for the accesses of its busiest thread, and for operations of torch.
 BUSIER = 4
 MORE_OPERATIONS = 10
+BYTES = "bytes read and written"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Cost:
     # of global memory
     reads: int
     writes: int
+    read_bytes: int
+    written_bytes: int
     # of any memory
     atomics: int
     # of shared memory, of any kind
@@ -41,13 +44,16 @@ def cost_of(trace: Trace) -> Cost:
     """The cost of a traced launch."""
     events = trace.known()
     in_shared = np.array([t.space == "shared" for t in trace.tensors] or [False])[events["tensor"]]
-    kinds = events["kind"][~in_shared]
+    kinds, sizes = events["kind"][~in_shared], events["bytes"][~in_shared]
+    is_write = (kinds != READ) & (kinds != ATOMIC)
     order, group = groups(events["block"], events["thread"])
     first = order[np.diff(group, prepend=-1) > 0]
     of_blocks = np.bincount(events["block"][first])
     return Cost(
         reads=int((kinds == READ).sum()),
-        writes=int(((kinds != READ) & (kinds != ATOMIC)).sum()),
+        writes=int(is_write.sum()),
+        read_bytes=int(sizes[kinds == READ].sum()),
+        written_bytes=int(sizes[is_write].sum()),
         atomics=int((events["kind"] == ATOMIC).sum()),
         shared=int(in_shared.sum()),
         busiest=int(np.bincount(group).max(initial=0)),
@@ -61,9 +67,14 @@ def table(mine: Cost, theirs: Cost) -> list[tuple[str, int, int]]:
     rows = [
         ("reads", mine.reads, theirs.reads),
         ("writes", mine.writes, theirs.writes),
+        (
+            BYTES,
+            mine.read_bytes + mine.written_bytes,
+            theirs.read_bytes + theirs.written_bytes,
+        ),
         ("atomic updates", mine.atomics, theirs.atomics),
         ("accesses to shared memory", mine.shared, theirs.shared),
-        ("accesses of the busiest thread", mine.busiest, theirs.busiest),
+        ("accesses at most by one thread", mine.busiest, theirs.busiest),
     ]
     return [row for row in rows if row[1] or row[2]]
 
@@ -88,16 +99,17 @@ def remarks(mine: Cost, theirs: Cost) -> list[str]:
         words = ""
     if words:
         sentences.append(f"{words}; {limit}")
-    for what, count, their_count in (
-        ("reads", mine.reads, theirs.reads),
-        ("writes", mine.writes, theirs.writes),
-        ("atomic updates", mine.atomics, theirs.atomics),
+    for verb, what, count, their_count in (
+        ("reads", "bytes", mine.read_bytes, theirs.read_bytes),
+        ("writes", "bytes", mine.written_bytes, theirs.written_bytes),
+        ("makes", "atomic updates", mine.atomics, theirs.atomics),
     ):
         if count and not their_count:
-            sentences.append(f"it makes {count:,} {what}, the solution none")
+            sentences.append(f"it {verb} {count:,} {what}, the solution none")
         elif count >= MORE * their_count and count:
             times = f"{count / their_count:,.1f}".removesuffix(".0")
             sentences.append(
-                f"it makes {times} times the {what} of the solution ({count:,} and {their_count:,})"
+                f"it {verb} {times} times the {what} of the solution "
+                f"({count:,} and {their_count:,})"
             )
     return sentences

@@ -189,17 +189,17 @@ EXERCISES = [
         solution=_IN_ORDER,
         wrong_answers={
             "no guard": ("if (i >= n) return;\n", ""),
-            "last row first": (
+            "the last row is added first": (
                 "int row = 0; row < rows; row++",
                 "int row = rows - 1; row >= 0; row--",
             ),
-            "one too few": ("row < rows", "row < rows - 1"),
+            "the last row is left out": ("row < rows", "row < rows - 1"),
             "one too many": ("row < rows", "row <= rows"),
             "the last row only": ("sum += dout", "sum = dout"),
             "every row": ("if (tokens[row] == i / C) ", ""),
             "the first channel": ("row * C + i % C", "row * C"),
             "adds to what was there": ("dwte[i] = sum", "dwte[i] += sum"),
-            "in double precision": ("float sum = 0.0f", "double sum = 0"),
+            "summed in double precision, not in fp32": ("float sum = 0.0f", "double sum = 0"),
             "atomics": (
                 INDEX + "if (i < rows * C) atomicAdd(&dwte[tokens[i / C] * C + i % C], dout[i]);"
             ),

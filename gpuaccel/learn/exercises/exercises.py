@@ -41,8 +41,6 @@ class Case:
     roundings: int = 1
     # of out's shape: what a right answer may differ by besides; for terms that cancel
     least: torch.Tensor | float = 1e-30
-    # known_results() -> what is wrong -> the result of an answer with that mistake
-    known_results: Callable | None = None
     # a clause that explains what is expected at one place of out
     describe: Callable[[int], str] | None = None
 
@@ -83,7 +81,8 @@ class Exercise:
         stub: the code that a cell begins with.
         hint: in words.
         solution: code that passes.
-        wrong_answers: what is wrong -> an answer with that mistake.
+        wrong_answers: what is wrong -> an answer with that mistake. An answer that does the same
+            hears what is wrong.
         params: a kernel's parameters; empty for a Python function.
         per_thread: elements for each thread of a kernel.
         data: of a kernel: data(n, generator) -> Case.
@@ -91,8 +90,6 @@ class Exercise:
             each trial.
         turns: of a Python function that is captured: turns(generator) -> Turns for each trial.
         on_device: of a Python function: the host may not wait for a number.
-        explain: of a Python function: explain(arguments, result) -> what is wrong with a tensor, in
-            a sentence without a full stop, or "".
     """
 
     name: str
@@ -107,7 +104,6 @@ class Exercise:
     cases: Callable | None = None
     turns: Callable | None = None
     on_device: bool = False
-    explain: Callable | None = None
 
     @property
     def with_sum(self) -> bool:

@@ -68,13 +68,17 @@ EXERCISES = [
         wrong_answers={
             "no guard": INDEX + "y[i] = a * x[i] + y[i];",
             "one too many": INDEX + "if (i <= n) y[i] = a * x[i] + y[i];",
-            "overwrites": INDEX + "if (i < n) y[i] = a * x[i];",
+            "`+ y[i]` is missing: what was in `y` is lost": INDEX + "if (i < n) y[i] = a * x[i];",
+            "the product is subtracted, not added": INDEX + "if (i < n) y[i] = y[i] - a * x[i];",
+            "`y[i]` is subtracted, not added": INDEX + "if (i < n) y[i] = a * x[i] - y[i];",
             "forgets a": INDEX + "if (i < n) y[i] += x[i];",
             "scales y": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
-            "index within the block only": (
+            "the index lacks blockIdx.x * blockDim.x": (
                 "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
             ),
-            "a loop in every thread": "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];",
+            "no loop is needed: each thread computes one element": (
+                "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];"
+            ),
             "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
         },
         data=_saxpy_case,
@@ -96,12 +100,12 @@ EXERCISES = [
             "no guard": INDEX + "out[i] = factor * x[i];",
             "one too many": INDEX + "if (i <= n) out[i] = factor * x[i];",
             "one too few": INDEX + "if (i < n - 1) out[i] = factor * x[i];",
-            "index within the block only": (
+            "the index lacks blockIdx.x * blockDim.x": (
                 "int i = threadIdx.x;\nif (i < n) out[i] = factor * x[i];"
             ),
-            "adds": INDEX + "if (i < n) out[i] = factor + x[i];",
+            "a sum in place of the product": INDEX + "if (i < n) out[i] = factor + x[i];",
             "adds to what is there": INDEX + "if (i < n) out[i] += factor * x[i];",
-            "forgets the factor, which is near 1": INDEX + "if (i < n) out[i] = x[i];",
+            "forgets the factor": INDEX + "if (i < n) out[i] = x[i];",
             "through bf16": INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
         },
         data=_scale_case,
@@ -118,15 +122,16 @@ EXERCISES = [
         solution=INDEX + "if (i < n) out[i] = x[n - 1 - i];",
         wrong_answers={
             "no guard": INDEX + "out[i] = x[n - 1 - i];",
-            "off by one": INDEX + "if (i < n) out[i] = x[n - i];",
+            "`n - i` is one too far: the last element is x[n - 1]": INDEX
+            + "if (i < n) out[i] = x[n - i];",
             "reverses each block": INDEX
             + (
                 "int j = (blockIdx.x + 1) * blockDim.x - 1 - threadIdx.x;\n"
                 "if (i < n && j < n) out[i] = x[j];"
             ),
-            "leaves the order": INDEX + "if (i < n) out[i] = x[i];",
+            "the order is as it was": INDEX + "if (i < n) out[i] = x[i];",
             "adds to what is there": INDEX + "if (i < n) out[i] += x[n - 1 - i];",
-            "half only": INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];",
+            "only the first half is written": INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];",
         },
         data=_reverse_case,
     ),
@@ -152,17 +157,17 @@ EXERCISES = [
             "neighbours without a guard": (
                 INDEX + "if (i < n) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
             ),
-            "no zeros at the ends": (
+            "the first and the last element are not written": (
                 INDEX + "if (i > 0 && i < n - 1) out[i] = (x[i - 1] + x[i] + x[i + 1]) / 3.0f;"
             ),
-            "repeats the ends": (
+            "beyond an end it takes the end, not 0": (
                 INDEX + "if (i < n) out[i] = (x[i > 0 ? i - 1 : 0] + x[i] + "
                 "x[i < n - 1 ? i + 1 : i]) / 3.0f;"
             ),
-            "goes around": (
+            "beyond an end it takes the other end, not 0": (
                 INDEX + "if (i < n) out[i] = (x[(i + n - 1) % n] + x[i] + x[(i + 1) % n]) / 3.0f;"
             ),
-            "whole numbers": (
+            "1 / 3 is 0, as both are whole numbers: write 3.0f": (
                 INDEX + "if (i < n) out[i] = ((i > 0 ? x[i - 1] : 0.0f) + x[i] + "
                 "(i < n - 1 ? x[i + 1] : 0.0f)) * (1 / 3);"
             ),
@@ -190,9 +195,11 @@ EXERCISES = [
             "barrier after the loop only": _TREE.replace("@", "").replace(
                 "if (t == 0)", f"{_BARRIER}\nif (t == 0)"
             ),
-            "barrier of the warp": _TREE.replace("@", "__syncwarp();"),
+            "__syncwarp() orders 32 threads, not the block": _TREE.replace("@", "__syncwarp();"),
             "no guard": _TREE.replace("@", _BARRIER).replace("i < n ? x[i] : 0.0f", "x[i]"),
-            "one round too few": _TREE.replace("@", _BARRIER).replace("half > 0", "half > 1"),
+            "one round too few: half ends at 1": _TREE.replace("@", _BARRIER).replace(
+                "half > 0", "half > 1"
+            ),
             "every thread writes the first": ("if (t == 0) ", ""),
         },
         data=_block_sum_case,

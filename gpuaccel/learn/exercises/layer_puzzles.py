@@ -44,21 +44,7 @@ def _activation(n, generator):
 def _swish_case(n, generator):
     x, k, s, label = _activation(n, generator)
     dy = normal(n, generator)
-    wide, steepness = x.double(), k.double()
-    rise = s * (1 - s)
-    expected = dy.double() * (s + steepness * wide * rise)
-
-    def known_results():
-        results = {
-            "of the sigmoid's slope alone": steepness * rise,
-            "without the factor k": s + wide * rise,
-            "without the first term of the product rule": steepness * wide * rise,
-            "without the second term of the product rule": s,
-            "of the value, not of its slope": wide * s,
-        }
-        results = {what: dy.double() * slope for what, slope in results.items()}
-        return {**results, "without the factor dy[i]": s + steepness * wide * rise}
-
+    expected = dy.double() * (s + k.double() * x.double() * s * (1 - s))
     return Case(
         unwritten(n, generator),
         (dy, x, k),
@@ -68,30 +54,19 @@ def _swish_case(n, generator):
         roundings=64,
         # A sigmoid is rounded as 1 is, for example as (1 + tanh(k x / 2)) / 2.
         least=8 * torch.finfo(dy.dtype).eps * dy.double().abs(),
-        known_results=known_results,
     )
 
 
 def _swish_k_case(n, generator):
     x, k, s, label = _activation(n, generator)
     dy = _uniform(n, generator)  # every term is positive: no sum loses digits
-    rise = s * (1 - s)
 
     def sums(terms):
         blocks = -(-n // BLOCK)
         padded = torch.nn.functional.pad(dy.double() * terms, (0, blocks * BLOCK - n))
         return padded.view(blocks, BLOCK).sum(1)
 
-    def known_results():
-        return {
-            "with one factor x[i] only": sums(x.double() * rise),
-            "without a factor x[i]": sums(rise),
-            "of dx, not of k": sums(s + k.double() * x.double() * rise),
-            "with a factor k too many": sums(k.double() * x.double().square() * rise),
-            "without the factor dy[i]": sums(x.double().square() * rise / dy.double()),
-        }
-
-    expected = sums(x.double().square() * rise)
+    expected = sums(x.double().square() * s * (1 - s))
     return Case(
         unwritten(len(expected), generator),
         (dy, x, k),
@@ -101,7 +76,6 @@ def _swish_k_case(n, generator):
         roundings=64,
         # what is left of 1 - s where s is nearly 1
         least=8 * torch.finfo(x.dtype).eps * sums(x.double().square()),
-        known_results=known_results,
     )
 
 
@@ -115,26 +89,13 @@ def _gated_case(n, generator):
         s = torch.sigmoid(k.double() * x1.double())
     x2 = normal(rows * hidden, generator)
     x = torch.stack([x1.view(rows, hidden), x2.view(rows, hidden)], dim=1)
-    value, gate = (x1.double() * s)[:n], x2.double()[:n]
-
-    def known_results():
-        wide1, wide2 = x1.double()[:n], x2.double()[:n]
-        swapped = wide2 * torch.sigmoid(k.double() * wide2)
-        return {
-            "with x1 and x2 swapped": swapped * wide1,
-            "without the gate": value,
-            "without the factor k": wide1 * torch.sigmoid(wide1) * wide2,
-            "without the factor x1": s[:n] * wide2,
-        }
-
     return Case(
         unwritten(n, generator),
         (x.flatten(), k),
         (hidden,),
-        value * gate,
+        (x1.double() * s * x2.double())[:n],
         f"rows of 2 x {hidden}" + (", some |k x1| above 88" if n in FAR else ""),
         roundings=32,
-        known_results=known_results,
     )
 
 
@@ -185,26 +146,6 @@ def _attend_case(n, generator):
     v = _uniform(T * d, generator).view(T, d)  # positive: no sum loses digits
     s = q.double() @ k.double().T
 
-    def known_results():
-        weights, keys = s.softmax(-1), slice(0, T - 1)
-        largest = s.cummax(-1).values
-        # a weight is taken from the largest score so far, and is never brought to a new one
-        stale = (s - largest).exp()
-        results = {
-            "with sums that are not brought to a new largest score": (
-                stale @ v.double() / stale.sum(-1, keepdim=True)
-            ),
-            "without the division by the sum of the weights": (s - largest[:, -1:]).exp()
-            @ v.double(),
-            "without the last key": s[:, keys].softmax(-1) @ v[keys].double(),
-            "of a mean, with equal weights": v.double().mean(0).expand(queries, d),
-            "with the scores as weights": s @ v.double() / s.sum(-1, keepdim=True),
-            "of the negative scores": (-s).softmax(-1) @ v.double(),
-            "with scores divided by the square root of d": (s / d**0.5).softmax(-1) @ v.double(),
-            "without the values": weights.sum(-1, keepdim=True).expand(queries, d),
-        }
-        return {what: result.flatten()[:n] for what, result in results.items()}
-
     return Case(
         unwritten(n, generator),
         (q.flatten(), k.flatten(), v.flatten()),
@@ -212,7 +153,6 @@ def _attend_case(n, generator):
         (s.softmax(-1) @ v.double()).flatten()[:n],
         f"{T} keys, d = {d}{label}",
         roundings=64,
-        known_results=known_results,
     )
 
 
@@ -224,27 +164,7 @@ def _add_pair_case(n, generator):
     # positive, as the table is: no sum loses digits
     k, v = _uniform(d, generator, 0.5, 2.0), _uniform(d, generator, 0.5, 2.0)
 
-    def change(*subscripts):
-        product = torch.einsum(
-            f"{','.join(subscripts)}->abc",
-            *((v if one == "c" else k).double() for one in subscripts),
-        )
-        return product.expand(d, d, d).flatten()[:n]
-
-    added = change("a", "b", "c")
-
-    def known_results():
-        ones = torch.ones(d, dtype=torch.float64, device=k.device)
-        by_key = torch.einsum("a,b,c->abc", k.double(), ones, v.double()).flatten()[:n]
-        squares = torch.einsum("a,b,c->abc", k.double() ** 2, ones, v.double()).flatten()[:n]
-        without = torch.einsum("a,b,c->abc", k.double(), k.double(), ones).flatten()[:n]
-        return {
-            "without what was in the table before": added,
-            "with k[a] only: the degree is 2": table.double() + by_key,
-            "with k[a] twice, without k[b]": table.double() + squares,
-            "without v[c]": table.double() + without,
-        }
-
+    added = torch.einsum("a,b,c->abc", k.double(), k.double(), v.double()).flatten()[:n]
     return Case(
         table,
         (k, v),
@@ -252,7 +172,6 @@ def _add_pair_case(n, generator):
         table.double() + added,
         f"d = {d}",
         roundings=8,
-        known_results=known_results,
     )
 
 
@@ -264,25 +183,6 @@ def _read_table_case(n, generator):
     table = (table + table.transpose(0, 1)).contiguous()  # symmetric, as sums of k[a] k[b] are
     wide, cells = q.double(), table.double()
 
-    def known_results():
-        results = {
-            "with q[a] only: the degree is 2": torch.einsum("ra,abc->rc", wide, cells),
-            "with q[a] twice, without q[b]": torch.einsum("ra,abc->rc", wide**2, cells),
-            "of the sum of the table's cells": cells.sum((0, 1)).expand(queries, d),
-            "of the first query, for every query": torch.einsum(
-                "a,b,abc->c", wide[0], wide[0], cells
-            ).expand(queries, d),
-            "of the cells with a = b": torch.einsum("ra,aac->rc", wide**2, cells),
-            "of the cells with a <= b": torch.einsum(
-                "ra,rb,abc,ab->rc",
-                wide,
-                wide,
-                cells,
-                torch.ones(d, d, dtype=torch.float64, device=q.device).triu(),
-            ),
-        }
-        return {what: result.flatten()[:n] for what, result in results.items()}
-
     return Case(
         unwritten(n, generator),
         (q.flatten(), table.flatten()),
@@ -290,7 +190,6 @@ def _read_table_case(n, generator):
         torch.einsum("ra,rb,abc->rc", wide, wide, cells).flatten()[:n],
         f"d = {d}",
         roundings=32,
-        known_results=known_results,
     )
 
 
@@ -352,11 +251,11 @@ EXERCISES = [
         wrong_answers={
             **WRONG_GUARDS,
             "adds to dx": ("dx[i] =", "dx[i] +="),
-            "the value, not its slope": (_SLOPE, "x[i] * s"),
+            "it is the value, not its slope": (_SLOPE, "x[i] * s"),
             "0.75 x": (_SLOPE, "(x[i] * s + 0.75f * x[i])"),
-            "forgets the first x": ("(s + k", "(k"),
-            "the slope of the sigmoid": (_SLOPE, "k[0] * s * (1.0f - s)"),
-            "forgets the second x": (_SLOPE, "s"),
+            "forgets the first term of the product rule": ("(s + k", "(k"),
+            "it is the slope of the sigmoid alone": (_SLOPE, "k[0] * s * (1.0f - s)"),
+            "forgets the second term of the product rule": (_SLOPE, "s"),
             "forgets k": ("(s + k[0] * x[i]", "(s + x[i]"),
             "forgets dy": ("dy[i] * ", ""),
             "a square": ("s * (1.0f - s)", "(1.0f - s * s)"),
@@ -391,6 +290,10 @@ dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));""",
             "adds to sums": ("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
             "one x only": ("dy[i] * x[i] * x[i]", "dy[i] * x[i]"),
             "forgets dy": ("dy[i] * ", ""),
+            "the gradient of x, not of k": (
+                "x[i] * x[i] * s * (1.0f - s)",
+                "(s + k[0] * x[i] * s * (1.0f - s))",
+            ),
             "with a factor k": ("= dy[i]", "= k[0] * dy[i]"),
             "a square": ("s * (1.0f - s)", "(1.0f - s * s)"),
             "the wrong sign": ("= dy[i]", "= -dy[i]"),
@@ -425,6 +328,7 @@ atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
                 "row[2 * (i % hidden) + 1]",
             ),
             "the halves swapped": ("x1 = row", "x2 = row", "x2 = row[hidden", "x1 = row[hidden"),
+            "forgets the factor x1": ("x1 / (1", "1.0f / (1"),
             "no gate": (" * x2;", ";"),
             "forgets k": ("-k[0] * x1", "-x1"),
             "the other sign": ("expf(-k", "expf(k"),
@@ -454,15 +358,16 @@ atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
             **WRONG_GUARDS,
             "adds to y": ("y[i] =", "y[i] +="),
             "no largest score": ("fmaxf(m, s)", "0.0f"),
-            "sums stay as they were": (" * keep", ""),
+            "the sums are not brought to a new largest score": (" * keep", ""),
             "only the values' sum is corrected": ("sum * keep", "sum"),
             "only the weights' sum is corrected": ("total * keep", "total"),
             "m is never set": ("    m = larger;\n", ""),
-            "not divided": ("total / sum", "total"),
+            "not divided by the sum of the weights": ("total / sum", "total"),
             "forgets the last key": ("j < T", "j < T - 1"),
             "a key too many": ("j < T", "j <= T"),
+            "the negative scores": ("s += query", "s -= query"),
             "scores as weights": ("expf(s - larger)", "s"),
-            "divides the score": (
+            "divides the score by the square root of d": (
                 "    float larger",
                 "    s /= sqrtf((float)d);\n    float larger",
             ),
@@ -488,7 +393,7 @@ atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
         wrong_answers={
             **WRONG_GUARDS,
             "overwrites": ("+=", "="),
-            "degree 1": ("k[a] * k[b]", "k[a]"),
+            "k[a] only: the degree is 2": ("k[a] * k[b]", "k[a]"),
             "one number of the key twice": ("k[a] * k[b]", "k[a] * k[a]"),
             "forgets the value": (" * v[c]", ""),
             "channels first": ("k[a] * k[b] * v[c]", "v[a] * k[b] * k[c]"),
@@ -513,14 +418,14 @@ atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
         wrong_answers={
             **WRONG_GUARDS,
             "adds to y": ("y[i] =", "y[i] +="),
-            "degree 1": ("query[a] * query[b]", "query[a]"),
+            "q[a] only: the degree is 2": ("query[a] * query[b]", "query[a]"),
             "one number of the query twice": ("query[a] * query[b]", "query[a] * query[a]"),
             "the first query": ("q + i / d * d", "q"),
             "each thread its own query": ("q + i / d * d", "q + i"),
             "the query's number as channel": ("c = i % d", "c = i / d % d"),
             "channels first": ("(a * d + b) * d + c", "(c * d + a) * d + b"),
             "stops too early": ("b < d", "b < d - 1"),
-            "half of the pairs": ("int b = 0", "int b = a"),
+            "the pairs with a <= b only": ("int b = 0", "int b = a"),
         },
         data=_read_table_case,
     ),

@@ -5,6 +5,7 @@ run_captured(exercise("decay"), decay, seed=1)
 """
 
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ...graphs import TapeRecorder
 from ..figures.drawing import plural
 from ..sentences import first_wrong, is_rounding
 from . import costs
+from .known_mistakes import known_mistake
 from .results import Result, conclude, with_remarks
 
 # roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
@@ -36,10 +38,15 @@ class _Operations(TorchDispatchMode):
 
 
 def run_python(task, function, seed) -> Result:
-    generator = torch.Generator().manual_seed(seed)
+    def cases():
+        return task.cases(torch.Generator().manual_seed(seed))
+
+    def do(answer):
+        return [_result(lambda: _call(task, answer, arguments)) for _, arguments, _ in cases()]
+
     lines = []
     sentences: dict[str, None] = {}
-    for label, arguments, expected in task.cases(generator):
+    for label, arguments, expected in cases():
         # the answer may change its own
         given = copy.deepcopy(arguments)
         operations = _Operations()
@@ -49,7 +56,8 @@ def run_python(task, function, seed) -> Result:
             sentences[changed] = None
             outcome += "" if passed else f"; {changed}"
         lines.append((passed, label, outcome))
-    result = conclude(task, lines, seed, "case")
+    mistake = functools.partial(known_mistake, task, function, _functions, do)
+    result = conclude(task, lines, seed, "case", mistake)
     if not result:
         return result
     return with_remarks(result, [*sentences, *_python_remarks(task, operations, given)])
@@ -65,14 +73,36 @@ def _changed(task, before, after) -> str:
 
 def _names(task) -> list[str]:
     """The names of the arguments, as the task calls them."""
-    return list(inspect.signature(_function(task)).parameters)
+    return list(inspect.signature(_function(task.solution)).parameters)
 
 
-def _function(task) -> Callable:
-    """The solution of a Python exercise."""
-    space: dict = {"torch": torch}
-    exec(task.solution, space)
-    return space[task.name]
+def _function(source) -> Callable:
+    """The function that a source defines."""
+    space: dict = {}
+    exec(source, {"torch": torch}, space)
+    (function,) = space.values()
+    return function
+
+
+def _functions(sources) -> dict[str, Callable]:
+    return {what: _function(source) for what, source in sources.items()}
+
+
+def _call(task, function, arguments):
+    """What a function returns."""
+    if task.on_device:
+        # a tape refuses what the host would wait for
+        return TapeRecorder().record(lambda: function(*arguments))[1]
+    return function(*arguments)
+
+
+def _result(call):
+    """What a call gives to compare: a tensor, or words."""
+    try:
+        result = call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return result if isinstance(result, torch.Tensor) else _what(result)
 
 
 def _equal(was, now) -> bool:
@@ -89,7 +119,7 @@ def _equal(was, now) -> bool:
 def _python_remarks(task, operations, arguments) -> list[str]:
     """What is to be said against a right function. arguments: of the run that was counted."""
     with _Operations() as theirs:
-        _function(task)(*arguments)
+        _function(task.solution)(*arguments)
     if operations.count < costs.MORE_OPERATIONS * max(theirs.count, 1):
         return []
     return [f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"]
@@ -103,24 +133,16 @@ def _try_python(task, function, arguments, given, expected, operations):
     """
     try:
         with operations:
-            if task.on_device:
-                # a tape refuses what the host would wait for
-                _, result = TapeRecorder().record(lambda: function(*arguments))
-            else:
-                result = function(*arguments)
+            result = _call(task, function, arguments)
     except CaptureError as error:
         return False, str(error).partition("in a CUDA graph: ")[2]
     except Exception as error:
         # the learner's own code: one line instead of a traceback
         return False, f"{type(error).__name__}: {error}"
-    why = ""
-    if task.explain and isinstance(result, torch.Tensor):
-        sentence = task.explain(given, result)
-        why = f"; {sentence}" if sentence else ""
     largest, problem = _difference(result, expected, _has_bf16(given))
     if not problem:
         return True, f"right; largest difference {largest:.2g}"
-    return False, problem + why
+    return False, problem
 
 
 def _difference(result, expected, in_bf16=False) -> tuple[float, str]:
@@ -154,13 +176,18 @@ def _has_bf16(arguments) -> bool:
 
 def run_captured(task, function, seed) -> Result:
     """The function is called once, on a tape; then only the tape is replayed."""
-    generator = torch.Generator().manual_seed(seed)
+
+    def cases():
+        return task.turns(torch.Generator().manual_seed(seed))
+
+    def do(answer):
+        return [_result(lambda: _all_turns(answer, case)) for case in cases()]
+
     lines = []
     remarks: dict[str, None] = {}
-    for case in task.turns(generator):
-        tensors = [t.clone() for t in case.tensors]
+    for case in cases():
         try:
-            tape, returned = TapeRecorder().record(lambda: function(*tensors, *case.numbers))
+            tape, tensors, result = _capture(function, case)
         except CaptureError as error:
             line = (False, case.label, str(error))
             return Result(task.name, False, "it cannot be captured.", [line])
@@ -168,15 +195,42 @@ def run_captured(task, function, seed) -> Result:
             # the learner's own code: one line instead of a traceback
             lines.append((False, case.label, f"{type(error).__name__}: {error}"))
             continue
-        # a tape's capture already was a step
-        for tensor, first in zip(tensors, case.tensors):
-            tensor.copy_(first)
-        result = returned if case.result_index is None else tensors[case.result_index]
         passed, outcome, changed = _replay(task, case, tensors, tape, result)
         lines.append((passed, case.label, outcome))
         remarks |= dict.fromkeys(filter(None, [changed]))
-    result = conclude(task, lines, seed, "case")
+    mistake = functools.partial(known_mistake, task, function, _functions, do)
+    result = conclude(task, lines, seed, "case", mistake)
     return with_remarks(result, list(remarks)) if result else result
+
+
+def _capture(function, case):
+    """(the tape of one call, the call's tensors as they were before it, the one with the result)"""
+    tensors = [t.clone() for t in case.tensors]
+    tape, returned = TapeRecorder().record(lambda: function(*tensors, *case.numbers))
+    # a tape's capture already was a step
+    for tensor, first in zip(tensors, case.tensors):
+        tensor.copy_(first)
+    return tape, tensors, returned if case.result_index is None else tensors[case.result_index]
+
+
+def _set(tensors, values):
+    """Copy a turn's new values into the tensors."""
+    for tensor, value in zip(tensors, values):
+        if value is not None:
+            tensor.copy_(value)
+
+
+def _all_turns(function, case):
+    """The results of all turns, and the counter behind each of them, in one tensor."""
+    tape, tensors, result = _capture(function, case)
+    kept = []
+    for values, _, _ in case.turns:
+        _set(tensors, values)
+        tape.replay()
+        kept.append(result.flatten().double())
+        if case.counter:
+            kept.append(tensors[case.counter[1]].double().view(1))
+    return torch.cat(kept)
 
 
 def _replay(task, case, tensors, tape, result):
@@ -186,9 +240,7 @@ def _replay(task, case, tensors, tape, result):
     count = len(case.turns)
     may_change = (case.result_index, case.counter and case.counter[1])
     for turn, (values, expected, special) in enumerate(case.turns, 1):
-        for tensor, value in zip(tensors, values):
-            if value is not None:
-                tensor.copy_(value)
+        _set(tensors, values)
         before = [tensor.clone() for tensor in tensors]
         tape.replay()
         difference, problem = _difference(result, expected)

@@ -16,6 +16,7 @@ from ..figures.drawing import in_page
 from . import (
     accumulate_puzzles,
     clip_puzzles,
+    costs,
     encoder_puzzles,
     everything_puzzles,
     graph_puzzles,
@@ -109,12 +110,18 @@ class Result:
     __repr__ = __str__
 
     def _shown_lines(self):
-        """The trials; three or more that failed alike, one after the other, in two lines."""
+        """The trials; three or more that failed alike, up to numbers, in two lines."""
+
+        def words(line):
+            return not line[0] and re.sub(r"-?\d[\d,.]*(e[+-]\d+)?|(?<=element)s", "", line[2])
+
         shown = []
-        for failed, group in itertools.groupby(self.lines, lambda line: not line[0] and line[2]):
+        for failed, group in itertools.groupby(self.lines, words):
             first, *others = group
             if failed and len(others) > 1:
-                others = [(False, f"{len(others)} more", "the same")]
+                same = all(line[2] == first[2] for line in others)
+                outcome = "the same" if same else "the same, with other numbers"
+                others = [(False, f"{len(others)} more", outcome)]
             shown += [first, *others]
         return shown
 
@@ -123,10 +130,15 @@ class Result:
         if not self.cost:
             return []
         counts = ", ".join(f"{count:,} {what}" for what, count, _ in self.cost)
-        solution = ", ".join(f"{count:,}" for _, _, count in self.cost)
+        solution = ", ".join(
+            "the same" if count == other else f"{other:,}" for _, count, other in self.cost
+        )
         if all(count == other for _, count, other in self.cost):
             solution = "the same"
         outcome = f"with {COST_SIZE:,} elements: {counts} (the solution: {solution})"
+        same = {what: count == other for what, count, other in self.cost}
+        if same.get(costs.BYTES) and not same.get("reads"):
+            outcome += "; the bytes are the same: a float4 is one read"
         return [(None, "cost", outcome)]
 
     def _repr_html_(self):
@@ -164,14 +176,13 @@ class Result:
             return ""
         try:
             with simt.checked(True, seconds=PICTURE_SECONDS):
-                picture = in_page(self.show().picture())
+                picture = in_page(self.show().picture(in_verdict=True))
         except GpuaccelError:
             # it touches nothing, or the CPU cannot run it
             return ""
         title = f"Which thread touches what, {PICTURE_SIZE} elements"
-        is_open = "" if self.passed else " open"
         return (
-            f'<details style="margin-top:4px"{is_open}><summary style="cursor:pointer">'
+            '<details style="margin-top:4px"><summary style="cursor:pointer">'
             f"{title}</summary>{picture}</details>"
         )
 
@@ -217,12 +228,19 @@ def exercise(name: str) -> Exercise:
     return EXERCISES[name]
 
 
-def conclude(task, lines, seed, trial) -> Result:
-    """The result of all trials. trial: what one is called."""
+def conclude(task, lines, seed, trial, mistake=lambda: "") -> Result:
+    """The result of all trials.
+
+    Args:
+        trial: what one is called.
+        mistake: asked where one is wrong: a sentence on the known mistake, or "".
+    """
     failures = sum(not passed for passed, _, _ in lines)
     if failures:
         verb = "is" if failures == 1 else "are"
-        summary = f"not yet: {failures} of {len(lines)} {trial}s {verb} wrong (seed {seed})."
+        summary = (
+            f"not yet: {failures} of {len(lines)} {trial}s {verb} wrong (seed {seed}).{mistake()}"
+        )
     else:
         summary = f"right for every {trial}."
     return Result(task.name, not failures, summary, lines)

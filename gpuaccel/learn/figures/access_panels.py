@@ -91,9 +91,10 @@ class Panel:
         frame: those that decide which part of the tensor is shown.
         whole: those of all warps of the block.
         threads: the range of threads.
+        banks: whether it shows the banks of shared memory.
     """
 
-    def __init__(self, trace, index, drawn, red, frame, whole, threads):
+    def __init__(self, trace, index, drawn, red, frame, whole, threads, banks=True):
         self.outside = red[drawn["tensor"] == index]
         drawn = drawn[drawn["tensor"] == index]
         frame = frame[frame["tensor"] == index]
@@ -113,7 +114,7 @@ class Panel:
         else:
             self.order = 3 if self.writes else 0
         if self.shared:
-            self.cells = Banks(self.traced, frame, whole)
+            self.cells = Banks(self.traced, frame, whole, banks)
             self.bank_turns = int(trace.requests(drawn)["bank_turns"].max(initial=0))
             self.small = False
         else:
@@ -135,7 +136,7 @@ class Panel:
         space = "shared, " if self.shared else ""
         words = f"{space}{traced.dtype}, {plural(traced.elements, 'element')}"
         sheet.text(words_x, y + 12, words, 11.5, sheet.soft)
-        if self.shared and len(self.events):
+        if self.shared and self.cells.banks and len(self.events):
             conflict = self.bank_turns > 1
             cost = f"{self.bank_turns}-way bank conflict" if conflict else "no bank conflict"
             cost_x = words_x + text_width(words, 11.5) + 4
@@ -440,8 +441,9 @@ class Banks:
 
     Rows that no thread touches are left out where there are many."""
 
-    def __init__(self, traced, events, whole):
+    def __init__(self, traced, events, whole, banks):
         self.item = traced.itemsize
+        self.banks = banks
         self.words = -(-traced.elements * traced.itemsize // 4)
         self.whole = whole
         touched = set()
@@ -500,7 +502,7 @@ class Banks:
         Returns:
             Where it ends.
         """
-        if writes:
+        if writes and self.banks:
             y = self.draw_banks(sheet, y, events[events["kind"] != READ]) + 4
         colours = self._colours(events, outside)
         # (colour, opacity) -> boxes
@@ -523,7 +525,7 @@ class Banks:
         for (colour, opacity), boxes in looks.items():
             sheet.boxes(boxes, colour, opacity)
         sheet.words(labels, sheet.soft, anchor="end")
-        if reads:
+        if reads and self.banks:
             y = self.draw_banks(sheet, y + 4, events[events["kind"] == READ])
         return y
 
