@@ -222,7 +222,7 @@ def _scalars_read(operators, inside):
     for previous, e in zip(before, operators):
         if e["name"] == "aten::index_put_":
             fills = previous == "aten::lift_fresh"
-        elif e["name"] == "aten::nonzero" or e["name"] == SCALAR_READ and not fills:
+        elif e["name"] == "aten::nonzero" or e["name"] == "aten::_local_scalar_dense" and not fills:
             reads += not any(begin <= e["ts"] <= end for begin, end in steps)
         elif e["name"] not in ("aten::_index_put_impl_", "aten::item"):
             fills = False

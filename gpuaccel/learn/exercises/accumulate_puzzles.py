@@ -83,20 +83,14 @@ EXERCISES = [
         stub="// your lines",
         hint=(
             "A loop over k = 0 .. 3 with the guard inside it is right for every n. With fewer "
-            "reads: reinterpret_cast<float4*>(acc + first) reads four sums at once where all four "
-            "exist, a uint2 four bf16 (low_as_float and high_as_float take a half each); the loop "
-            "is for the tail."
+            "requests: where all four exist, load4 reads them at once and store4 writes them; the "
+            "loop is for the tail."
         ),
         solution=_FOUR
         + (
             "if (first + 4 <= n) {\n"
-            "    float4* out = reinterpret_cast<float4*>(acc + first);\n"
-            "    float4 a = *out;\n"
-            "    uint2 g = *reinterpret_cast<const uint2*>(grad + first);      // four bf16"
-            " in eight bytes\n"
-            "    float4 b = make_float4(low_as_float(g.x), high_as_float(g.x), "
-            "low_as_float(g.y), high_as_float(g.y));\n"
-            "    *out = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);\n"
+            "    float4 a = load4(acc, first / 4), b = load4(grad, first / 4);\n"
+            "    store4(acc, first / 4, make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w));\n"
             "} else {\n"
             "    for (long long i = first; i < n; i++) acc[i] += as_float(grad[i]);\n"
             "}"
