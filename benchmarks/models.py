@@ -333,7 +333,7 @@ def tables(results: dict) -> dict[str, Table]:
     reasons: list[str] = []
     rows = []
     for model, cells in results["models"].items():
-        texts = {column: cell_text(value, reasons) for column, value in cells.items()}
+        texts = {name: cell_text(cells[name], reasons) for name in COLUMNS if name in cells}
         rows.append({"model": f"`{model}`", **texts})
     heads = {name: name.replace("eager", "launched") for name in COLUMNS}
     columns = [Column("model", "model"), *(Column(heads[name], name) for name in COLUMNS)]

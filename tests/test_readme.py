@@ -165,7 +165,9 @@ def test_the_page_about_trainer_trains_what_torchs_optimizer_trains(loop, here):
     path, spaces = ROOT / "docs" / "trainer.md", []
     code = example(path, {"Trainer": "TrainingArguments(", "accelerate": "Accelerator("}[loop])
     # Limits that act.
-    code = theirs = code.replace("max_grad_norm=1.0", "max_grad_norm=0.1").replace(", 1.0)", ", 0.1)")
+    code = theirs = code.replace("max_grad_norm=1.0", "max_grad_norm=0.1").replace(
+        ", 1.0)", ", 0.1)"
+    )
     for ours, torchs in TRAINER[loop].items():
         assert ours in theirs
         theirs = theirs.replace(ours, torchs)
