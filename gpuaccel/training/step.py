@@ -155,7 +155,8 @@ class TrainStep:
         optimizers: a list, of one optimizer too.
         schedulers: a list.
         arena: the Arena of the model.
-        count: optimizer steps taken, an int.
+        count: optimizer steps that this process has taken, an int. After load_checkpoint it may be
+            set to the loaded step.
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
