@@ -364,8 +364,8 @@ def step_rows(r: dict) -> list[dict]:
             row |= {"replayed": replayed, "alone": name.startswith(ONE)}
             for micro_batches, measured in counts.items():
                 m = dict(measured.get(name, {}))
-                ours = r["groups"].get(REPLAYED, {}).get(micro_batches, {}).get("all-reduce")
-                if replayed and m and ours and group != REPLAYED:
+                ours = r["groups"].get(REPLAYED, {}).get(micro_batches, {}).get("all-reduce", {})
+                if replayed and m and group != REPLAYED and "of_one_gpu" in ours:
                     # All shares are of ours on one GPU.
                     m["of_one_gpu"] = ours["of_one_gpu"] * ours["ms"] / m["ms"]
                 row |= {f"{micro_batches} {key}": value for key, value in m.items()}

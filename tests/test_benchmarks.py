@@ -1037,11 +1037,16 @@ def test_ddp_runs(ddp, variants, scripts):
     assert memory["all-reduce"] > memory["sharded"] > 0
     made = table(scripts, "ddp", {"2": r})
     assert [len(made[name].rows) for name in ("replayed", "launched", "one GPU")] == [7, 3, 2]
-    assert column(made["replayed"], "4: of one GPU").keys() == {
-        f"{ddp.CAPTURED}: DDP",
-        f"{ddp.CAPTURED_FSDP}: FSDP2",
+    shares = column(made["replayed"], "4: of one GPU")
+    assert shares.keys() == {
+        "torch, replayed: DDP",
+        "torch, replayed: FSDP2",
         *(f"{group}: {n}" for group, n in variants if group == ddp.REPLAYED and n != ddp.ONE),
     }
+    # All are of ours on one GPU.
+    ours, ddps = (r["groups"][g]["4"][n] for g, n in ((ddp.REPLAYED, "all-reduce"), ddp.DDP_KEY))
+    expected = ours["of_one_gpu"] * ours["ms"] / ddps["ms"]
+    assert shares["torch, replayed: DDP"] == f"{expected:.0%}"
 
 
 class ScriptedWorkers:
