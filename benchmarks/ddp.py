@@ -359,10 +359,16 @@ def step_rows(r: dict) -> list[dict]:
         replayed = "captured" in group or "replayed" in group
         memory = r.get("memory", {}).get(group, {})
         for name in dict.fromkeys(name for rows in counts.values() for name in rows):
-            row = {"step": f"{group}: {name}", **memory.get(name, {})}
+            words = group.replace("captured", "replayed").removesuffix(" FSDP2")
+            row = {"step": f"{words}: {name}", **memory.get(name, {})}
             row |= {"replayed": replayed, "alone": name.startswith(ONE)}
             for micro_batches, measured in counts.items():
-                row |= {f"{micro_batches} {key}": m for key, m in measured.get(name, {}).items()}
+                m = dict(measured.get(name, {}))
+                ours = r["groups"].get(REPLAYED, {}).get(micro_batches, {}).get("all-reduce", {})
+                if replayed and m and group != REPLAYED and "of_one_gpu" in ours:
+                    # All shares are of ours on one GPU.
+                    m["of_one_gpu"] = ours["of_one_gpu"] * ours["ms"] / m["ms"]
+                row |= {f"{micro_batches} {key}": value for key, value in m.items()}
             rows.append(row)
     return rows
 

@@ -160,21 +160,24 @@ def tables(results: dict) -> dict[str, Table]:
         Column("batch x T, step", "step"),
         Column("ms", "ms", number),
         Column("tokens/s", "tokens_per_s", thousands),
-        Column("against eager torch", "times_plain", ratio),
+        Column("against plain torch", "times_plain", ratio),
+        Column("against compiled torch", "times_compiled", ratio),
         Column("GPU busy", "gpu_busy", share),
     ]
-    rows = [
-        {"step": f"{shape}: {name}", **m}
-        for shape, variants in results.get("speed", {}).items()
-        for name, m in variants.items()
-    ]
+    rows = []
+    for shape, variants in results.get("speed", {}).items():
+        for name, m in variants.items():
+            peer = variants.get(name.replace(OURS, "torch, bf16 weights"))
+            times = {"times_compiled": peer["ms"] / m["ms"]} if peer and peer is not m else {}
+            rows.append({"step": f"{shape}: {name.replace('eager', LAUNCHED)}", **m, **times})
     host = [
         Column("one step", "step"),
         Column("kernel launches", "launches", integer),
         Column("graph launches", "graph_launches", integer),
         Column("host waits", "syncs", integer),
     ]
-    ledger = [{"step": name, **m} for name, m in results.get("host", {}).items()]
+    names = {"eager": "launched", "replay": "replayed"}
+    ledger = [{"step": names.get(name, name), **m} for name, m in results.get("host", {}).items()]
     return {"speed": Table(columns, rows), "host": Table(host, ledger)}
 
 

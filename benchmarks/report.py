@@ -30,6 +30,7 @@ PAGES = (
     common.ROOT / "README.md",
     DOCS / "benchmarks.md",
     DOCS / "several-gpus.md",
+    DOCS / "your-model.md",
 )
 # Their charts are in docs/charts.
 PAGE_GPUS = ("h100_80gb_hbm3", "h200")
@@ -96,13 +97,15 @@ def ratio_rows(folder: str) -> list[dict]:
                 rows.append({"what": what, "against": against, "ratio": measured})
 
     replayed, launched = ("rows", "replayed"), ("launched", "launched")
+    models = (load("transformers_step", folder) or {"results": {}})["results"]
     for model, (kind, words) in (("Llama", replayed), ("Llama", launched), ("GPT-2", launched)):
-        add(
-            "transformers_step",
-            f"one step of transformers' {model}, {words}",
-            f"torch's fastest {words} step",
-            lambda r: r.get(model, {}).get(kind, {}).get("ours", {}).get("times_torch"),
-        )
+        if model in models:
+            add(
+                "transformers_step",
+                f"one step of transformers' {sized(model, models[model])}, {words}",
+                f"torch's fastest {words} step",
+                lambda r: r[model][kind]["ours"]["times_torch"],
+            )
     for T in ("1024", "256"):
         add(
             "step",
@@ -143,6 +146,11 @@ def ratio_rows(folder: str) -> list[dict]:
     return rows
 
 
+def sized(model: str, result: dict) -> str:
+    """A model of transformers with the number of its parameters: Llama 250M."""
+    return f"{model} {result['parameters'] / 1e6:.0f}M"
+
+
 def ratios_table(*gpus: str) -> Table:
     """ratio_rows() of several GPUs."""
     rows: dict[str, dict] = {}
@@ -155,6 +163,62 @@ def ratios_table(*gpus: str) -> Table:
     return Table(columns, list(rows.values()))
 
 
+# The depths of docs/your-model.md -> the beginning and the end of what is measured of each.
+DEPTHS = {
+    "optimizer and clipping": ("`ga.clip_grad_norm_`", ""),
+    "arena": ("clip and AdamW", ""),
+    "`TrainStep` launched": ("one step of transformers' Llama", "launched"),
+    "`TrainStep` compiled and replayed": ("one step of transformers' Llama", "replayed"),
+}
+
+
+def depths_table(folder: str) -> Table:
+    """One of ratio_rows() for each depth."""
+    rows = [
+        {"depth": depth, **row}
+        for depth, (begin, end) in DEPTHS.items()
+        for row in ratio_rows(folder)
+        if row["what"].startswith(begin) and row["what"].endswith(end)
+    ]
+    columns = [Column("depth", "depth"), Column("measured", "what"), Column("against", "against")]
+    return Table([*columns, Column(gpu_of(folder), "ratio", ratio)], rows)
+
+
+# Tables of steps -> what they are of, in words.
+STEPS = {
+    "transformers_step/steps": "transformers' ",
+    "step/steps": "`llama-350m`, ",
+    "graphs/speed": "`llama-350m`, one micro-batch of ",
+    "ddp_2gpus/replayed": "two GPUs, ",
+    "ddp_2gpus/launched": "two GPUs, launched, ",
+    "ddp_4gpus/replayed": "four GPUs, ",
+    "cpu/cpu": "",
+}
+
+
+def slower_table(*gpus: str) -> Table:
+    """The steps of ours that are slower than torch's."""
+    rows: dict[str, dict] = {}
+    for folder in gpus:
+        for name, words in STEPS.items():
+            file, _, table_name = name.partition("/")
+            if (result := load(file, folder)) is None:
+                continue
+            table = tables_of(result)[table_name]
+            # "4: against torch": of 4 micro-batches.
+            counts = [re.fullmatch(r"(?:(\d): )?against .*torch", head) for head in table.head]
+            for label, *cells in table.rows:
+                for cell, count in zip(cells, counts[1:], strict=True):
+                    is_ours = "ours" in label or file == "cpu"
+                    if count and cell and is_ours and float(cell.removesuffix("x")) < 1:
+                        what = words + label.replace("ours, ", "").replace(": ours", "")
+                        if count[1]:
+                            what += f", {count[1]} micro-batch{'es' * (count[1] != '1')}"
+                        rows.setdefault(what, {"what": what})[folder] = cell
+    columns = [Column("step", "what"), *(Column(gpu_of(folder), folder) for folder in gpus)]
+    return Table(columns, list(rows.values()))
+
+
 def models_table(*gpus: str) -> Table:
     """Steps of models of transformers, ours against torch's fastest, replayed and launched."""
     columns, rows = [Column("model", "model")], {}
@@ -163,7 +227,7 @@ def models_table(*gpus: str) -> Table:
         for kind, words in (("rows", "replayed"), ("launched", "launched")):
             columns.append(Column(f"{gpu_of(folder)}: {words}", folder + kind, ratio))
             for name, r in results.items():
-                label = f"{name} {r['parameters'] / 1e6:.0f}M"
+                label = sized(name, r)
                 row = rows.setdefault(label, {"model": label})
                 row[folder + kind] = r.get(kind, {}).get("ours", {}).get("times_torch")
     return Table(columns, list(rows.values()))
@@ -182,7 +246,13 @@ def results_table(*gpus: str) -> Table:
     return Table([*(Column(key, key) for key in keys), Column("results", "results")], rows)
 
 
-OVER_ALL = {"ratios": ratios_table, "models_of_others": models_table, "results": results_table}
+OVER_ALL = {
+    "ratios": ratios_table,
+    "depths": depths_table,
+    "slower": slower_table,
+    "models_of_others": models_table,
+    "results": results_table,
+}
 
 
 # ---- pages --------------------------------------------------------------------------------------

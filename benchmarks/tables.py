@@ -30,7 +30,8 @@ def number(value: float) -> str:
 
 def tenths(value: float) -> str:
     """94.1, 0.3, -0.1."""
-    return f"{value:,.1f}"
+    # Without a -0.0.
+    return f"{round(value, 1) + 0.0:,.1f}"
 
 
 def ratio(value: float) -> str:

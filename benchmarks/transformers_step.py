@@ -145,7 +145,8 @@ def tables(results: dict) -> dict[str, Table]:
         for name, r in results.items():
             if kind in r:
                 steps[f"{name} {r['parameters'] / 1e6:.0f}M, {r['step']}{words}"] = r[kind]
-    return {"steps": steps_table(steps)}
+    # Those of one model are like those of the others.
+    return {"steps": steps_table(steps), "costs": steps_table(dict([*steps.items()][:1]))}
 
 
 def main():

@@ -352,7 +352,6 @@ def test_models_runs_and_keeps_the_gpus_cells(scripts, monkeypatch, tmp_path):
     cells = results["llama"]
     assert [value["ran"] for value in cells.values()] == [
         "eager",
-        None,
         "eager",
         "graph",
         None,
@@ -365,12 +364,12 @@ def test_models_runs_and_keeps_the_gpus_cells(scripts, monkeypatch, tmp_path):
     path = tmp_path / "models.json"
     path.write_text(json.dumps({"results": {"models": {"llama": earlier}, "columns": {}}}))
     before = models.tables(json.loads(path.read_text())["results"])["models"]
-    assert column(before, "torch, eager") == {"`llama`": "**differs: 9e+00**"}
+    assert column(before, "torch, launched") == {"`llama`": "**differs: 9e+00**"}
     after = models.tables(models.write(path, results, 2))
-    assert column(after["models"], "cuda, eager") == {"`llama`": "7e-09"}
+    assert column(after["models"], "cuda, launched") == {"`llama`": "7e-09"}
     assert column(after["models"], "cuda, replayed") == {"`llama`": "needs a GPU"}
     assert "differs" not in after["models"].markdown()
-    assert column(after["columns"], "torch")["simt, eager"] == torch.__version__
+    assert column(after["columns"], "torch")["simt, launched"] == torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -1036,11 +1035,16 @@ def test_ddp_runs(ddp, variants, scripts):
     assert memory["all-reduce"] > memory["sharded"] > 0
     made = table(scripts, "ddp", {"2": r})
     assert [len(made[name].rows) for name in ("replayed", "launched", "one GPU")] == [7, 3, 2]
-    assert column(made["replayed"], "4: of one GPU").keys() == {
-        f"{ddp.CAPTURED}: DDP",
-        f"{ddp.CAPTURED_FSDP}: FSDP2",
+    shares = column(made["replayed"], "4: of one GPU")
+    assert shares.keys() == {
+        "torch, replayed: DDP",
+        "torch, replayed: FSDP2",
         *(f"{group}: {n}" for group, n in variants if group == ddp.REPLAYED and n != ddp.ONE),
     }
+    # All are of ours on one GPU.
+    ours, ddps = (r["groups"][g]["4"][n] for g, n in ((ddp.REPLAYED, "all-reduce"), ddp.DDP_KEY))
+    expected = ours["of_one_gpu"] * ours["ms"] / ddps["ms"]
+    assert shares["torch, replayed: DDP"] == f"{expected:.0%}"
 
 
 class ScriptedWorkers:

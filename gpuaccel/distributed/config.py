@@ -49,7 +49,8 @@ class Distributed:
     Attributes:
         group: a process group. Default: torch.distributed's default group. If there is none yet, it
             is made from torchrun's environment, with NCCL where torch sees a GPU and gloo
-            elsewhere. Without that environment this process is the only rank.
+            elsewhere. ga.launch has made one: NCCL where there are GPUs enough for all ranks.
+            Without either this process is the only rank.
         dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves
             the bytes; each rank rounds its sum once, and every addition rounds again.
         ordered: add the micro-batches in global order: N ranks with M micro-batches are
@@ -84,8 +85,8 @@ class Distributed:
 
     Raises:
         ArgumentError: for a dtype that is neither fp32 nor bf16, bf16 in ordered mode, a bucket_mb
-            that is not positive, a negative check_every, an environment that is not torchrun's, and
-            a process outside the group.
+            that is not positive, a negative check_every, an environment that is not torchrun's,
+            more ranks than GPUs on a machine with GPUs, and a process outside the group.
         RankError: where the ranks do not find each other within `timeout`.
 
     Example:

@@ -66,8 +66,9 @@ def token_loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> tuple[Tensor, 
     """The sum of the cross-entropies of a micro-batch, and the number of its valid targets.
 
     Args:
-        model: tokens (B, T) -> logits (B, T, V).
-        micro: (inputs, targets), each (B, T) int64; targets of -100 do not count.
+        model: inputs -> logits (..., classes). Tokens (B, T) give (B, T, V), images (N, classes).
+        micro: (inputs, targets); targets (...) int64, of which -100 does not count. The classes are
+            the last dimension: logits (N, C, H, W) of a segmentation do not fit.
 
     Returns:
         Two () tensors on the device, the sum in fp32 and the number in int64.
@@ -151,7 +152,8 @@ class TrainStep:
         optimizers: a list, of one optimizer too.
         schedulers: a list.
         arena: the Arena of the model.
-        count: optimizer steps taken, an int.
+        count: optimizer steps that this process has taken, an int. After load_checkpoint it may be
+            set to the loaded step.
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
@@ -321,11 +323,14 @@ class TrainStep:
         When loss_fn or backward raises, the gradients are dropped and the weights stay.
 
         Args:
-            batch: a tensor, or tensors in tuples, lists and dicts (also other mappings), nested, on
-                the model's device, rows in dim 0; or a list of such micro-batches. What has no
-                rows (numbers, strings, None, () tensors, NumPy arrays) goes to each micro-batch;
-                in a replayed step it is hashable, and another value is captured anew. With several
-                ranks None: this one has no batch left, and the others have.
+            batch: a tensor, or tensors in nested tuples, lists and dicts (also other mappings), on
+                the model's device, with rows in dim 0. [x, y], two tensors as a DataLoader makes
+                them, is one batch. A list whose elements are all tuples, lists or dicts is a list
+                of micro-batches. So is what a DataLoader makes of samples that are pairs of dicts:
+                pass tuple(batch). What has no rows (numbers, strings, None, () tensors, NumPy
+                arrays) goes to each micro-batch; in a replayed step it is hashable, and each new
+                value is captured. With several ranks None: this one has no batch left, and the
+                others have.
 
         Returns:
             A StepOutput. Nothing waits for the device until a value is read.
