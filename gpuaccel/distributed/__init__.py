@@ -5,7 +5,7 @@ heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all
 common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
 copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
-finite), plan (a step on N GPUs and its checkpoints, predicted)."""
+finite), plan (a step on N GPUs, predicted)."""
 
 from .collectives import gather_objects, raises_dist_error
 from .config import Distributed

@@ -10,8 +10,8 @@ backward of the last one each bucket is sent as soon as its gradients are comple
 bucket before it. Clipping and the update follow when backward and the last bucket are over.
 
 `overlap` simulates that; `predict` counts what is outside of it, and adds the wait for the slowest
-rank. `calibrated` finds the numbers of a machine with two GPUs, `daly_interval` when to write a
-checkpoint. What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
+rank. `calibrated` finds the numbers of a machine with two GPUs. What is measured, fitted and assumed,
+and how far predictions are off: docs/planning.md.
 """
 
 import functools
@@ -426,64 +426,3 @@ def calibrated(
         too_fast = predict(workload, slowed, 2, peer_to_peer=False).step_ms < nccl_1
         low, high = (middle, high) if too_fast else (low, middle)
     return workload, replace(machine, nccl_slow=low)
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def daly_interval(checkpoint_s: float, between_failures_s: float) -> float:
-    """Seconds of training between two checkpoints that lose least.
-
-    Args:
-        checkpoint_s: seconds that a checkpoint stops the training.
-        between_failures_s: mean seconds between two failures of any rank.
-
-    Returns:
-        The interval; where a checkpoint takes twice the time between failures or more, that time.
-
-    Raises:
-        ArgumentError: for times that are not above 0.
-
-    Source:
-        J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-        Future Generation Computer Systems 22(3), 2006.
-
-    Example:
-        >>> from gpuaccel.distributed.plan import daly_interval
-        >>> f"a checkpoint of 3 s every {daly_interval(3, 86400) / 60:.0f} minutes"
-        'a checkpoint of 3 s every 12 minutes'
-    """
-    _check({"checkpoint_s": checkpoint_s, "between_failures_s": between_failures_s})
-    if checkpoint_s >= 2 * between_failures_s:
-        return between_failures_s
-    root = math.sqrt(checkpoint_s / (2 * between_failures_s))
-    young = math.sqrt(2 * checkpoint_s * between_failures_s)
-    return young * (1 + root / 3 + root * root / 9) - checkpoint_s
-
-
-def lost_share(
-    interval_s: float, checkpoint_s: float, between_failures_s: float, restart_s: float
-) -> float:
-    """The share of all time that does not train: checkpoints, restarts, and steps done twice.
-
-    Failures are taken as independent of each other and equally likely at any time. Each stops all
-    ranks, which start again from the last checkpoint.
-
-    Args:
-        interval_s: seconds of training between two checkpoints.
-        checkpoint_s: seconds that a checkpoint stops the training.
-        between_failures_s: mean seconds between two failures of any rank.
-        restart_s: from a failure until all ranks train again.
-
-    Returns:
-        From 0 to 1.
-
-    Source:
-        Daly (2006): the expected time until an interval and its checkpoint are done.
-    """
-    mean = between_failures_s
-    try:
-        spent = mean * math.exp(restart_s / mean) * math.expm1((interval_s + checkpoint_s) / mean)
-    except OverflowError:
-        return 1.0
-    return 1 - interval_s / spent

@@ -1,5 +1,5 @@
-"""The model of a step on N GPUs: closed forms, what must grow or shrink, recorded steps, failures
-by simulation, and the numbers of docs/planning.md."""
+"""The model of a step on N GPUs: closed forms, what must grow or shrink, recorded steps, and the
+numbers of docs/planning.md."""
 
 import contextlib
 import dataclasses
@@ -26,8 +26,6 @@ from gpuaccel.distributed.plan import (
     Workload,
     all_reduce_ms,
     calibrated,
-    daly_interval,
-    lost_share,
     overlap,
     predict,
     slowest_of,
@@ -222,7 +220,6 @@ def test_what_cannot_be_is_refused():
         lambda: predict(workload(), Machine(), 0),
         lambda: predict(workload(), Machine(), 12),
         lambda: predict(workload(), Machine(), 8, False, torch.float16),
-        lambda: daly_interval(0, 1e9),
     ):
         with pytest.raises(ArgumentError, match="expected"):
             wrong()
@@ -311,51 +308,3 @@ def test_the_page_says_how_far_off_the_model_is():
         assert f"| {' | '.join([variant, *cells])} |" in text
     spread = known("H200")[1].spread
     assert f"with {spread:.1%} two ranks wait {spread * slowest_of(2):.1%} of a step" in text
-
-
-# ---- failures -----------------------------------------------------------------------------------
-
-
-def simulated_loss(interval, checkpoint, between, restart, generator, intervals=3000):
-    """The share of time that does not train, in a run with failures at random times."""
-    now, saved = 0.0, 0
-    failure = generator.expovariate(1 / between)
-    while saved < intervals:
-        if failure >= now + interval + checkpoint:
-            now += interval + checkpoint
-            saved += 1
-            continue
-        # A restart that fails begins again.
-        now = failure
-        failure = now + generator.expovariate(1 / between)
-        while failure < now + restart:
-            now = failure
-            failure = now + generator.expovariate(1 / between)
-        now += restart
-    return 1 - saved * interval / now
-
-
-# Checkpoint, time between failures, restart.
-JOBS = [(10.0, 3600.0, 60.0), (60.0, 1800.0, 300.0), (300.0, 1000.0, 100.0)]
-
-
-@pytest.mark.parametrize("checkpoint, between, restart", JOBS)
-def test_the_loss_is_that_of_simulated_failures_and_least_at_dalys_interval(
-    checkpoint, between, restart
-):
-    generator = random.Random(1)
-    for interval in (0.5, 1.0, 2.0):
-        seconds = interval * daly_interval(checkpoint, between)
-        simulated = simulated_loss(seconds, checkpoint, between, restart, generator)
-        assert lost_share(seconds, checkpoint, between, restart) == pytest.approx(
-            simulated, rel=0.06
-        )
-
-    best = lost_share(daly_interval(checkpoint, between), checkpoint, between, restart)
-    others = [lost_share(k * between / 200, checkpoint, between, restart) for k in range(1, 1000)]
-    assert best <= min(others) + 1e-3
-
-
-def test_a_checkpoint_longer_than_the_time_between_failures_has_an_interval():
-    assert daly_interval(100.0, 10.0) == 10.0
-    assert lost_share(1e6, 1.0, 1.0, 1.0) == 1.0
