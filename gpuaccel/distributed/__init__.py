@@ -10,7 +10,6 @@ finite), plan (a step on N GPUs, predicted)."""
 from .collectives import gather_objects, raises_dist_error
 from .config import Distributed
 from .ordered import OrderedReducer
-from .p2p import PeerToPeer
 from .reducer import Reducer
 from .reducer_base import ReducerBase
 from .spawn import RankBackend, launch
@@ -18,7 +17,6 @@ from .spawn import RankBackend, launch
 __all__ = [
     "Distributed",
     "OrderedReducer",
-    "PeerToPeer",
     "RankBackend",
     "Reducer",
     "ReducerBase",

@@ -9,8 +9,7 @@ copies the sums of the others' blocks. The kernel also writes sums of squares fo
 the rank whose gradient is not finite. Copies in, additions and copies out have a stream each, and
 overlap.
 
-    p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
-    p2p.plan(buckets)                         # before anything takes arena.grads' address
+    p2p = PeerToPeer.of(config, arena, buckets)     # None, and a line in the log, where not possible
     p2p.send(bucket)                          # its reduction is queued
     p2p.join_sums()                           # p2p.stream has this rank's sums and all squares
     p2p.join()                                # the current stream has all sums
@@ -31,10 +30,10 @@ from ..backends import backend, takes
 from ..errors import ArgumentError
 from ..ops import CHUNK
 from ..optim import Arena
-from .buckets import Bucket
+from .buckets import Bucket, equal_ranges
 from .collectives import gather_objects
 from .config import Distributed
-from .heartbeat import SLACK, at_the_start
+from .heartbeat import SLACK
 from .peer_sums import add_ranks, sum_kernel
 from .zero1 import gathered_buffers, share
 
@@ -89,7 +88,7 @@ class SymmetricMemory:
         next(iter(self.handles.values())).barrier(channel, milliseconds)
 
 
-# ---- public: the ranks of a step -----------------------------------------------------------------
+# ---- the ranks of a step -------------------------------------------------------------------------
 
 
 Copies = list[tuple[Tensor, Tensor]]  # (destination, source)
@@ -148,8 +147,8 @@ class PeerToPeer:
         """Map the other ranks' buffers. Collective; may fail on one rank alone."""
         self.memory.connect(self.config.group)
 
-    def connected(self) -> "PeerToPeer":
-        """Move the arena's buffers to the shared memory. Collective."""
+    def connected(self, buckets: list[Bucket]) -> "PeerToPeer":
+        """Move the arena's buffers to the shared memory, and plan the sums. Collective."""
         # name -> rank -> its buffer.
         self.theirs: dict[str, dict[int, Tensor]] = {}
         for name in _shared_buffers(self.config, self.arena):
@@ -159,6 +158,7 @@ class PeerToPeer:
             # Loads the barrier's kernel, which a capture could not.
             for channel in (GRADIENTS_READY, SUMS_READY, SUMS_COPIED, WEIGHTS_READY):
                 self._barrier(channel)
+        self._plan(buckets)
         return self
 
     def _barrier(self, channel: int):
@@ -167,41 +167,32 @@ class PeerToPeer:
         self.memory.barrier(channel, int(1000 * (self.config.timeout + SLACK)))
 
     @classmethod
-    def of(cls, config: Distributed, arena: Arena) -> "PeerToPeer | None":
+    def of(cls, config: Distributed, arena: Arena, buckets: list[Bucket]) -> "PeerToPeer | None":
         """Of a ga.Distributed; None where NCCL or gloo reduces alone. The log says which, and why
-        it is not the other. Collective.
+        it is not the other. Collective, on ranks that have been compared.
 
         Raises:
             ArgumentError: on every rank, where config.peer_to_peer is True and that is not
                 possible.
-            RankError: where another rank is lost meanwhile.
         """
-        if arena.before_release:
-            # Somebody knows the buffers' addresses. A second TrainStep will be refused.
+        if config.peer_to_peer is False:
             return None
-        with at_the_start(config):
-            reason = _obstacle(config, arena)
-            if reason is None or config.peer_to_peer is False:
-                # Ranks that differ are told apart when they are compared.
-                return None
-            p2p = None
+        p2p, reason = None, _obstacle(config, arena.device)
+        if not reason:
+            p2p, reason = _attempt(config, lambda: cls(config, arena))
+        if p2p is not None and not reason:
+            _, reason = _attempt(config, p2p.connect)
             if not reason:
-                p2p, reason = _attempt(config, lambda: cls(config, arena))
-            if p2p is not None and not reason:
-                _, reason = _attempt(config, p2p.connect)
-                if not reason:
-                    log.info(
-                        "gradients are added up by peer-to-peer copies of %d ranks", config.world
-                    )
-                    return p2p.connected()
-            if config.peer_to_peer:
-                raise ArgumentError(
-                    f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
-                    "which can read each other's memory, and fp32 sums"
-                )
-            if config.world > 1 and not config.ordered and config.backend == "nccl":
-                log.info("gradients are added up by NCCL: %s", reason)
-            return None
+                log.info("gradients are added up by peer-to-peer copies of %d ranks", config.world)
+                return p2p.connected(buckets)
+        if config.peer_to_peer:
+            raise ArgumentError(
+                f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
+                "which can read each other's memory, and fp32 sums"
+            )
+        if config.world > 1 and not config.ordered and config.backend == "nccl":
+            log.info("gradients are added up by NCCL: %s", reason)
+        return None
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Of each rank, the elements of a bucket that a sharded optimizer has there."""
@@ -209,13 +200,7 @@ class PeerToPeer:
         starts = [bucket.start + r * own for r in range(self.world)]
         return [(start, start + own) for start in starts]
 
-    def _equal_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) as one range per rank, as equal as chunks allow."""
-        chunks = (stop - start) // CHUNK
-        ends = [start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
-        return list(zip(ends, ends[1:]))
-
-    def plan(self, buckets: list[Bucket]):
+    def _plan(self, buckets: list[Bucket]):
         """Prepare the arguments of all calls, so that a step's host only has to make them."""
         self.plans: dict[Bucket, list[Slab]] = {}
         self._next_buffer = 0
@@ -231,7 +216,8 @@ class PeerToPeer:
                 rest = ranges[-1][1]
                 slabs = self._slabs(ranges, most, copies_out=False)
             if rest < bucket.stop:
-                slabs += self._slabs(self._equal_ranges(rest, bucket.stop), most, copies_out=True)
+                ranges = equal_ranges(rest, bucket.stop, self.world)
+                slabs += self._slabs(ranges, most, copies_out=True)
             self.plans[bucket] = slabs
 
     def _slabs(self, ranges: list[tuple[int, int]], most: int, copies_out: bool) -> list[Slab]:
@@ -362,42 +348,24 @@ def _attempt(config: Distributed, function):
     return result, next((f"on rank {rank}: {theirs}" for rank, theirs in problems if theirs), "")
 
 
-def _obstacle(config: Distributed, arena: Arena) -> str | None:
-    """Why copies are not possible as far as that is known without trying, or ""; None: the ranks
-    differ."""
-    device = arena.device
-    nothing_to_copy = (
+def _obstacle(config: Distributed, device: torch.device) -> str:
+    """Why copies are not possible as far as that is known without trying, or ""."""
+    if config.world > 1:
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        mine = (gpu, machine_name(), can_copy(config, device))
+        gpus, machines, can = zip(*gather_objects(mine, config.group, config.world))
+        if config.backend == "nccl" and len(set(gpus)) < config.world:
+            return f"{config.world} ranks share {len(set(gpus))} GPUs"
+        if all(can):
+            if len(set(machines)) > 1:
+                return f"the ranks are on {len(set(machines))} machines"
+            if config.ordered:
+                return "sums are ordered"
+            return f"sums are sent in {config.dtype}" * (config.dtype != torch.float32)
+    return (
         f"the {config.world} ranks' collectives are {config.backend}'s, the model is on "
         f"{device}, backend {backend().name}"
     )
-    if config.world == 1:
-        return nothing_to_copy
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    wanted = (
-        arena.numel,
-        str(config.dtype),
-        config.ordered,
-        config.sharded,
-        config.peer_to_peer,
-        _shared_buffers(config, arena),
-        device.type,
-        takes(device),
-    )
-    mine = (gpu, machine_name(), wanted)
-    gpus, machines, choices = zip(*gather_objects(mine, config.group, config.world))
-    if any(choice != wanted for choice in choices):
-        return None
-    if config.backend == "nccl" and len(set(gpus)) < config.world:
-        return f"{config.world} ranks share {len(set(gpus))} GPUs"
-    if not can_copy(config, device):
-        return nothing_to_copy
-    if len(set(machines)) > 1:
-        return f"the ranks are on {len(set(machines))} machines"
-    if config.ordered:
-        return "sums are ordered"
-    if config.dtype != torch.float32:
-        return f"sums are sent in {config.dtype}"
-    return ""
 
 
 def can_copy(config: Distributed, device: torch.device) -> bool:

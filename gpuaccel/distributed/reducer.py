@@ -2,6 +2,7 @@
 and the words for them: distributed/config.py.
 
     reducer = Reducer(config, arena, optimizers, settings)
+    reducer.follow(products)                                 # where backward is compiled
     with arena.gradients.listening(reducer.listener()):      # buckets are sent
         loss.backward()
     loss, tokens, rows, micro_batches = reducer.reduce(loss, tokens, rows, 1)
@@ -14,7 +15,6 @@ start and join.
 """
 
 import contextlib
-import time
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from . import collectives
 from .buckets import Bucket
 from .config import Distributed
 from .light_gradients import LightGradients
-from .p2p import PeerToPeer
-from .reducer_base import ReducerBase, StepTotals
+from .reducer_base import ReducerBase
 from .zero1 import share
 
 
@@ -39,9 +38,6 @@ class Reducer(ReducerBase):
         arena: of the model.
         optimizers: a list, those of the step.
         settings: see ReducerBase.
-        products: they tell that they have added, where backward is compiled, so that
-            autograd's hooks run only at its end.
-        peer_to_peer: see ReducerBase.
     """
 
     def __init__(
@@ -50,16 +46,13 @@ class Reducer(ReducerBase):
         arena: Arena,
         optimizers: list[torch.optim.Optimizer],
         settings: dict[str, str],
-        products: Products | None = None,
-        peer_to_peer: PeerToPeer | None = None,
     ):
-        super().__init__(config, arena, optimizers, settings, peer_to_peer)
+        super().__init__(config, arena, optimizers, settings)
         self.bucket_of = [
             number for number, b in enumerate(self.buckets) for _ in range(b.first, b.last)
         ]
         self.stream: torch.cuda.Stream | None = None
         if self.p2p is not None:
-            self.p2p.plan(self.buckets)
             self.stream = self.p2p.stream
         elif self.nccl:
             self.stream = torch.cuda.Stream(arena.device, priority=-1)
@@ -76,11 +69,13 @@ class Reducer(ReducerBase):
         # What gloo's threads work on: collectives, and (destination, result) behind them.
         self.pending: list[tuple[list, list[tuple[Tensor, Tensor]]]] = []
         self.next = 0
-        # Part of this step was sent, and its update is not over. (A capture sends nothing yet.)
-        self.sent = False
-        self.light = None
-        if products is not None and self.world > 1:
-            self.light = LightGradients(arena, products.tensors, self.group)
+        self.light: LightGradients | None = None
+
+    def follow(self, products: Products):
+        """Where backward is compiled, autograd's hooks run only at its end: learn from the products
+        that they have added."""
+        if self.world > 1:
+            self.light = LightGradients(self.arena, products.tensors, self.group)
 
     # ---- while backward runs ----
 
@@ -94,8 +89,6 @@ class Reducer(ReducerBase):
     def send_next_bucket(self):
         """Start the next bucket's reduction."""
         bucket = self.buckets[self.next]
-        if self.next == 0:
-            self.exchange_began = time.monotonic()
         self.arena.gradients.collect(bucket.first, bucket.last)
         self.arena.gradients.zero_stale(bucket.first, bucket.last)
         self.next += 1
@@ -157,16 +150,16 @@ class Reducer(ReducerBase):
 
     # ---- after backward ----
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+    def _reduce(self, message):
         if self.light:
             self.light.begin()
         while self.next < len(self.buckets):
             self.send_next_bucket()
-        totals = self._exchange_totals(self._message(loss, tokens, rows, micro_batches))
+        totals = self._exchange_totals(message)
         self._join()
         return totals
 
-    def _exchange_totals(self, message: Tensor) -> StepTotals:
+    def _exchange_totals(self, message: Tensor) -> Tensor:
         """One all-reduce behind the last bucket: the step's totals, the search for non-finite
         gradients, and with peer-to-peer copies the squares of what each rank has added."""
         on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -183,11 +176,11 @@ class Reducer(ReducerBase):
                 parts.append(self.p2p.squares)
             everything = torch.cat(parts)
             collectives.all_reduce(everything, group=self.group)
-            numbers, tensors, *squares = everything.split([len(part) for part in parts])
+            totals, tensors, *squares = everything.split([len(part) for part in parts])
             self.nonfinite.record(tensors)
             if self.p2p is not None:
                 self.squares.copy_(*squares)
-            return StepTotals(numbers[0].float(), *numbers[1:])
+            return totals
 
     def _join(self):
         """From here on the current stream sees the sums; the arena keeps their squares."""
@@ -220,16 +213,7 @@ class Reducer(ReducerBase):
 
     # ---- errors, the end ----
 
-    def after_step(self):
-        self.sent = False
-        super().after_step()
-
-    def _sent_something(self) -> bool:
-        # With a sharded optimizer the others wait for this rank's weights, too.
-        return self.sent and (self.next > 0 or self.sharded)
-
     def _forget_step(self):
-        self.sent = False
         if self.p2p is not None:
             self.p2p.forget()
         self.pending = []

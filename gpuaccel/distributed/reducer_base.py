@@ -6,9 +6,6 @@ totals, the tensors that take part, errors, and what may be asked.
 """
 
 import sys
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,37 +20,24 @@ from .agreement import UsedTensors, WeightCheck, broadcast, broadcast_weights, c
 from .buckets import join_blocks
 from .config import Distributed
 from .nonfinite import NonFiniteSearch
+from .p2p import PeerToPeer
 from .zero1 import ShardedLayout
-
-if TYPE_CHECKING:
-    from .p2p import PeerToPeer
-
-
-@dataclass
-class StepTotals:
-    """Totals of a step over all ranks, () tensors."""
-
-    loss: Tensor  # sum of losses
-    tokens: Tensor
-    rows: Tensor
-    micro_batches: Tensor
-    counted: Tensor  # micro-batches whose tokens were counted
-
-    FIELDS = 5
 
 
 class ReducerBase:
     """A TrainStep's side of the group: compares the models of all ranks, sends rank 0's weights.
+
+    Make it before layers add into the arena, whose buffers may move.
 
     Args:
         config: of the group.
         arena: of the model.
         optimizers: a list, those of the step.
         settings: name -> value of what has to be equal on all ranks beside `config`.
-        peer_to_peer: a PeerToPeer of this arena, or None.
 
     Raises:
-        ArgumentError: on every rank, naming the first tensor or setting that differs.
+        ArgumentError: on every rank, naming the first tensor or setting that differs; and as
+            PeerToPeer.of().
         RankError: where another rank is lost meanwhile.
     """
 
@@ -63,12 +47,10 @@ class ReducerBase:
         arena: Arena,
         optimizers: list[torch.optim.Optimizer],
         settings: dict[str, str],
-        peer_to_peer: "PeerToPeer | None" = None,
     ):
         self.config = config
         self.arena = arena
         self.optimizers = optimizers
-        self.p2p = peer_to_peer
         self.rank, self.world, self.group = config.rank, config.world, config.group
         self.cuda = arena.device.type == "cuda"
         self.nccl = config.backend == "nccl"
@@ -80,15 +62,17 @@ class ReducerBase:
         self.kernels = takes(arena.device)
         self.buckets = join_blocks(arena.blocks, config.bucket_mb * 1e6)
         self.steps = 0  # optimizer steps taken
-        self.broken = False  # a step was left after part of it had been sent
+        # The other ranks wait for the rest of this step. (A capture sends nothing yet.)
+        self.sent = False
+        self.broken = False  # a step was left then
         # All modules would take the host as long as many launches.
         self.modules_with_buffers: list[nn.Module] = []
         if config.broadcast_buffers and self.world > 1:
             self.modules_with_buffers = [m for m in arena.module.modules() if m._buffers]
         self.buffers_sent = False  # of the step that is under way
-        self.exchange_began = time.monotonic()  # of this step's first collective
         with heartbeat.at_the_start(config):
             compare(config, arena, optimizers, settings)
+            self.p2p = PeerToPeer.of(config, arena, self.buckets)
             broadcast_weights(config, arena)
         every_step = config.find_unused
         if every_step is None:
@@ -97,10 +81,10 @@ class ReducerBase:
         self.sharded = config.sharded and self.world > 1
         if self.sharded:
             # From here on the optimizer keeps this rank's share of its state.
-            opt, ranks = optimizers[0], (self.rank, self.world, self.group)
+            opt = optimizers[0]
             # TrainStep refuses others.
             assert isinstance(opt, DeviceOptimizer)
-            opt.shard(ShardedLayout(arena, self.buckets, *ranks, self.p2p))
+            opt.shard(ShardedLayout(config, arena, self.buckets, self.p2p))
         if self.cuda:
             self._prepare_for_capture()
         self.nonfinite = NonFiniteSearch(config, arena, self.p2p)
@@ -110,8 +94,6 @@ class ReducerBase:
         self.count_dtype: torch.dtype | None = None
         # Whether it returns means, without tokens; None: not known.
         self.means: bool | None = None
-        # Whether this step's gradients are summed over all ranks.
-        self.summed = False
         # Whether the last step ended with an error on this rank.
         self.left = False
         for opt in optimizers:
@@ -158,10 +140,8 @@ class ReducerBase:
         buffers = [b for b in dict.fromkeys(buffers) if b is not None and b.numel()]
         if not buffers:
             return
-        if not self._capturing():
-            self.buffers_sent = True
-            self.exchange_began = time.monotonic()
-            self.heartbeat(0)
+        self.buffers_sent = not self._capturing()
+        self.heartbeat(0)
         broadcast(self.config, buffers)
 
     def listener(self) -> GradientListener | None:
@@ -182,28 +162,23 @@ class ReducerBase:
             others in fp64: a rank that has had no batch does not know the dtype of the tokens.
             tokens is None where loss_fn returns means.
         """
-        if not self._capturing():
-            self.heartbeat()
+        self.heartbeat()
         if loss is not None:
             self.means = tokens is None
         if tokens is not None:
             self.count_dtype = tokens.dtype
         self.arena.gradients.collect()
-        totals = self._reduce(loss, tokens, rows, micro_batches)
-        self.summed = True
-        try:
-            self.used.expose()
-        except ArgumentError:
-            # The other ranks may go on with a tensor less.
-            self.broken = self.broken or (self.world > 1 and not self._capturing())
-            raise
+        message = self._message(loss, tokens, rows, micro_batches)
+        loss, tokens, rows, micro_batches, counted = self._reduce(message).unbind()
+        # Where it raises, the other ranks may go on with a tensor less.
+        self.used.expose()
+        # With a sharded optimizer the others wait for this rank's weights, too.
+        self.sent = self.sent and self.sharded
         means = self.means
         if means is None and not self.cuda:
-            means = not totals.counted
-        tokens = None
-        if not means:
-            tokens = torch.where(totals.counted > 0, totals.tokens, totals.micro_batches)
-        return totals.loss, tokens, totals.rows, totals.micro_batches
+            means = not counted
+        tokens = None if means else torch.where(counted > 0, tokens, micro_batches)
+        return loss.float(), tokens, rows, micro_batches
 
     def as_counted(self, tokens: Tensor | None) -> Tensor | None:
         """The tokens of all ranks in the dtype in which loss_fn counts them, if that is known.
@@ -213,12 +188,13 @@ class ReducerBase:
         """
         return tokens if tokens is None or self.count_dtype is None else tokens.to(self.count_dtype)
 
-    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
-        """The order of summation decides."""
+    def _reduce(self, message: Tensor) -> Tensor:
+        """Sum gradients and _message() over all ranks; the order of summation decides how."""
         raise NotImplementedError
 
     def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
-        """(5,) float64: what this rank adds to StepTotals. None counts as 0."""
+        """(5,) float64: what this rank adds to the totals, and its micro-batches whose tokens were
+        counted. None counts as 0."""
         counted = 0 if tokens is None else micro_batches
         zero = torch.zeros((), dtype=torch.float64, device=self.arena.device)
         values = (loss, tokens, rows, micro_batches, counted)
@@ -227,7 +203,7 @@ class ReducerBase:
     def after_step(self):
         """The update is over; weights are compared every `check_every` steps: RankError."""
         self.steps += 1
-        self.summed = self.left = self.buffers_sent = False
+        self.sent = self.left = self.buffers_sent = False
         with torch.no_grad():
             self.weight_check.after_step(self.steps)
 
@@ -239,21 +215,16 @@ class ReducerBase:
             RankError: where the error is a collective's, because another rank is lost.
         """
         # The norm is that of all ranks, and so is this error.
-        if self.summed and isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError):
             self.buffers_sent = False
         else:
-            self.broken = self.broken or self._sent_something()
+            self.broken = self.broken or self.sent
             self.left = True
-        self.summed = False
+        self.sent = False
         self._forget_step()
         self.nonfinite.forget()
         if isinstance(error, dist.DistError):
-            when = f"in step {self.steps + 1}"
-            raise heartbeat.lost_rank(error, when, self.config, self.exchange_began) from error
-
-    def _sent_something(self) -> bool:
-        """Whether the other ranks wait for the rest of this step."""
-        raise NotImplementedError
+            raise heartbeat.lost_rank(error, f"in step {self.steps + 1}", self.config) from error
 
     def _forget_step(self):
         raise NotImplementedError
@@ -290,7 +261,8 @@ class ReducerBase:
     def heartbeat(self, steps: int = 1):
         """This rank is about to enter a collective. steps: 1 when a step's backward is over; 0 at
         the start, at a broadcast of buffers and between the micro-batches of ordered mode."""
-        heartbeat.heartbeat(steps, self.group)
+        if not self._capturing():
+            heartbeat.heartbeat(steps, self.group)
 
     def asked_to_stop(self) -> bool:
         """Whether ga.launch has asked all ranks to stop after the last step or an earlier one."""

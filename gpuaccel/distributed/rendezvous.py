@@ -107,7 +107,7 @@ def _init_group(nccl: bool, timeout: float):
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout + SLACK * nccl),
     )
-    heartbeat.group_heartbeats = heartbeats = Heartbeats(store, timeout)
+    heartbeat.group_heartbeats = heartbeats = Heartbeats(store)
     if nccl:
         threading.Thread(target=heartbeats.watch, args=(timeout,), daemon=True).start()
     else:

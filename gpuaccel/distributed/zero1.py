@@ -72,22 +72,19 @@ class ShardedLayout(ParameterLayout):
     """State of an optimizer over an arena: this rank's share only, flat and padded to chunks.
 
     Args:
+        config: of the group.
+        arena: of the model.
         buckets: as the reducer sends them.
-        rank: this process' number in the group.
-        world: of the process group.
-        group: that one.
         p2p: the PeerToPeer that copies new weights; None: all-gathers.
     """
 
-    def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
+    def __init__(self, config, arena, buckets, p2p=None):
         super().__init__()
         self.arena = arena
         self.buckets = buckets
-        self.rank = rank
-        self.ranks = world
-        self.group = group
+        self.rank, self.ranks, self.group = config.rank, config.world, config.group
         self.p2p = p2p
-        self.pieces = pieces_of(buckets, rank, world)
+        self.pieces = pieces_of(buckets, self.rank, self.ranks)
         self.buffers: dict[str, Tensor] = {}  # state key -> (elements of all pieces,) fp32
         self._parts = [self._parts_of(s) for s in arena.segments]
 

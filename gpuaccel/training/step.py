@@ -31,7 +31,6 @@ from ..backends import deterministic as deterministic_mode
 from ..distributed import (
     Distributed,
     OrderedReducer,
-    PeerToPeer,
     Reducer,
     ReducerBase,
 )
@@ -301,20 +300,14 @@ class TrainStep:
                 "replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the "
                 f"group's are {distributed.backend}'s: expected replay='eager'"
             )
-        # Moves the arena's buffers: before layers know their addresses.
-        peer_to_peer = PeerToPeer.of(distributed, self.arena)
+        kind = OrderedReducer if distributed.ordered else Reducer
+        self.reducer = reducer = kind(distributed, self.arena, self.optimizers, settings)
+        self._cleanup.callback(lambda: reducer.close(self._closes_alone))
         if adds:
             self._add_products()
         # Told while a compiled backward runs.
-        products = self.products if compiled else None
-        common = (distributed, self.arena, self.optimizers, settings)
-        reducer: ReducerBase
-        if distributed.ordered:
-            reducer = OrderedReducer(*common)
-        else:
-            reducer = Reducer(*common, products, peer_to_peer)
-        self.reducer = reducer
-        self._cleanup.callback(lambda: reducer.close(self._closes_alone))
+        if compiled and self.products is not None and isinstance(reducer, Reducer):
+            reducer.follow(self.products)
 
     def _add_products(self):
         """Captured, an addition by a product costs the host nothing, and nothing is rounded between

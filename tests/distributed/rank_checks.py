@@ -287,9 +287,8 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
     config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
     with ga.use_backend(backend), copies_between_files(slab), logged() as lines:
         arena = ga.Arena(Net().to(device))
-        copies = p2p.PeerToPeer.of(config, arena)
         buckets = join_blocks(arena.blocks, 1e6 * config.bucket_mb)
-        copies.plan(buckets)
+        copies = p2p.PeerToPeer.of(config, arena, buckets)
         everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
         arena.grads.copy_(everyone[rank.rank])
         for bucket in buckets:
@@ -314,9 +313,8 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
 def added_by_a_graph(rank: Rank):
     """Sums of 64 MB, made by a replayed graph: are they those of sums_in_order(), bit for bit?"""
     arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
-    copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
     buckets = join_blocks(arena.blocks, 32e6)
-    copies.plan(buckets)
+    copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena, buckets)
 
     def add():
         for bucket in buckets:

@@ -129,7 +129,7 @@ def test_the_ranks_that_are_behind_are_others_with_fewer_heartbeats(monkeypatch)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     for rank, count in ((0, 3), (1, 3), (2, 2)):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        of_rank[rank] = Heartbeats(store, timeout=600.0)
+        of_rank[rank] = Heartbeats(store)
         for _ in range(count):
             of_rank[rank].increment()
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -150,7 +150,7 @@ def test_a_rank_that_waits_says_for_whom_and_goes_on_if_nobody_is_behind(
     behind, message, monkeypatch, capsys
 ):
     """Until the group is another one, or there is none."""
-    heartbeats = Heartbeats(dist.HashStore(), timeout=600.0)
+    heartbeats = Heartbeats(dist.HashStore())
     heartbeats.count = 3
     for where, name, value in (
         (heartbeat, "group_heartbeats", heartbeats),
