@@ -124,7 +124,6 @@ class PeerToPeer:
         self.stream, self.sum_stream, self.out_stream = (
             torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(3)
         )
-        self.queued = False  # something that join() has to wait for
         rows = arena.numel // CHUNK
         # Chunks of a slab: of this rank's block.
         self.slab_chunks = min(max(1, SLAB // self.world // CHUNK), rows // self.world + 1)
@@ -209,16 +208,13 @@ class PeerToPeer:
             last = bucket is buckets[-1]
             most = max(1, self.slab_chunks // 2) if last else self.slab_chunks
             # Where the sums begin that all ranks need.
-            rest = bucket.start
-            slabs = []
+            rest, slabs = bucket.start, []
             if self.scatters:
                 ranges = self._ranges(bucket)
                 rest = ranges[-1][1]
                 slabs = self._slabs(ranges, most, copies_out=False)
-            if rest < bucket.stop:
-                ranges = equal_ranges(rest, bucket.stop, self.world)
-                slabs += self._slabs(ranges, most, copies_out=True)
-            self.plans[bucket] = slabs
+            ranges = equal_ranges(rest, bucket.stop, self.world)
+            self.plans[bucket] = slabs + self._slabs(ranges, most, copies_out=True)
 
     def _slabs(self, ranges: list[tuple[int, int]], most: int, copies_out: bool) -> list[Slab]:
         """A part of a bucket that is cut into a block for each rank.
@@ -228,17 +224,16 @@ class PeerToPeer:
             most: chunks of a slab.
             copies_out: all ranks need all sums; else each those of its own range.
         """
-        result = []
         longest = max(stop - start for start, stop in ranges) // CHUNK
-        slabs = max(1, -(-longest // most))
-        size = CHUNK * max(1, -(-longest // slabs))
-        for offset in range(0, longest * CHUNK, size):
-            slices = [
-                slice(min(start + offset, stop), min(start + offset + size, stop))
-                for start, stop in ranges
-            ]
-            result.append(self._slab(slices, copies_out))
-        return result
+        # Slabs of equal size.
+        size = CHUNK * -(-longest // max(1, -(-longest // most)))
+        return [
+            self._slab(
+                [slice(min(a + offset, b), min(a + offset + size, b)) for a, b in ranges],
+                copies_out,
+            )
+            for offset in range(0, longest * CHUNK, size or CHUNK)
+        ]
 
     def _slab(self, slices: list[slice], copies_out: bool) -> Slab:
         """The copies of one slab. slices: of each rank, the elements of the arena that it adds."""
@@ -259,7 +254,6 @@ class PeerToPeer:
         """Queue the reduction of a bucket whose gradients the current stream has. With a sharded
         optimizer only this rank's range, and the rest that belongs to all, get their sums."""
         current = torch.cuda.current_stream(self.arena.device) if self.stream else None
-        self.queued = True
         with _behind(current, self.stream):
             self._barrier(GRADIENTS_READY)
             for slab in self.plans[bucket]:
@@ -276,16 +270,11 @@ class PeerToPeer:
             add_ranks(*slab.sum)
             if self.sum_stream is not None:
                 self.buffer_added[slab.buffer] = self.sum_stream.record_event()
-        self._copy_out(self.sum_stream, slab.copies_out)
-
-    def _copy_out(self, before, copies: Copies):
-        """Behind what the stream `before` has."""
-        with _behind(before, self.out_stream):
-            if not copies:
-                return
-            # Also: all ranks have read what is overwritten here.
-            self._barrier(SUMS_READY)
-            for destination, source in copies:
+        with _behind(self.sum_stream, self.out_stream):
+            if slab.copies_out:
+                # Also: all ranks have read what is overwritten here.
+                self._barrier(SUMS_READY)
+            for destination, source in slab.copies_out:
                 destination.copy_(source)
 
     def spread(self, name: str):
@@ -294,12 +283,11 @@ class PeerToPeer:
         stream = self.stream
         current = torch.cuda.current_stream(self.arena.device) if stream else None
         buffer = getattr(self.arena, name)
-        ranges = [self._ranges(bucket) for bucket in self.plans]
         with _behind(current, stream):
             self._barrier(WEIGHTS_READY)
-            for of_bucket in ranges:
+            for ranges in map(self._ranges, self.plans):
                 for r in self.others:
-                    part = slice(*of_bucket[r])
+                    part = slice(*ranges[r])
                     buffer[part].copy_(self.theirs[name][r][part])
             # All have read: weights may be changed.
             self._barrier(WEIGHTS_READY)
@@ -309,12 +297,12 @@ class PeerToPeer:
     def join_sums(self):
         """Behind all buckets: self.stream has the sums that this rank has added, and the squares of
         all of them. Copies of what others have added may still be under way."""
-        if self.queued and self.stream is not None:
+        if self.stream is not None:
             self.stream.wait_stream(self.sum_stream)
 
     def join(self):
         """The current stream has all sums, and no other rank reads arena.grads any more."""
-        if self.queued and self.out_stream is not None:
+        if self.out_stream is not None:
             with torch.cuda.stream(self.out_stream):
                 self._barrier(SUMS_COPIED)
             torch.cuda.current_stream(self.arena.device).wait_stream(self.out_stream)
@@ -322,7 +310,6 @@ class PeerToPeer:
 
     def forget(self):
         """The events belong to a step that is over, or was given up."""
-        self.queued = False
         self.buffer_added = [None, None]
 
 

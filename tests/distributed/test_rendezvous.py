@@ -26,45 +26,24 @@ from gpuaccel.distributed.rendezvous import interface_to, loopback, store_of_thi
 
 
 @pytest.mark.parametrize(
-    "environment, message",
-    [
-        (
-            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": ""},
-            "RANK is set, and MASTER_ADDR and MASTER_PORT not",
-        ),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "RANK is 2 and WORLD_SIZE 2; expected 0 <= RANK < WORLD_SIZE",
-        ),
-    ],
-)
-def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ga.errors.ArgumentError, match=message):
-        ga.Distributed()
-
-
-@pytest.mark.parametrize(
     "name, value",
     [
         ("RANK", ""),
         ("RANK", "-1"),
+        ("RANK", "1"),
         ("RANK", "9" * 5000),
         ("WORLD_SIZE", "1.0"),
         ("LOCAL_RANK", "first"),
         ("MASTER_PORT", "abc"),
+        ("MASTER_ADDR", ""),
     ],
 )
-def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
+def test_an_environment_that_is_not_torchruns_is_shown(name, value, monkeypatch):
     for key, text in {**rank_environment(0, 1, 29500), name: value}.items():
         monkeypatch.setenv(key, text)
-    with pytest.raises(ga.errors.ArgumentError) as error:
+    with pytest.raises(ga.errors.ArgumentError, match="expected them as torchrun sets") as error:
         ga.Distributed()
-    said = f"{name} is {value!r}; expected a whole number, as torchrun sets it"
-    assert str(error.value) == said
+    assert f"{name}={value[:99]}" in str(error.value)
 
 
 @pytest.mark.parametrize("rank", [1, 0])
