@@ -120,12 +120,9 @@ class Heartbeats:
         # The store's machine, or the group, may have ended.
         with suppress(RuntimeError, ValueError):
             others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
-            counts = [self._count_of(rank) for rank in others]
+            # get() would wait for a key that is not there yet.
+            counts = [self.store.add(f"rank {rank}", 0) for rank in others]
             self._behind = [rank for rank, count in zip(others, counts) if count < self.count]
-
-    def _count_of(self, rank: int) -> int:
-        key = f"rank {rank}"
-        return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def is_current(self) -> bool:
         """Whether these are the default group's. False once the group was destroyed."""
