@@ -254,7 +254,7 @@ class PeerToPeer:
         """Queue the reduction of a bucket whose gradients the current stream has. With a sharded
         optimizer only this rank's range, and the rest that belongs to all, get their sums."""
         current = torch.cuda.current_stream(self.arena.device) if self.stream else None
-        with _behind(current, self.stream):
+        with behind(current, self.stream):
             self._barrier(GRADIENTS_READY)
             for slab in self.plans[bucket]:
                 self._send_slab(slab)
@@ -266,11 +266,11 @@ class PeerToPeer:
             stream.wait_event(added)
         for destination, source in slab.copies_in:
             destination.copy_(source)
-        with _behind(stream, self.sum_stream):
+        with behind(stream, self.sum_stream):
             add_ranks(*slab.sum)
             if self.sum_stream is not None:
                 self.buffer_added[slab.buffer] = self.sum_stream.record_event()
-        with _behind(self.sum_stream, self.out_stream):
+        with behind(self.sum_stream, self.out_stream):
             if slab.copies_out:
                 # Also: all ranks have read what is overwritten here.
                 self._barrier(SUMS_READY)
@@ -283,7 +283,7 @@ class PeerToPeer:
         stream = self.stream
         current = torch.cuda.current_stream(self.arena.device) if stream else None
         buffer = getattr(self.arena, name)
-        with _behind(current, stream):
+        with behind(current, stream):
             self._barrier(WEIGHTS_READY)
             for ranges in map(self._ranges, self.plans):
                 for r in self.others:
@@ -314,7 +314,7 @@ class PeerToPeer:
 
 
 @contextlib.contextmanager
-def _behind(before, stream):
+def behind(before, stream):
     """Inside it, work goes to a stream, behind what `before` has. None, None: on a CPU."""
     if stream is not None:
         stream.wait_stream(before)

@@ -10,11 +10,9 @@ and the words for them: distributed/config.py.
 
 On GPUs everything runs on streams that fork from the current one by events and join it again, so
 that a CUDA graph can hold it, and the host reads nothing. Buckets are reduced by peer-to-peer
-copies within one machine (distributed/p2p.py), or by NCCL. On CPUs gloo's threads work between
-start and join.
+copies within one machine (distributed/p2p.py), or by NCCL. On CPUs gloo sums a bucket, and then
+backward resumes.
 """
-
-import contextlib
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from . import collectives
 from .buckets import Bucket
 from .config import Distributed
 from .light_gradients import LightGradients
+from .p2p import behind
 from .reducer_base import ReducerBase
 from .zero1 import share
 
@@ -56,18 +55,11 @@ class Reducer(ReducerBase):
             self.stream = self.p2p.stream
         elif self.nccl:
             self.stream = torch.cuda.Stream(arena.device, priority=-1)
-        # Where NCCL reduces a bucket that is not fp32.
-        self.low = None
-        if self.nccl and config.dtype != torch.float32:
-            longest = max(b.stop - b.start for b in self.buckets)
-            self.low = torch.empty(longest, dtype=config.dtype, device=arena.device)
         self.shard_squares = None
         if self.sharded and self.kernels and self.p2p is None:
             self.shard_squares = ShardSquares(arena, self.buckets, self.rank, self.world)
         # Sums of squares of the chunks, of all ranks' gradients.
         self.squares = torch.zeros(arena.numel // CHUNK, dtype=torch.float64, device=arena.device)
-        # What gloo's threads work on: collectives, and (destination, result) behind them.
-        self.pending: list[tuple[list, list[tuple[Tensor, Tensor]]]] = []
         self.next = 0
         self.light: LightGradients | None = None
 
@@ -95,58 +87,37 @@ class Reducer(ReducerBase):
         self.sent = not self._capturing()
         if self.p2p is not None:
             self.p2p.send(bucket)
-        elif self.nccl:
-            self._send_by_nccl(bucket)
-        else:
-            self._send_by_gloo(bucket)
+            return
+        with self._beside():
+            self._sum(bucket)
 
-    def _send_by_nccl(self, bucket: Bucket):
-        part = self.arena.grads[bucket.start : bucket.stop]
-        stream = self.stream
-        # __init__ makes one for NCCL.
-        assert stream is not None
-        stream.wait_stream(torch.cuda.current_stream(self.arena.device))
-        with torch.cuda.stream(stream):
-            self.nonfinite.probe(bucket)
-            message = part if self.low is None else self.low[: len(part)].copy_(part)
-            self._sum(bucket, message, async_op=False)
-            if message is not part:
-                part.copy_(message)
+    def _beside(self):
+        """Context manager: on this reducer's stream, behind what the current one has."""
+        current = torch.cuda.current_stream(self.arena.device) if self.stream else None
+        return behind(current, self.stream)
 
-    def _send_by_gloo(self, bucket: Bucket):
+    def _sum(self, bucket: Bucket):
+        """Sum a bucket over all ranks, in place; with a sharded optimizer only this rank's share of
+        it, and the rest that belongs to all."""
         part = self.arena.grads[bucket.start : bucket.stop]
         self.nonfinite.probe(bucket)
-        message = part if self.config.dtype == torch.float32 else part.to(self.config.dtype)
-        works, copies = self._sum(bucket, message, async_op=True)
-        if message is not part:
-            copies.append((part, message))
-        self.pending.append((works, copies))
-
-    def _sum(self, bucket: Bucket, message: Tensor, async_op: bool) -> tuple:
-        """Sum a bucket over all ranks, in place; with a sharded optimizer only this rank's share of
-        it, and the rest that belongs to all.
-
-        Returns:
-            The works of the collectives, and with async_op [(destination, result)], what has to be
-            copied when they are over.
-        """
-        if not (self.sharded and self.kernels):
-            return [collectives.all_reduce(message, group=self.group, async_op=async_op)], []
-        own = share(bucket, self.world)
-        works, copies = [], []
-        if own:
-            mine = message[self.rank * own : (self.rank + 1) * own]
-            result = torch.empty_like(mine) if async_op else mine
-            works.append(
-                collectives.reduce_scatter(
-                    result, message[: self.world * own], group=self.group, async_op=async_op
-                )
-            )
-            copies.append((mine, result))
-        if len(message) > self.world * own:
+        # The same tensor, if that is fp32.
+        message = part.to(self.config.dtype)
+        rest = message
+        if self.sharded and self.kernels:
+            own = share(bucket, self.world)
+            if own:
+                mine = message[self.rank * own : (self.rank + 1) * own]
+                # gloo does not write where it reads.
+                result = mine if self.nccl else torch.empty_like(mine)
+                collectives.reduce_scatter(result, message[: self.world * own], group=self.group)
+                if result is not mine:
+                    mine.copy_(result)
             rest = message[self.world * own :]
-            works.append(collectives.all_reduce(rest, group=self.group, async_op=async_op))
-        return works, copies
+        if len(rest):
+            collectives.all_reduce(rest, group=self.group)
+        if message is not part:
+            part.copy_(message)
 
     # ---- after backward ----
 
@@ -162,11 +133,7 @@ class Reducer(ReducerBase):
     def _exchange_totals(self, message: Tensor) -> Tensor:
         """One all-reduce behind the last bucket: the step's totals, the search for non-finite
         gradients, and with peer-to-peer copies the squares of what each rank has added."""
-        on_stream: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
-            on_stream = torch.cuda.stream(self.stream)
-        with on_stream:
+        with self._beside():
             if self.light:
                 self.light.all_reduce(self.nonfinite)
             if self.p2p is not None:
@@ -184,11 +151,6 @@ class Reducer(ReducerBase):
 
     def _join(self):
         """From here on the current stream sees the sums; the arena keeps their squares."""
-        for works, copies in self.pending:
-            for work in works:
-                collectives.wait(work)
-            for destination, result in copies:
-                destination.copy_(result)
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
         if self.p2p is not None:
@@ -196,7 +158,7 @@ class Reducer(ReducerBase):
             self.p2p.join()
         if self.light:
             self.light.copy_out()
-        self.pending, self.next = [], 0
+        self.next = 0
         # torch does not count collectives as writes.
         torch.autograd.graph.increment_version(self.arena.grads)
         if self.shard_squares is not None:
@@ -216,7 +178,6 @@ class Reducer(ReducerBase):
     def _forget_step(self):
         if self.p2p is not None:
             self.p2p.forget()
-        self.pending = []
         self.next = 0
         if self.light:
             self.light.end()

@@ -206,11 +206,12 @@ def test_a_rank_that_waits_in_silence_ends_in_words(device, options):
 def test_gloos_error_for_a_lost_rank_becomes_a_dist_error(kind, expected):
     """gloo raises a plain RuntimeError. Other errors keep their type."""
 
+    @collectives.raises_dist_error
     def wait():
         raise kind("Connection reset by peer")
 
     with pytest.raises(expected, match="Connection reset by peer") as caught:
-        collectives.wait(SimpleNamespace(wait=wait))
+        wait()
     assert caught.type is expected
 
 
