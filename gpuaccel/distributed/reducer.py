@@ -55,11 +55,14 @@ class Reducer(ReducerBase):
             self.stream = self.p2p.stream
         elif self.nccl:
             self.stream = torch.cuda.Stream(arena.device, priority=-1)
-        self.shard_squares = None
-        if self.sharded and self.kernels and self.p2p is None:
-            self.shard_squares = ShardSquares(arena, self.buckets, self.rank, self.world)
         # Sums of squares of the chunks, of all ranks' gradients.
         self.squares = torch.zeros(arena.numel // CHUNK, dtype=torch.float64, device=arena.device)
+        # The same of those that this rank has added up, 0 elsewhere. None: every rank has all sums.
+        self.own_squares: Tensor | None = None
+        if self.p2p is not None:
+            self.own_squares = self.p2p.squares
+        elif self.sharded and self.kernels:
+            self.own_squares = torch.zeros_like(self.squares)
         self.next = 0
         self.light: LightGradients | None = None
 
@@ -103,21 +106,24 @@ class Reducer(ReducerBase):
         self.nonfinite.probe(bucket)
         # The same tensor, if that is fp32.
         message = part.to(self.config.dtype)
-        rest = message
-        if self.sharded and self.kernels:
-            own = share(bucket, self.world)
-            if own:
-                mine = message[self.rank * own : (self.rank + 1) * own]
-                # gloo does not write where it reads.
-                result = mine if self.nccl else torch.empty_like(mine)
-                collectives.reduce_scatter(result, message[: self.world * own], group=self.group)
-                if result is not mine:
-                    mine.copy_(result)
-            rest = message[self.world * own :]
-        if len(rest):
-            collectives.all_reduce(rest, group=self.group)
+        own = share(bucket, self.world) if self.sharded and self.kernels else 0
+        mine, rest = (self.rank * own, (self.rank + 1) * own), (self.world * own, len(part))
+        if own:
+            result = message[slice(*mine)]
+            # gloo does not write where it reads.
+            target = result if self.nccl else torch.empty_like(result)
+            collectives.reduce_scatter(target, message[: rest[0]], group=self.group)
+            if target is not result:
+                result.copy_(target)
+        if rest[1] > rest[0]:
+            collectives.all_reduce(message[rest[0] :], group=self.group)
         if message is not part:
             part.copy_(message)
+        if self.own_squares is not None:
+            # Rank 0 squares what all ranks have.
+            for start, stop in (mine, rest)[: 1 if self.rank else 2]:
+                first, last = (bucket.start + start) // CHUNK, (bucket.start + stop) // CHUNK
+                launch_squares([part[start:stop]], self.own_squares[first:last])
 
     # ---- after backward ----
 
@@ -132,20 +138,20 @@ class Reducer(ReducerBase):
 
     def _exchange_totals(self, message: Tensor) -> Tensor:
         """One all-reduce behind the last bucket: the step's totals, the search for non-finite
-        gradients, and with peer-to-peer copies the squares of what each rank has added."""
+        gradients, and the squares of what each rank has added up alone."""
         with self._beside():
             if self.light:
                 self.light.all_reduce(self.nonfinite)
             if self.p2p is not None:
                 self.p2p.join_sums()
             parts = [message, self.nonfinite.message()]
-            if self.p2p is not None:
-                parts.append(self.p2p.squares)
+            if self.own_squares is not None:
+                parts.append(self.own_squares)
             everything = torch.cat(parts)
             collectives.all_reduce(everything, group=self.group)
             totals, tensors, *squares = everything.split([len(part) for part in parts])
             self.nonfinite.record(tensors)
-            if self.p2p is not None:
+            if self.own_squares is not None:
                 self.squares.copy_(*squares)
             return totals
 
@@ -153,17 +159,16 @@ class Reducer(ReducerBase):
         """From here on the current stream sees the sums; the arena keeps their squares."""
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
-        if self.p2p is not None:
+        if self.own_squares is not None:
             self._replace_stale_squares()
+        if self.p2p is not None:
             self.p2p.join()
         if self.light:
             self.light.copy_out()
         self.next = 0
         # torch does not count collectives as writes.
         torch.autograd.graph.increment_version(self.arena.grads)
-        if self.shard_squares is not None:
-            self.shard_squares.sum(self.squares, self.group)
-        if self.p2p is not None or self.shard_squares is not None:
+        if self.own_squares is not None:
             self.arena.gradients.keep_squares(self.squares)
 
     def _replace_stale_squares(self):
@@ -181,29 +186,6 @@ class Reducer(ReducerBase):
         self.next = 0
         if self.light:
             self.light.end()
-
-
-class ShardSquares:
-    """The chunks' squares of sums that were reduce-scattered: each rank squares its share, and one
-    all-reduce adds up the tables. Rank 0 squares what belongs to all."""
-
-    def __init__(self, arena: Arena, buckets: list[Bucket], rank: int, world: int):
-        ranges = []
-        for b in buckets:
-            own = share(b, world)
-            ranges.append((b.start + rank * own, b.start + (rank + 1) * own))
-            if rank == 0:
-                ranges.append((b.start + world * own, b.stop))
-        rows = torch.cat([torch.arange(start // CHUNK, stop // CHUNK) for start, stop in ranges])
-        self.parts = [arena.grads[start:stop] for start, stop in ranges if stop > start]
-        self.rows = rows.to(arena.device)
-        self.squares = torch.zeros(len(rows), dtype=torch.float64, device=arena.device)
-
-    def sum(self, squares: Tensor, group):
-        """Write the squares of all chunks, (chunks,) fp64."""
-        launch_squares(self.parts, self.squares)
-        squares.zero_().index_copy_(0, self.rows, self.squares)
-        collectives.all_reduce(squares, group=group)
 
 
 class _BucketSender(GradientListener):
