@@ -159,8 +159,11 @@ class Reducer(ReducerBase):
         """From here on the current stream sees the sums; the arena keeps their squares."""
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
-        if self.own_squares is not None:
-            self._replace_stale_squares()
+        if self.own_squares is not None and self.light and self.kernels:
+            # The buckets were reduced with old values of the light gradients.
+            squares = self.squares.new_empty(len(self.light.chunks))
+            launch_squares([self.light.sums], squares)
+            self.squares.index_copy_(0, self.light.chunks, squares)
         if self.p2p is not None:
             self.p2p.join()
         if self.light:
@@ -170,13 +173,6 @@ class Reducer(ReducerBase):
         torch.autograd.graph.increment_version(self.arena.grads)
         if self.own_squares is not None:
             self.arena.gradients.keep_squares(self.squares)
-
-    def _replace_stale_squares(self):
-        """Square the light gradients again: the buckets were reduced with their old values."""
-        if self.light and self.kernels:
-            squares = self.squares.new_empty(len(self.light.chunks))
-            launch_squares([self.light.sums], squares)
-            self.squares.index_copy_(0, self.light.chunks, squares)
 
     # ---- errors, the end ----
 

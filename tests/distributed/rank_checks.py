@@ -107,14 +107,6 @@ class LargerHead(Net):
         self.head = nn.Linear(WIDTH, VOCAB + 1, bias=False)
 
 
-class LowBlock(Net):
-    """One block in bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].to(torch.bfloat16)
-
-
 class Checkpointed(Net):
     """Blocks that are computed again in backward, each in a backward of its own inside."""
 
@@ -367,16 +359,15 @@ def logged():
         log.setLevel(level)
 
 
-def copies_refused(rank: Rank, machines=None, config=None, full=()):
-    """What is added by where copies cannot be, though there is memory to copy; then the error of
-    peer_to_peer=True.
+def copies_refused(rank: Rank, machines=None, config=None, full=(), slab=1 << 22):
+    """What is added by where copies cannot be; then the error of peer_to_peer=True.
 
     machines: the number of each rank's, as torchrun has it; None: there is one. full: ranks that
     have no memory to share."""
     machine = {} if machines is None else {"GROUP_RANK": machines[rank.rank]}
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     no_memory = mock.patch("os.posix_fallocate", side_effect=error if rank.rank in full else None)
-    with copies_between_files(1 << 22), mock.patch.dict(os.environ, machine), no_memory:
+    with copies_between_files(slab), mock.patch.dict(os.environ, machine), no_memory:
         with make_step(
             Net(), distributed=ga.Distributed(group=rank.group, **(config or {}))
         ) as step:
@@ -734,10 +725,6 @@ def step_that_raises(rank: Rank):
 # ---- what ga.launch runs -------------------------------------------------------------------------
 
 
-def not_sendable():
-    return threading.Lock()
-
-
 def nothing():
     pass
 
@@ -756,14 +743,6 @@ def leaves():
 
 def hangs():
     time.sleep(3600)
-
-
-def notes_its_process_and_hangs(folder):
-    """A file in `folder` has the name of the rank and holds the number of its process."""
-    path = pathlib.Path(folder) / str(dist.get_rank())
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
-    hangs()
 
 
 def fewer_steps(path, broadcast_buffers):
@@ -948,7 +927,7 @@ def nonfinite_raises(rank: Rank, sharded):
     return kinds
 
 
-def buffers_of_rank_0(rank: Rank, steps, **config):
+def buffers_of_rank_0(rank: Rank, steps):
     """Buffers in dtypes that gloo does not send, of all ranks; before each step they differ."""
     model = torch.nn.Linear(4, 2)
     for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.bool, torch.complex64):
@@ -962,7 +941,7 @@ def buffers_of_rank_0(rank: Rank, steps, **config):
             buffer.copy_(torch.full(buffer.shape, 1.0 - rank.rank).to(buffer.dtype))
 
     differ()
-    distributed = ga.Distributed(group=rank.group, **config)
+    distributed = ga.Distributed(group=rank.group)
     with ga.TrainStep(model, loss_fn=lambda m, x: m(x).mean(), distributed=distributed) as step:
         for _ in range(steps):
             differ()

@@ -285,19 +285,13 @@ def test_a_second_step_takes_the_place_of_the_first_and_a_refused_one_leaves_it_
         assert "this TrainStep is closed" in closed and "no optimizer holds" in refusal
 
 
-def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(workers):
-    for error in workers.errors(checks.made, 2, config=dict(peer_to_peer=True)):
-        assert error == (
-            "ArgumentError",
-            "peer_to_peer is True, and the 2 ranks' collectives are gloo's, the model is on cpu, "
-            "backend torch; expected the GPUs of one machine, which can read each other's memory, "
-            "and fp32 sums",
-        )
-
-
 @pytest.mark.parametrize(
     "options, reason",
     [
+        (
+            dict(slab=0),
+            "the 3 ranks' collectives are gloo's, the model is on cpu, backend torch",
+        ),
         (dict(machines="001"), "the ranks are on 2 machines"),
         (dict(config=dict(ordered=True)), "sums are ordered"),
         (dict(config=dict(dtype=torch.bfloat16)), "sums are sent in torch.bfloat16"),
