@@ -140,7 +140,7 @@ class ReducerBase:
         buffers = [b for b in dict.fromkeys(buffers) if b is not None and b.numel()]
         if not buffers:
             return
-        self.buffers_sent = not self._capturing()
+        self.buffers_sent = self.buffers_sent or not self._capturing()
         self.heartbeat(0)
         broadcast(self.config, buffers)
 

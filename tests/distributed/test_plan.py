@@ -4,6 +4,7 @@ numbers of docs/planning.md."""
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -19,13 +20,11 @@ import torch
 import gpuaccel as ga
 from gpuaccel.distributed.buckets import join_blocks
 from gpuaccel.distributed.plan import (
-    HOP_US,
     Link,
     Machine,
     Stage,
     Workload,
     all_reduce_ms,
-    calibrated,
     overlap,
     predict,
     slowest_of,
@@ -177,6 +176,11 @@ VARIANTS = {
 }
 
 
+spec = importlib.util.spec_from_file_location("calibration", ROOT / "benchmarks" / "calibration.py")
+calibration = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(calibration)
+
+
 def recorded(gpu, benchmark):
     path = ROOT / "benchmarks" / "results" / FOLDERS[gpu] / f"{benchmark}.json"
     return json.loads(path.read_text())["results"]
@@ -186,7 +190,7 @@ def recorded(gpu, benchmark):
 def known(gpu):
     """(workload, machine) of the run on two GPUs."""
     memory_GBs = recorded(gpu, "clip")["float32"]["copy_GB_per_s"]
-    return calibrated(meta("llama-350m"), recorded(gpu, "ddp_2gpus")["2"], memory_GBs)
+    return calibration.calibrated(meta("llama-350m"), recorded(gpu, "ddp_2gpus")["2"], memory_GBs)
 
 
 def step_ms(known, gpus, variant, micro_batches):
@@ -207,15 +211,6 @@ def errors_on_four(gpu):
     }
 
 
-def test_results_that_lack_a_step_are_refused():
-    results = recorded("H200", "ddp_2gpus")["2"]
-    for missing in ("groups", "bandwidth"):
-        with pytest.raises(ArgumentError, match=f"results lack '{missing}'; expected those of ben"):
-            calibrated(meta("tiny"), {k: v for k, v in results.items() if k != missing})
-    with pytest.raises(ArgumentError, match="all-reduces of 16 MiB and more"):
-        calibrated(meta("tiny"), {**results, "bandwidth": {}})
-
-
 # ---- the page -----------------------------------------------------------------------------------
 
 
@@ -233,7 +228,7 @@ def test_the_machine_of_the_page_is_the_one_that_was_measured():
     workload, machine = known("H200")
     code = " ".join(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1].split())
     assert f"micro_ms={workload.micro_ms:.1f}, tail_ms={workload.tail_ms:.1f}" in code
-    assert f"link=Link(GBs={machine.link.GBs:.0f}, latency_us={HOP_US})" in code
+    assert f"link=Link(GBs={machine.link.GBs:.0f}, latency_us={calibration.HOP_US})" in code
     assert f"start_us={machine.start_us:.0f}, memory_GBs={machine.memory_GBs:.0f}" in code
     assert f"nccl_slow={machine.nccl_slow:.2f}, spread={machine.spread:.2f}" in code
 
