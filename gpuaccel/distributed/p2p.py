@@ -117,8 +117,6 @@ class PeerToPeer:
         self.config, self.arena = config, arena
         self.rank, self.world = config.rank, config.world
         self.others = [r for r in range(self.world) if r != self.rank]
-        # Without our kernels the norm needs every gradient on every rank.
-        self.scatters = config.sharded and takes(arena.device)
         # The tests copy on a CPU: there every call has finished when it returns.
         cuda = arena.device.type == "cuda"
         self.stream, self.sum_stream, self.out_stream = (
@@ -209,7 +207,7 @@ class PeerToPeer:
             most = max(1, self.slab_chunks // 2) if last else self.slab_chunks
             # Where the sums begin that all ranks need.
             rest, slabs = bucket.start, []
-            if self.scatters:
+            if self.config.sharded:
                 ranges = self._ranges(bucket)
                 rest = ranges[-1][1]
                 slabs = self._slabs(ranges, most, copies_out=False)

@@ -2,27 +2,10 @@
 
 import functools
 
-import torch
 from torch import Tensor
 
-from ..backends import takes
 from ..compiler import Kernel
 from ..ops import CHUNK, SQUARES_THREADS
-
-
-def reference_add_ranks(own, others, rank, partials, nonfinite, row):
-    """add_ranks in torch."""
-    parts = [*others[:rank], own, *others[rank:]][: len(nonfinite)]
-    total = parts[0][: len(own)].clone()
-    for part in parts[1:]:
-        total += part[: len(own)]
-    chunks = len(own) // CHUNK
-    partials[:chunks] = total.view(chunks, CHUNK).double().square().sum(1)
-    if not torch.isfinite(total).all():
-        for r, part in enumerate(parts):
-            finite = torch.isfinite(part[: len(own)].view(chunks, CHUNK)).all(1)
-            nonfinite[r, row : row + chunks] |= (~finite).int()
-    own.copy_(total)
 
 
 @functools.cache
@@ -40,9 +23,6 @@ def add_ranks(
 ):
     """own += others, in the order of the ranks."""
     if not len(own):
-        return
-    if not takes(own.device):
-        reference_add_ranks(own, others, rank, partials, nonfinite, row)
         return
     sum_kernel()[len(own) // CHUNK, SQUARES_THREADS](
         own,

@@ -289,7 +289,7 @@ def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
         copies.join()
         expected = sums_in_order(everyone)
         has = torch.ones(arena.numel, dtype=torch.bool, device=device)
-        if copies.scatters:
+        if sharded:
             has[:] = False
             for piece in pieces_of(buckets, rank.rank, rank.ranks):
                 has[piece.start : piece.stop] = True
