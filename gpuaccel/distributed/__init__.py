@@ -4,7 +4,7 @@ config (ga.Distributed), collectives (torch.distributed's, with one kind of erro
 heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all ranks have in
 common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
-copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
+copies), zero1 (sharded optimizer state), nonfinite (whose gradient is not
 finite), plan (a step on N GPUs, predicted)."""
 
 from .collectives import gather_objects, raises_dist_error

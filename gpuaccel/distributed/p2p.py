@@ -16,6 +16,7 @@ overlap.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -27,14 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import backend, takes
+from ..compiler import Kernel
 from ..errors import ArgumentError
-from ..ops import CHUNK
+from ..ops import CHUNK, SQUARES_THREADS
 from ..optim import Arena
 from .buckets import Bucket, equal_ranges
 from .collectives import gather_objects
 from .config import Distributed
 from .heartbeat import SLACK
-from .peer_sums import add_ranks, sum_kernel
 from .zero1 import gathered_buffers, share
 
 SLAB = 1 << 24  # elements of all ranks' blocks that are added at once
@@ -86,6 +87,37 @@ class SymmetricMemory:
     def barrier(self, channel: int, milliseconds: int):
         """The current stream waits for those of the other ranks."""
         next(iter(self.handles.values())).barrier(channel, milliseconds)
+
+
+# ---- the addition (kernels_cu/peers.cu) -----------------------------------------------------------
+
+
+@functools.cache
+def sum_kernel() -> Kernel:
+    return Kernel("peers", "peers_sum", CHUNK=CHUNK, THREADS=SQUARES_THREADS)
+
+
+def add_ranks(
+    own: Tensor,  # (n,) fp32, whole chunks
+    others: Tensor,  # (ranks - 1, at least n) fp32, rows 16-byte aligned; of one rank: anything
+    rank: int,
+    partials: Tensor,  # (at least n / CHUNK,) fp64: sums of squares of own's chunks
+    nonfinite: Tensor,  # (ranks, rows) int32: 1 where a rank's chunk is not finite
+    row: int,  # of nonfinite, of own's first chunk
+):
+    """own += others, in the order of the ranks."""
+    if not len(own):
+        return
+    sum_kernel()[len(own) // CHUNK, SQUARES_THREADS](
+        own,
+        partials,
+        nonfinite.view(-1)[row:],
+        others,
+        rank,
+        len(nonfinite),
+        nonfinite.shape[1],
+        others.stride(0) // 4,
+    )
 
 
 # ---- the ranks of a step -------------------------------------------------------------------------
