@@ -2,7 +2,7 @@
 
 config (ga.Distributed), collectives (torch.distributed's, with one kind of error), rendezvous and
 heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all ranks have in
-common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
+common), buckets, reducer (buckets while backward runs), ordered (micro-batches in
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
 copies), zero1 (sharded optimizer state), nonfinite (whose gradient is not
 finite), plan (a step on N GPUs, predicted)."""
@@ -11,7 +11,6 @@ from .collectives import gather_objects, raises_dist_error
 from .config import Distributed
 from .ordered import OrderedReducer
 from .reducer import Reducer
-from .reducer_base import ReducerBase
 from .spawn import RankBackend, launch
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "OrderedReducer",
     "RankBackend",
     "Reducer",
-    "ReducerBase",
     "launch",
     "gather_objects",
     "raises_dist_error",

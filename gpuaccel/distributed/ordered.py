@@ -13,17 +13,17 @@ import torch
 from ..ops import accumulate_
 from . import collectives
 from .buckets import Bucket, equal_ranges
-from .reducer_base import ReducerBase
+from .reducer import Reducer
 
 
-class OrderedReducer(ReducerBase):
+class OrderedReducer(Reducer):
     """Of ga.Distributed(ordered=True). Memory: two arenas over all ranks, one share of it here.
 
     Args:
         config: with ordered=True.
         arena: of the model.
         optimizers: a list, those of the step.
-        settings: see ReducerBase.
+        settings: see Reducer.
     """
 
     def __init__(self, config, arena, optimizers, settings):
@@ -38,6 +38,12 @@ class OrderedReducer(ReducerBase):
         # Of this step's micro-batches so far: _message(), tensors with a gradient.
         self.messages: list[torch.Tensor] = []
         self.received = [False] * len(arena.segments)
+
+    def follow(self, products):
+        """Nothing is sent while backward runs."""
+
+    def listener(self):
+        return None
 
     @torch.no_grad()
     def add_micro_batch(self, loss, tokens, rows, micro_batches):

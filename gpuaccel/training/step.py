@@ -28,12 +28,7 @@ from torch import Tensor, nn
 
 from ..backends import cublas_workspace
 from ..backends import deterministic as deterministic_mode
-from ..distributed import (
-    Distributed,
-    OrderedReducer,
-    Reducer,
-    ReducerBase,
-)
+from ..distributed import Distributed, OrderedReducer, Reducer
 from ..errors import ArgumentError, check_choice, check_module
 from ..graphs import GraphedStep
 from ..measure import Meter
@@ -215,7 +210,7 @@ class TrainStep:
         # Layers whose products add; None: autograd adds.
         self.products: Products | None = None
         # None: one rank alone.
-        self.reducer: ReducerBase | None = None
+        self.reducer: Reducer | None = None
         # None: every step is eager.
         self._graphs: StepGraphs | None = None
         self._closed = False
@@ -306,7 +301,7 @@ class TrainStep:
         if adds:
             self._add_products()
         # Told while a compiled backward runs.
-        if compiled and self.products is not None and isinstance(reducer, Reducer):
+        if compiled and self.products is not None:
             reducer.follow(self.products)
 
     def _add_products(self):
@@ -405,7 +400,7 @@ class TrainStep:
             )
         return micros
 
-    def _accumulate(self, micros, reducer: ReducerBase | None, mark=_no_mark) -> Totals:
+    def _accumulate(self, micros, reducer: Reducer | None, mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards `.grad` is the sum.
 
         reducer: None in a warm-up, which this rank runs by itself."""
@@ -430,7 +425,7 @@ class TrainStep:
         return totals
 
     def _micro(
-        self, micro, parts: int, mark=_no_mark, reducer: ReducerBase | None = None
+        self, micro, parts: int, mark=_no_mark, reducer: Reducer | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of one of `parts` micro-batches: its loss in fp32, and its tokens.
 
