@@ -95,11 +95,6 @@ class NonFiniteSearch:
         """The step was given up."""
         self.nonfinite.zero_()
 
-    def rank_of(self, tensor: int) -> int | None:
-        """The first rank whose first non-finite tensor is this one. Waits for the device."""
-        tensors = self.rank_tensors.tolist()
-        return tensors.index(tensor + 1) if tensor + 1 in tensors else None
-
     def last(self) -> dict | None:
         """{"rank", "tensor"}: the first tensor of the newest non-finite gradient. Waits."""
         pairs = [(number - 1, r) for r, number in enumerate(self.rank_tensors.tolist()) if number]

@@ -392,8 +392,10 @@ class Reducer:
 
     def _explain_skip(self, tensor: int) -> dict:
         """What is said of a skipped step whose first non-finite tensor has this number."""
-        rank = self.nonfinite.rank_of(tensor)
-        return {} if rank is None else {"rank": rank}
+        newest = self.nonfinite.last()
+        if newest is None or newest["tensor"] != self.arena.segments[tensor].name:
+            return {}
+        return {"rank": newest["rank"]}
 
     def last_nonfinite(self) -> dict | None:
         """{"rank", "tensor"}: the rank that brought the newest non-finite gradient, and its first

@@ -25,7 +25,6 @@ import gpuaccel as ga
 from gpuaccel.distributed import collectives, heartbeat, p2p
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import join_blocks
-from gpuaccel.distributed.zero1 import pieces_of
 
 VOCAB, WIDTH = 40, 16
 
@@ -246,7 +245,8 @@ def as_one_process(
     plain: that process has no ga.Distributed; else it is in ordered mode.
     slab: of copies_between_files()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab):
+    info = mock.patch.object(p2p.log, "info")
+    with ga.use_backend(backend), copies_between_files(slab), info as info:
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
@@ -262,44 +262,12 @@ def as_one_process(
         "same": all(torch.equal(actual[n], expected[n]) for n in expected),
         "off": off,
         "name": name,
+        "log": [call.args[0] % call.args[1:] for call in info.call_args_list],
         "outs": outs,
         "expected_outs": expected_outs,
         "moved": distance(expected, weights(net(tied, seed=0).to(low)))[0],
         "hash": [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in actual.values()],
     }
-
-
-def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
-    """Gradients of very different sizes, summed by a PeerToPeer.
-
-    Returns:
-        What was chosen; whether the sums of this rank are bit-identical to those of
-        sums_in_order(); and how many elements this rank has no sum of.
-    """
-    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
-    with ga.use_backend(backend), copies_between_files(slab), logged() as lines:
-        arena = ga.Arena(Net().to(device))
-        buckets = join_blocks(arena.blocks, 1e6 * config.bucket_mb)
-        copies = p2p.PeerToPeer.of(config, arena, buckets)
-        everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
-        arena.grads.copy_(everyone[rank.rank])
-        for bucket in buckets:
-            copies.send(bucket)
-        copies.join_sums()
-        copies.join()
-        expected = sums_in_order(everyone)
-        has = torch.ones(arena.numel, dtype=torch.bool, device=device)
-        if sharded:
-            has[:] = False
-            for piece in pieces_of(buckets, rank.rank, rank.ranks):
-                has[piece.start : piece.stop] = True
-        squares = copies.squares.clone()
-        dist.all_reduce(squares, group=rank.group)
-        exact = expected.double().square().view(-1, ga.optim.arena.CHUNK).sum(1)
-        assert torch.allclose(squares, exact, rtol=1e-6, atol=0)
-        same = torch.equal(arena.grads[has], expected[has])
-        arena.release()
-        return lines, same, int((~has).sum())
 
 
 def added_by_a_graph(rank: Rank):
@@ -341,22 +309,6 @@ def sums_in_order(everyone):
     for grads in everyone[1:]:
         total += grads
     return total
-
-
-@contextlib.contextmanager
-def logged():
-    """What p2p.py logs in the block."""
-    lines, log, handler = [], logging.getLogger("gpuaccel"), logging.Handler()
-    handler.addFilter(lambda record: record.module == "p2p")
-    handler.emit = lambda record: lines.append(record.getMessage())
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def copies_refused(rank: Rank, machines=None, config=None, full=(), slab=1 << 22):

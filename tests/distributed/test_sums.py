@@ -245,31 +245,9 @@ def test_copies_are_added_in_the_order_of_the_ranks(workers, backend, ranks, sla
     results = workers(checks.as_one_process, ranks, shares=[1] * ranks, **options)
     gloo_adds = ranks > 2 and "compile" in options
     for one in results:
+        assert one["log"] == [f"gradients are added up by peer-to-peer copies of {ranks} ranks"]
         assert one["moved"] > 0.01
         assert one["off"] <= 1e-6 if gloo_adds else one["same"], (one["name"], one["off"])
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("backend", [SIMT])
-def test_ranks_are_added_in_their_order(workers, backend, sharded):
-    """Bit-identical to additions in that order, of numbers whose sum depends on it."""
-    everyone = [checks.gradients_of(r, 1 << 14) for r in range(4)]
-    rotated = [*everyone[1:], everyone[0]]
-    assert not torch.equal(checks.sums_in_order(everyone), checks.sums_in_order(rotated))
-    results = workers(checks.added, 4, backend=backend, sharded=sharded, slab=1 << 22)
-    for lines, same, left_out in results:
-        assert lines == ["gradients are added up by peer-to-peer copies of 4 ranks"] and same
-        assert (left_out > 0) == sharded
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus_are_added_in_the_same_order(gpu_workers, gpus, sharded):
-    options = dict(backend="cuda", sharded=sharded, device="cuda")
-    for lines, same, left_out in gpu_workers(gpus)(checks.added, gpus, **options):
-        assert lines == [f"gradients are added up by peer-to-peer copies of {gpus} ranks"] and same
-        assert (left_out > 0) == sharded
 
 
 @pytest.mark.gpu
