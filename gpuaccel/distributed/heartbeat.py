@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -48,16 +48,6 @@ def ranks_in_words(ranks) -> str:
     """rank 3; ranks 1 and 3."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-@contextmanager
-def at_the_start(config: Any):
-    """Collectives before the first step, of the ranks of a Distributed: a lost one is named."""
-    heartbeat(0, config.group)
-    try:
-        yield
-    except dist.DistError as error:
-        raise lost_rank(error, "at the start", config) from error
 
 
 def timed_out(message: str) -> bool:

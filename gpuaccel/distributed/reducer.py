@@ -88,13 +88,14 @@ class Reducer:
         if config.broadcast_buffers and self.world > 1:
             self.modules_with_buffers = [m for m in arena.module.modules() if m._buffers]
         self.buffers_sent = False  # of the step that is under way
-        with heartbeat.at_the_start(config):
+        self.heartbeat(0)
+        try:
             compare(config, arena, optimizers, settings)
             self.p2p = PeerToPeer.of(config, arena, self.buckets)
             broadcast_weights(config, arena)
-        every_step = config.find_unused
-        if every_step is None:
-            every_step = not self.cuda
+        except dist.DistError as error:
+            raise heartbeat.lost_rank(error, "at the start", config) from error
+        every_step = not self.cuda if config.find_unused is None else config.find_unused
         self.used = UsedTensors(config, arena, every_step or self.world == 1)
         self.sharded = config.sharded and self.world > 1
         if self.sharded:
@@ -147,7 +148,8 @@ class Reducer:
             return
         one = torch.zeros(1, device=self.arena.device)
         each = torch.zeros(self.world, device=self.arena.device)
-        collectives.all_to_all(torch.empty_like(each), each, group=self.group)
+        splits = [1] * self.world
+        collectives.all_to_all(torch.empty_like(each), each, splits, splits, group=self.group)
         collectives.all_gather(each, one, group=self.group)
         collectives.reduce_scatter(one, each, group=self.group)
         collectives.all_reduce(one, group=self.group)
