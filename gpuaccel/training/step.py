@@ -295,6 +295,7 @@ class TrainStep:
                 "replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the "
                 f"group's are {distributed.backend}'s: expected replay='eager'"
             )
+        # Moves the arena's buffers: before layers know their addresses.
         kind = OrderedReducer if distributed.ordered else Reducer
         self.reducer = reducer = kind(distributed, self.arena, self.optimizers, settings)
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
