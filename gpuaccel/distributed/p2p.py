@@ -9,7 +9,7 @@ copies the sums of the others' blocks. The kernel also writes sums of squares fo
 the rank whose gradient is not finite. Copies in, additions and copies out have a stream each, and
 overlap.
 
-    p2p = PeerToPeer.of(config, arena, buckets)     # None, and a line in the log, where not possible
+    p2p = PeerToPeer.of(config, arena, buckets)  # None, and a line in the log, where not possible
     p2p.send(bucket)                          # its reduction is queued
     p2p.join_sums()                           # p2p.stream has this rank's sums and all squares
     p2p.join()                                # the current stream has all sums
@@ -89,7 +89,7 @@ class SymmetricMemory:
         next(iter(self.handles.values())).barrier(channel, milliseconds)
 
 
-# ---- the addition (kernels_cu/peers.cu) -----------------------------------------------------------
+# ---- the addition (kernels_cu/peers.cu) ----------------------------------------------------------
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""What a rank does in one optimizer step: compare, reduce, tell of errors. The choices, and the words
-for them: distributed/config.py.
+"""What a rank does in one optimizer step: compare, reduce, tell of errors. The choices, and the
+words for them: distributed/config.py.
 
     reducer = Reducer(config, arena, optimizers, settings)
     reducer.follow(products)                                 # where backward is compiled
@@ -42,8 +42,8 @@ from .zero1 import ShardedLayout, share
 
 
 class Reducer:
-    """A TrainStep's side of the group: compares the models of all ranks, sends rank 0's weights, and
-    reduces buckets of gradients while backward runs.
+    """A TrainStep's side of the group: compares the models of all ranks, sends rank 0's weights,
+    and reduces buckets of gradients while backward runs.
 
     Make it before layers add into the arena, whose buffers may move.
 
