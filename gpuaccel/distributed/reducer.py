@@ -42,10 +42,9 @@ from .zero1 import ShardedLayout, share
 
 
 class Reducer:
-    """A TrainStep's side of the group: compares the models of all ranks, sends rank 0's weights,
-    and reduces buckets of gradients while backward runs.
+    """A TrainStep's side of the group: reduces buckets of gradients while backward runs.
 
-    Make it before layers add into the arena, whose buffers may move.
+    It begins by comparing the models of all ranks and sending rank 0's weights. Make it before layers add into the arena, whose buffers may move.
 
     Args:
         config: of the group.
