@@ -44,7 +44,8 @@ from .zero1 import ShardedLayout, share
 class Reducer:
     """A TrainStep's side of the group: reduces buckets of gradients while backward runs.
 
-    It begins by comparing the models of all ranks and sending rank 0's weights. Make it before layers add into the arena, whose buffers may move.
+    It begins by comparing the models of all ranks and sending rank 0's weights. Make it before
+    layers add into the arena, whose buffers may move.
 
     Args:
         config: of the group.
