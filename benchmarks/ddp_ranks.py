@@ -161,13 +161,9 @@ class Peer:
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        """Of all bits of this rank's weights: of each tensor a sum, bits times an odd number of
-        each element."""
-        sums = []
-        for p in self.parameters:
-            bits = local(p.detach()).flatten().view(torch.int32).long()
-            sums.append(bits.mul_(torch.arange(1, 2 * len(bits), 2, device=p.device)).sum())
-        return digest(torch.stack(sums))
+        """Of all bits of this rank's weights: of each tensor their sum."""
+        bits = [local(p.detach()).view(torch.int32) for p in self.parameters]
+        return digest(torch.stack([each.sum(dtype=torch.int64) for each in bits]))
 
     def close(self):
         pass
@@ -186,7 +182,6 @@ class Captured(Peer):
     def __init__(self, rank, bench, variant):
         self.graphs = {}
         self.warm_up = FIRST_WARM_UP
-        self.replay_error = 0.0
         self.most = 0
         self.stream = pool = None
         capturing = contextlib.nullcontext()
@@ -273,7 +268,6 @@ class Captured(Peer):
         # A check that fails does so on all ranks.
         dist.all_reduce(errors, dist.ReduceOp.MAX)
         error, loss_error = errors.tolist()
-        self.replay_error = max(self.replay_error, error)
         assert error < REPLAY_ERROR and loss_error < REPLAY_ERROR, (
             f"{count} micro-batches: replayed and launched, a step changes the weights differently "
             f"by {error:.1e} of the change and the loss by {loss_error:.1e}; "
@@ -422,12 +416,8 @@ class Rank:
         if self.cuda:
             result["peak_GiB"] = (made.peak() - before) / 2**30
             result["held_GiB"] = (torch.cuda.memory_allocated() - before) / 2**30
-            result["reserved_GiB"] = torch.cuda.memory_reserved() / 2**30
             # Other workers make their variants on the same GPU.
             torch.cuda.empty_cache()
-        if isinstance(made, Captured):
-            result["replay_apart"] = made.replay_error
-            result["gradients"] = "set to None" if made.to_none else "zeroed in place"
         return result
 
     def _finish(self, timeout: float = TIMEOUT):

@@ -2,26 +2,22 @@
 
 config (ga.Distributed), collectives (torch.distributed's, with one kind of error), rendezvous and
 heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all ranks have in
-common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
+common), buckets, reducer (buckets while backward runs), ordered (micro-batches in
 global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
-copies, added by peer_sums), zero1 (sharded optimizer state), nonfinite (whose gradient is not
-finite), plan (a step on N GPUs and its checkpoints, predicted)."""
+copies), zero1 (sharded optimizer state), nonfinite (whose gradient is not
+finite), plan (a step on N GPUs, predicted)."""
 
 from .collectives import gather_objects
 from .config import Distributed
 from .ordered import OrderedReducer
-from .p2p import PeerToPeer
-from .reducer import Reducer
-from .reducer_base import ReducerBase, Totals
+from .reducer import Reducer, Totals
 from .spawn import RankBackend, launch
 
 __all__ = [
     "Distributed",
     "OrderedReducer",
-    "PeerToPeer",
     "RankBackend",
     "Reducer",
-    "ReducerBase",
     "Totals",
     "launch",
     "gather_objects",

@@ -20,7 +20,8 @@ from ..optim import Arena, DeviceOptimizer
 from . import collectives
 from .config import Distributed
 
-HASHED_AT_ONCE = 1 << 22  # elements: 32 MB of temporary memory
+HASHED_AT_ONCE = 1 << 22  # elements: 32 MB for each temporary
+MIXED = 0x1E3779B97F4A7C15  # odd, its bits look random
 
 # Arguments of ga.Distributed that may differ.
 OF_RANK = ("group", "timeout")
@@ -189,25 +190,19 @@ def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
         (tensors,) int64 on the arena's device.
     """
     hashes = torch.zeros(len(arena.segments), dtype=torch.int64, device=arena.device)
-    column = _odd_numbers(CHUNK, 0x9E3779B97F4A7C15, arena.device)
     buffers = [(arena.weights, torch.int32)] if masters else []
     if arena.bf16_weights is not None:
         buffers.append((arena.bf16_weights, torch.int16))
     for buffer, integer in buffers:
         for start in range(0, arena.numel, HASHED_AT_ONCE):
-            part = buffer[start : start + HASHED_AT_ONCE].view(integer).view(-1, CHUNK).long()
+            bits = buffer[start : start + HASHED_AT_ONCE].view(integer).long()
+            # Odd: no product with the difference of two elements is 0, modulo 2**64.
+            factors = torch.arange(start, start + len(bits), device=arena.device) * MIXED
+            bits *= factors ^ factors >> 31 | 1
             first = start // CHUNK
-            row = _odd_numbers(len(part), 0xBF58476D1CE4E5B9, arena.device, first)
-            products = (part * column).sum(1) * row
-            tensors = arena.chunk_to_tensor[first : first + len(part)].long()
-            hashes.index_add_(0, tensors, products ^ products >> 29)
+            tensors = arena.chunk_to_tensor[first : first + len(bits) // CHUNK].long()
+            hashes.index_add_(0, tensors, bits.view(-1, CHUNK).sum(1))
     return hashes
-
-
-def _odd_numbers(count: int, factor: int, device, first: int = 0) -> Tensor:
-    """(count,) int64, odd and all different: multiples of an odd factor, modulo 2**64."""
-    factor -= 1 << 64 if factor >= 1 << 63 else 0
-    return (torch.arange(first, first + count, device=device) * 2 + 1) * factor
 
 
 class WeightCheck:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..ops import CHUNK
 from ..optim.layout import Block
 
 
@@ -27,3 +28,10 @@ def join_blocks(blocks: Sequence[Block], bucket_bytes: float) -> list[Bucket]:
             buckets.append(Bucket(start, block.stop, first, block.last))
             start, first = block.stop, block.last
     return [b for b in buckets if b.stop > b.start] or buckets[-1:]
+
+
+def equal_ranges(start: int, stop: int, world: int) -> list[tuple[int, int]]:
+    """[start, stop) of the arena as one range per rank, as equal as whole chunks allow."""
+    chunks = (stop - start) // CHUNK
+    ends = [start + chunks * r // world * CHUNK for r in range(world + 1)]
+    return list(zip(ends, ends[1:]))

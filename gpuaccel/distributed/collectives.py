@@ -1,8 +1,7 @@
 """torch.distributed's collectives under one name each, and with one kind of error.
 
     all_gather(everyone, mine, group=group)
-    work = all_reduce(sums, group=group, async_op=True)
-    wait(work)
+    all_reduce(sums, group=group)
 
 A collective fails when another rank has ended or does not answer in time. NCCL and the stores raise
 a `torch.distributed.DistError` then; gloo raises a plain RuntimeError. These functions turn gloo's
@@ -48,11 +47,6 @@ all_reduce = raises_dist_error(dist.all_reduce)
 all_to_all = raises_dist_error(dist.all_to_all_single)
 broadcast = raises_dist_error(dist.broadcast)
 _gather_objects = raises_dist_error(dist.all_gather_object)
-
-
-@raises_dist_error
-def wait(work):
-    work.wait()
 
 
 def gather_objects(mine, group, world: int) -> list:

@@ -11,10 +11,11 @@ Groups of some ranks are not counted: their collectives have torch.distributed's
 """
 
 import os
+import re
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -49,30 +50,22 @@ def ranks_in_words(ranks) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-@contextmanager
-def at_the_start(config: Any):
-    """Collectives before the first step, of the ranks of a Distributed: a lost one is named."""
-    began = time.monotonic()
-    heartbeat(0, config.group)
-    try:
-        yield
-    except dist.DistError as error:
-        raise lost_rank(error, "at the start", config, began) from error
+def timed_out(message: str) -> bool:
+    """Whether a collective's error is that of its time limit."""
+    return bool(re.search("timed? ?out", message, re.I))
 
 
-def lost_rank(error: dist.DistError, when: str, config: Any, began: float) -> RankError:
+def lost_rank(error: dist.DistError, when: str, config: Any) -> RankError:
     """In place of a collective's error, with the ranks that had not reached the collective when
     it timed out. (A connection that was closed names nobody: who is behind may be slower.)
 
     Args:
         when: "at the start".
         config: the Distributed of the group.
-        began: time.monotonic() at the first of the collectives.
     """
-    heartbeats = group_heartbeats if config.group is None else None
     behind = None
-    if heartbeats is not None and time.monotonic() - began >= heartbeats.timeout:
-        behind = heartbeats.ranks_behind()
+    if group_heartbeats is not None and config.group is None and timed_out(str(error)):
+        behind = group_heartbeats.ranks_behind()
     whom = "another one"
     if behind:
         whom = f"{ranks_in_words(behind)} of {config.world}"
@@ -85,11 +78,10 @@ def lost_rank(error: dist.DistError, when: str, config: Any, began: float) -> Ra
 
 
 class Heartbeats:
-    """The counts of the default group's ranks. timeout: seconds that a collective may take."""
+    """The counts of the default group's ranks."""
 
-    def __init__(self, store, timeout: float):
+    def __init__(self, store):
         self.store = dist.PrefixStore("heartbeats", store)
-        self.timeout = timeout
         self.count = 0
         self._query: threading.Thread | None = None
         self._behind: list[int] = []
@@ -118,12 +110,9 @@ class Heartbeats:
         # The store's machine, or the group, may have ended.
         with suppress(RuntimeError, ValueError):
             others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
-            counts = [self._count_of(rank) for rank in others]
+            # get() would wait for a key that is not there yet.
+            counts = [self.store.add(f"rank {rank}", 0) for rank in others]
             self._behind = [rank for rank, count in zip(others, counts) if count < self.count]
-
-    def _count_of(self, rank: int) -> int:
-        key = f"rank {rank}"
-        return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def is_current(self) -> bool:
         """Whether these are the default group's. False once the group was destroyed."""

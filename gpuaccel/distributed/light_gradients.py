@@ -7,6 +7,8 @@ their sums lie in a buffer of their own, which is all-reduced behind the last bu
 copied to their slices of the arena: the buckets were sent with stale values there.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -32,17 +34,14 @@ class LightGradients:
             for i, s in enumerate(arena.segments)
             if i not in product_tensors and 0 < s.numel <= MAX_LIGHT
         }
-        chunks: list[int] = []
-        self.views = {}
-        starts = {}
-        for i in sorted(self.tensors):
-            starts[i] = len(chunks) * CHUNK
-            chunks += range(arena.first_chunk[i], arena.first_chunk[i + 1])
+        ranges = {i: range(*arena.first_chunk[i : i + 2]) for i in sorted(self.tensors)}
+        chunks = [*itertools.chain(*ranges.values())]
         self.chunks = torch.tensor(chunks, dtype=torch.int64, device=arena.device)
         self.sums = torch.zeros(len(chunks), CHUNK, dtype=torch.float32, device=arena.device)
-        for i, start in starts.items():
+        self.views = {}
+        for i, part in zip(ranges, self.sums.split([*map(len, ranges.values())])):
             s = arena.segments[i]
-            flat = self.sums.view(-1)[start : start + s.numel]
+            flat = part.view(-1)[: s.numel]
             self.views[i] = own_storage(flat.as_strided(s.shape, s.stride))
         # The slices, while the sums lie here.
         self.moved: dict[int, Tensor] = {}

@@ -10,8 +10,6 @@ A probe is a number per chunk that is not finite where the rank's gradient is no
 its elements or of their squares.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,7 @@ from ..ops import CHUNK, launch_squares
 from ..optim import Arena
 from .buckets import Bucket
 from .config import Distributed
-
-if TYPE_CHECKING:
-    from .p2p import PeerToPeer
+from .p2p import PeerToPeer
 
 
 class NonFiniteSearch:
@@ -35,7 +31,7 @@ class NonFiniteSearch:
             its own.
     """
 
-    def __init__(self, config: Distributed, arena: Arena, p2p: "PeerToPeer | None" = None):
+    def __init__(self, config: Distributed, arena: Arena, p2p: PeerToPeer | None):
         device = arena.device
         self.arena = arena
         self.enabled = config.find_nonfinite_rank
@@ -98,11 +94,6 @@ class NonFiniteSearch:
     def forget(self):
         """The step was given up."""
         self.nonfinite.zero_()
-
-    def rank_of(self, tensor: int) -> int | None:
-        """The first rank whose first non-finite tensor is this one. Waits for the device."""
-        tensors = self.rank_tensors.tolist()
-        return tensors.index(tensor + 1) if tensor + 1 in tensors else None
 
     def last(self) -> dict | None:
         """{"rank", "tensor"}: the first tensor of the newest non-finite gradient. Waits."""

@@ -9,14 +9,14 @@ copies the sums of the others' blocks. The kernel also writes sums of squares fo
 the rank whose gradient is not finite. Copies in, additions and copies out have a stream each, and
 overlap.
 
-    p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
-    p2p.plan(buckets)                         # before anything takes arena.grads' address
+    p2p = PeerToPeer.of(config, arena, buckets)  # None, and a line in the log, where not possible
     p2p.send(bucket)                          # its reduction is queued
     p2p.join_sums()                           # p2p.stream has this rank's sums and all squares
     p2p.join()                                # the current stream has all sums
 """
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -28,14 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import backend, takes
+from ..compiler import Kernel
 from ..errors import ArgumentError
-from ..ops import CHUNK
+from ..ops import CHUNK, SQUARES_THREADS
 from ..optim import Arena
-from .buckets import Bucket
+from .buckets import Bucket, equal_ranges
 from .collectives import gather_objects
 from .config import Distributed
-from .heartbeat import SLACK, at_the_start
-from .peer_sums import add_ranks, sum_kernel
+from .heartbeat import SLACK
 from .zero1 import gathered_buffers, share
 
 SLAB = 1 << 24  # elements of all ranks' blocks that are added at once
@@ -89,7 +89,38 @@ class SymmetricMemory:
         next(iter(self.handles.values())).barrier(channel, milliseconds)
 
 
-# ---- public: the ranks of a step -----------------------------------------------------------------
+# ---- the addition (kernels_cu/peers.cu) ----------------------------------------------------------
+
+
+@functools.cache
+def sum_kernel() -> Kernel:
+    return Kernel("peers", "peers_sum", CHUNK=CHUNK, THREADS=SQUARES_THREADS)
+
+
+def add_ranks(
+    own: Tensor,  # (n,) fp32, whole chunks
+    others: Tensor,  # (ranks - 1, at least n) fp32, rows 16-byte aligned; of one rank: anything
+    rank: int,
+    partials: Tensor,  # (at least n / CHUNK,) fp64: sums of squares of own's chunks
+    nonfinite: Tensor,  # (ranks, rows) int32: 1 where a rank's chunk is not finite
+    row: int,  # of nonfinite, of own's first chunk
+):
+    """own += others, in the order of the ranks."""
+    if not len(own):
+        return
+    sum_kernel()[len(own) // CHUNK, SQUARES_THREADS](
+        own,
+        partials,
+        nonfinite.view(-1)[row:],
+        others,
+        rank,
+        len(nonfinite),
+        nonfinite.shape[1],
+        others.stride(0) // 4,
+    )
+
+
+# ---- the ranks of a step -------------------------------------------------------------------------
 
 
 Copies = list[tuple[Tensor, Tensor]]  # (destination, source)
@@ -118,14 +149,11 @@ class PeerToPeer:
         self.config, self.arena = config, arena
         self.rank, self.world = config.rank, config.world
         self.others = [r for r in range(self.world) if r != self.rank]
-        # Without our kernels the norm needs every gradient on every rank.
-        self.scatters = config.sharded and takes(arena.device)
         # The tests copy on a CPU: there every call has finished when it returns.
         cuda = arena.device.type == "cuda"
         self.stream, self.sum_stream, self.out_stream = (
             torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(3)
         )
-        self.queued = False  # something that join() has to wait for
         rows = arena.numel // CHUNK
         # Chunks of a slab: of this rank's block.
         self.slab_chunks = min(max(1, SLAB // self.world // CHUNK), rows // self.world + 1)
@@ -148,8 +176,8 @@ class PeerToPeer:
         """Map the other ranks' buffers. Collective; may fail on one rank alone."""
         self.memory.connect(self.config.group)
 
-    def connected(self) -> "PeerToPeer":
-        """Move the arena's buffers to the shared memory. Collective."""
+    def connected(self, buckets: list[Bucket]) -> "PeerToPeer":
+        """Move the arena's buffers to the shared memory, and plan the sums. Collective."""
         # name -> rank -> its buffer.
         self.theirs: dict[str, dict[int, Tensor]] = {}
         for name in _shared_buffers(self.config, self.arena):
@@ -159,6 +187,7 @@ class PeerToPeer:
             # Loads the barrier's kernel, which a capture could not.
             for channel in (GRADIENTS_READY, SUMS_READY, SUMS_COPIED, WEIGHTS_READY):
                 self._barrier(channel)
+        self._plan(buckets)
         return self
 
     def _barrier(self, channel: int):
@@ -167,41 +196,32 @@ class PeerToPeer:
         self.memory.barrier(channel, int(1000 * (self.config.timeout + SLACK)))
 
     @classmethod
-    def of(cls, config: Distributed, arena: Arena) -> "PeerToPeer | None":
+    def of(cls, config: Distributed, arena: Arena, buckets: list[Bucket]) -> "PeerToPeer | None":
         """Of a ga.Distributed; None where NCCL or gloo reduces alone. The log says which, and why
-        it is not the other. Collective.
+        it is not the other. Collective, on ranks that have been compared.
 
         Raises:
             ArgumentError: on every rank, where config.peer_to_peer is True and that is not
                 possible.
-            RankError: where another rank is lost meanwhile.
         """
-        if arena.before_release:
-            # Somebody knows the buffers' addresses. A second TrainStep will be refused.
+        if config.peer_to_peer is False:
             return None
-        with at_the_start(config):
-            reason = _obstacle(config, arena)
-            if reason is None or config.peer_to_peer is False:
-                # Ranks that differ are told apart when they are compared.
-                return None
-            p2p = None
+        p2p, reason = None, _obstacle(config, arena.device)
+        if not reason:
+            p2p, reason = _attempt(config, lambda: cls(config, arena))
+        if p2p is not None and not reason:
+            _, reason = _attempt(config, p2p.connect)
             if not reason:
-                p2p, reason = _attempt(config, lambda: cls(config, arena))
-            if p2p is not None and not reason:
-                _, reason = _attempt(config, p2p.connect)
-                if not reason:
-                    log.info(
-                        "gradients are added up by peer-to-peer copies of %d ranks", config.world
-                    )
-                    return p2p.connected()
-            if config.peer_to_peer:
-                raise ArgumentError(
-                    f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
-                    "which can read each other's memory, and fp32 sums"
-                )
-            if config.world > 1 and not config.ordered and config.backend == "nccl":
-                log.info("gradients are added up by NCCL: %s", reason)
-            return None
+                log.info("gradients are added up by peer-to-peer copies of %d ranks", config.world)
+                return p2p.connected(buckets)
+        if config.peer_to_peer:
+            raise ArgumentError(
+                f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, "
+                "which can read each other's memory, and fp32 sums"
+            )
+        if config.world > 1 and not config.ordered and config.backend == "nccl":
+            log.info("gradients are added up by NCCL: %s", reason)
+        return None
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int]]:
         """Of each rank, the elements of a bucket that a sharded optimizer has there."""
@@ -209,13 +229,7 @@ class PeerToPeer:
         starts = [bucket.start + r * own for r in range(self.world)]
         return [(start, start + own) for start in starts]
 
-    def _equal_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) as one range per rank, as equal as chunks allow."""
-        chunks = (stop - start) // CHUNK
-        ends = [start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
-        return list(zip(ends, ends[1:]))
-
-    def plan(self, buckets: list[Bucket]):
+    def _plan(self, buckets: list[Bucket]):
         """Prepare the arguments of all calls, so that a step's host only has to make them."""
         self.plans: dict[Bucket, list[Slab]] = {}
         self._next_buffer = 0
@@ -224,15 +238,13 @@ class PeerToPeer:
             last = bucket is buckets[-1]
             most = max(1, self.slab_chunks // 2) if last else self.slab_chunks
             # Where the sums begin that all ranks need.
-            rest = bucket.start
-            slabs = []
-            if self.scatters:
+            rest, slabs = bucket.start, []
+            if self.config.sharded:
                 ranges = self._ranges(bucket)
                 rest = ranges[-1][1]
                 slabs = self._slabs(ranges, most, copies_out=False)
-            if rest < bucket.stop:
-                slabs += self._slabs(self._equal_ranges(rest, bucket.stop), most, copies_out=True)
-            self.plans[bucket] = slabs
+            ranges = equal_ranges(rest, bucket.stop, self.world)
+            self.plans[bucket] = slabs + self._slabs(ranges, most, copies_out=True)
 
     def _slabs(self, ranges: list[tuple[int, int]], most: int, copies_out: bool) -> list[Slab]:
         """A part of a bucket that is cut into a block for each rank.
@@ -242,17 +254,16 @@ class PeerToPeer:
             most: chunks of a slab.
             copies_out: all ranks need all sums; else each those of its own range.
         """
-        result = []
         longest = max(stop - start for start, stop in ranges) // CHUNK
-        slabs = max(1, -(-longest // most))
-        size = CHUNK * max(1, -(-longest // slabs))
-        for offset in range(0, longest * CHUNK, size):
-            slices = [
-                slice(min(start + offset, stop), min(start + offset + size, stop))
-                for start, stop in ranges
-            ]
-            result.append(self._slab(slices, copies_out))
-        return result
+        # Slabs of equal size.
+        size = CHUNK * -(-longest // max(1, -(-longest // most)))
+        return [
+            self._slab(
+                [slice(min(a + offset, b), min(a + offset + size, b)) for a, b in ranges],
+                copies_out,
+            )
+            for offset in range(0, longest * CHUNK, size or CHUNK)
+        ]
 
     def _slab(self, slices: list[slice], copies_out: bool) -> Slab:
         """The copies of one slab. slices: of each rank, the elements of the arena that it adds."""
@@ -273,8 +284,7 @@ class PeerToPeer:
         """Queue the reduction of a bucket whose gradients the current stream has. With a sharded
         optimizer only this rank's range, and the rest that belongs to all, get their sums."""
         current = torch.cuda.current_stream(self.arena.device) if self.stream else None
-        self.queued = True
-        with _behind(current, self.stream):
+        with behind(current, self.stream):
             self._barrier(GRADIENTS_READY)
             for slab in self.plans[bucket]:
                 self._send_slab(slab)
@@ -286,20 +296,15 @@ class PeerToPeer:
             stream.wait_event(added)
         for destination, source in slab.copies_in:
             destination.copy_(source)
-        with _behind(stream, self.sum_stream):
+        with behind(stream, self.sum_stream):
             add_ranks(*slab.sum)
             if self.sum_stream is not None:
                 self.buffer_added[slab.buffer] = self.sum_stream.record_event()
-        self._copy_out(self.sum_stream, slab.copies_out)
-
-    def _copy_out(self, before, copies: Copies):
-        """Behind what the stream `before` has."""
-        with _behind(before, self.out_stream):
-            if not copies:
-                return
-            # Also: all ranks have read what is overwritten here.
-            self._barrier(SUMS_READY)
-            for destination, source in copies:
+        with behind(self.sum_stream, self.out_stream):
+            if slab.copies_out:
+                # Also: all ranks have read what is overwritten here.
+                self._barrier(SUMS_READY)
+            for destination, source in slab.copies_out:
                 destination.copy_(source)
 
     def spread(self, name: str):
@@ -308,12 +313,11 @@ class PeerToPeer:
         stream = self.stream
         current = torch.cuda.current_stream(self.arena.device) if stream else None
         buffer = getattr(self.arena, name)
-        ranges = [self._ranges(bucket) for bucket in self.plans]
-        with _behind(current, stream):
+        with behind(current, stream):
             self._barrier(WEIGHTS_READY)
-            for of_bucket in ranges:
+            for ranges in map(self._ranges, self.plans):
                 for r in self.others:
-                    part = slice(*of_bucket[r])
+                    part = slice(*ranges[r])
                     buffer[part].copy_(self.theirs[name][r][part])
             # All have read: weights may be changed.
             self._barrier(WEIGHTS_READY)
@@ -323,12 +327,12 @@ class PeerToPeer:
     def join_sums(self):
         """Behind all buckets: self.stream has the sums that this rank has added, and the squares of
         all of them. Copies of what others have added may still be under way."""
-        if self.queued and self.stream is not None:
+        if self.stream is not None:
             self.stream.wait_stream(self.sum_stream)
 
     def join(self):
         """The current stream has all sums, and no other rank reads arena.grads any more."""
-        if self.queued and self.out_stream is not None:
+        if self.out_stream is not None:
             with torch.cuda.stream(self.out_stream):
                 self._barrier(SUMS_COPIED)
             torch.cuda.current_stream(self.arena.device).wait_stream(self.out_stream)
@@ -336,12 +340,11 @@ class PeerToPeer:
 
     def forget(self):
         """The events belong to a step that is over, or was given up."""
-        self.queued = False
         self.buffer_added = [None, None]
 
 
 @contextlib.contextmanager
-def _behind(before, stream):
+def behind(before, stream):
     """Inside it, work goes to a stream, behind what `before` has. None, None: on a CPU."""
     if stream is not None:
         stream.wait_stream(before)
@@ -362,42 +365,24 @@ def _attempt(config: Distributed, function):
     return result, next((f"on rank {rank}: {theirs}" for rank, theirs in problems if theirs), "")
 
 
-def _obstacle(config: Distributed, arena: Arena) -> str | None:
-    """Why copies are not possible as far as that is known without trying, or ""; None: the ranks
-    differ."""
-    device = arena.device
-    nothing_to_copy = (
+def _obstacle(config: Distributed, device: torch.device) -> str:
+    """Why copies are not possible as far as that is known without trying, or ""."""
+    if config.world > 1:
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        mine = (gpu, machine_name(), can_copy(config, device))
+        gpus, machines, can = zip(*gather_objects(mine, config.group, config.world))
+        if config.backend == "nccl" and len(set(gpus)) < config.world:
+            return f"{config.world} ranks share {len(set(gpus))} GPUs"
+        if all(can):
+            if len(set(machines)) > 1:
+                return f"the ranks are on {len(set(machines))} machines"
+            if config.ordered:
+                return "sums are ordered"
+            return f"sums are sent in {config.dtype}" * (config.dtype != torch.float32)
+    return (
         f"the {config.world} ranks' collectives are {config.backend}'s, the model is on "
         f"{device}, backend {backend().name}"
     )
-    if config.world == 1:
-        return nothing_to_copy
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    wanted = (
-        arena.numel,
-        str(config.dtype),
-        config.ordered,
-        config.sharded,
-        config.peer_to_peer,
-        _shared_buffers(config, arena),
-        device.type,
-        takes(device),
-    )
-    mine = (gpu, machine_name(), wanted)
-    gpus, machines, choices = zip(*gather_objects(mine, config.group, config.world))
-    if any(choice != wanted for choice in choices):
-        return None
-    if config.backend == "nccl" and len(set(gpus)) < config.world:
-        return f"{config.world} ranks share {len(set(gpus))} GPUs"
-    if not can_copy(config, device):
-        return nothing_to_copy
-    if len(set(machines)) > 1:
-        return f"the ranks are on {len(set(machines))} machines"
-    if config.ordered:
-        return "sums are ordered"
-    if config.dtype != torch.float32:
-        return f"sums are sent in {config.dtype}"
-    return ""
 
 
 def can_copy(config: Distributed, device: torch.device) -> bool:

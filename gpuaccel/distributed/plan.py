@@ -10,17 +10,15 @@ backward of the last one each bucket is sent as soon as its gradients are comple
 bucket before it. Clipping and the update follow when backward and the last bucket are over.
 
 `overlap` simulates that; `predict` counts what is outside of it, and adds the wait for the slowest
-rank. `calibrated` finds the numbers of a machine with two GPUs, `daly_interval` when to write a
-checkpoint. What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
+rank. What is measured, fitted and assumed, and how far predictions are off: docs/planning.md.
 """
 
 import functools
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -34,11 +32,6 @@ BACKWARD = 2 / 3
 # Beside a pass over GPU memory backward has a quarter of its speed; peer-to-peer copies do not slow
 # it. Chosen with recorded steps in view, as docs/planning.md says.
 PASS_SLOW = 3.0
-# Of a message from GPU to GPU inside a machine, in us: as NCCL's src/graph/tuning.cc has it for
-# the ring with NVLink.
-HOP_US = 3.4
-# Bytes. A smaller all-reduce that Python launches takes as long as its launch.
-LEAST_LAUNCHED = 16 << 20
 
 
 def _ms(count: float, GBs: float) -> float:
@@ -369,121 +362,3 @@ def slowest_of(ranks: int) -> float:
     x = step * (torch.arange(1000, dtype=torch.float64) + 0.5)
     cdf = torch.special.ndtr
     return float((1 - cdf(x) ** ranks - cdf(-x) ** ranks).sum() * step)
-
-
-def calibrated(
-    module: nn.Module, results: dict, memory_GBs: float = math.inf
-) -> tuple[Workload, Machine]:
-    """The step and the machine of two GPUs that benchmarks/ddp.py has measured.
-
-    The step of one GPU and the all-reduces alone are measured. `nccl_slow` is fitted to NCCL's step
-    of one micro-batch. `spread` is fitted to what a peer-to-peer step of four micro-batches takes
-    longer than one of one: three micro-batches that do not communicate, and the wait for the other
-    rank.
-
-    Args:
-        module: the model that was measured, which may be on the meta device.
-        results: `["results"]["2"]` of the file that the benchmark wrote.
-        memory_GBs: as for Machine; benchmarks/clip.py measures it as "copy_GB_per_s".
-
-    Returns:
-        (the workload with one micro-batch, a machine with two GPUs whose network is its link).
-
-    Raises:
-        ArgumentError: for results without the steps and all-reduces that are needed.
-    """
-    try:
-        steps = results["groups"]["ours, replayed"]
-        alone_1, alone_4 = (steps[count]["one GPU"]["ms"] for count in ("1", "4"))
-        copies_1, copies_4 = (steps[count]["all-reduce"]["ms"] for count in ("1", "4"))
-        nccl_1 = steps["1"]["all-reduce by NCCL"]["ms"]
-        sizes = [m for m in results["bandwidth"].values() if m["bytes"] >= LEAST_LAUNCHED]
-        points = np.array([(m["bytes"], m["all_reduce"]["ms"]) for m in sizes]).T
-        # The line whose relative errors have the least sum of squares.
-        slope, fixed = np.polyfit(points[0], points[1], 1, w=1 / points[1])
-    except (KeyError, IndexError, TypeError) as error:
-        raise ArgumentError(
-            f"results lack {error}; expected those of benchmarks/ddp.py on two GPUs, with steps of "
-            "1 and 4 micro-batches and all-reduces of 16 MiB and more"
-        ) from None
-    micro_ms = (alone_4 - alone_1) / 3
-    workload = Workload.of(module, micro_ms, alone_1 - micro_ms)
-    link = Link(1 / float(slope) / 1e6, HOP_US)
-    waited = (copies_4 - copies_1) / (3 * micro_ms) - 1
-    machine = Machine(
-        gpus=2,
-        link=link,
-        network=link,
-        # A hop's latency is in what an all-reduce costs beside its bytes.
-        start_us=max(0.0, 1e3 * float(fixed) - 2 * HOP_US),
-        memory_GBs=memory_GBs,
-        spread=max(0.0, waited / slowest_of(2)),
-    )
-    low, high = 0.0, 8.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        slowed = replace(machine, nccl_slow=middle)
-        too_fast = predict(workload, slowed, 2, peer_to_peer=False).step_ms < nccl_1
-        low, high = (middle, high) if too_fast else (low, middle)
-    return workload, replace(machine, nccl_slow=low)
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def daly_interval(checkpoint_s: float, between_failures_s: float) -> float:
-    """Seconds of training between two checkpoints that lose least.
-
-    Args:
-        checkpoint_s: seconds that a checkpoint stops the training.
-        between_failures_s: mean seconds between two failures of any rank.
-
-    Returns:
-        The interval; where a checkpoint takes twice the time between failures or more, that time.
-
-    Raises:
-        ArgumentError: for times that are not above 0.
-
-    Source:
-        J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-        Future Generation Computer Systems 22(3), 2006.
-
-    Example:
-        >>> from gpuaccel.distributed.plan import daly_interval
-        >>> f"a checkpoint of 3 s every {daly_interval(3, 86400) / 60:.0f} minutes"
-        'a checkpoint of 3 s every 12 minutes'
-    """
-    _check({"checkpoint_s": checkpoint_s, "between_failures_s": between_failures_s})
-    if checkpoint_s >= 2 * between_failures_s:
-        return between_failures_s
-    root = math.sqrt(checkpoint_s / (2 * between_failures_s))
-    young = math.sqrt(2 * checkpoint_s * between_failures_s)
-    return young * (1 + root / 3 + root * root / 9) - checkpoint_s
-
-
-def lost_share(
-    interval_s: float, checkpoint_s: float, between_failures_s: float, restart_s: float
-) -> float:
-    """The share of all time that does not train: checkpoints, restarts, and steps done twice.
-
-    Failures are taken as independent of each other and equally likely at any time. Each stops all
-    ranks, which start again from the last checkpoint.
-
-    Args:
-        interval_s: seconds of training between two checkpoints.
-        checkpoint_s: seconds that a checkpoint stops the training.
-        between_failures_s: mean seconds between two failures of any rank.
-        restart_s: from a failure until all ranks train again.
-
-    Returns:
-        From 0 to 1.
-
-    Source:
-        Daly (2006): the expected time until an interval and its checkpoint are done.
-    """
-    mean = between_failures_s
-    try:
-        spent = mean * math.exp(restart_s / mean) * math.expm1((interval_s + checkpoint_s) / mean)
-    except OverflowError:
-        return 1.0
-    return 1 - interval_s / spent

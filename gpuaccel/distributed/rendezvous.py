@@ -22,7 +22,7 @@ from ..errors import ArgumentError, RankError
 from . import heartbeat
 from .heartbeat import SLACK, Heartbeats, ranks_in_words
 
-VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_from_environment(timeout: float):
@@ -63,21 +63,15 @@ def init_from_environment(timeout: float):
 
 
 def _check_environment():
-    absent = [name for name in VARIABLES if not os.environ.get(name)]
-    if absent:
+    values = {name: os.environ.get(name, "") for name in VARIABLES}
+    numbers = [value for name, value in values.items() if name != "MASTER_ADDR"]
+    numbers.append(os.environ.get("LOCAL_RANK", "0"))
+    right = values["MASTER_ADDR"] and all(re.fullmatch("[0-9]{1,9}", text) for text in numbers)
+    if not right or int(values["RANK"]) >= int(values["WORLD_SIZE"]):
+        shown = ", ".join(f"{name}={os.environ.get(name)}" for name in (*VARIABLES, "LOCAL_RANK"))
         raise ArgumentError(
-            f"RANK is set, and {' and '.join(absent)} not; expected all of them, as torchrun sets "
-            "them, or none for one process"
-        )
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not re.fullmatch("[0-9]{1,9}", os.environ.get(name, "0")):
-            raise ArgumentError(
-                f"{name} is {os.environ[name]!r}; expected a whole number, as torchrun sets it"
-            )
-    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if int(rank) >= int(world_size):
-        raise ArgumentError(
-            f"RANK is {rank} and WORLD_SIZE {world_size}; expected 0 <= RANK < WORLD_SIZE"
+            f"{shown[:500]}; expected them as torchrun sets them, with RANK < WORLD_SIZE, or no "
+            "RANK for one process"
         )
 
 
@@ -107,7 +101,7 @@ def _init_group(nccl: bool, timeout: float):
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout + SLACK * nccl),
     )
-    heartbeat.group_heartbeats = heartbeats = Heartbeats(store, timeout)
+    heartbeat.group_heartbeats = heartbeats = Heartbeats(store)
     if nccl:
         threading.Thread(target=heartbeats.watch, args=(timeout,), daemon=True).start()
     else:

@@ -37,9 +37,10 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -48,7 +49,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ..errors import ArgumentError, RankError, check_choice
 from ..forkserver import LAUNCHED_BY
 from . import heartbeat
-from .heartbeat import SLACK, ranks_in_words
+from .heartbeat import SLACK, ranks_in_words, timed_out
 from .rendezvous import loopback
 
 AHEAD = 3  # steps that a rank's host may be ahead of another's
@@ -333,12 +334,6 @@ class Failure:
     lost_rank: bool  # a collective failed: another rank has ended
 
 
-class Yielded(NamedTuple):
-    """One value of rank 0's generator."""
-
-    value: Any
-
-
 def _environment(job: Job, rank: int) -> dict[str, str]:
     """The parent's, with torchrun's variables."""
     new = {
@@ -391,12 +386,12 @@ def _run_rank(job: Job, rank: int, connection):
 
                 def send(value):
                     if rank == 0:
-                        connection.send_bytes(cloudpickle.dumps(Yielded(value)))
+                        connection.send_bytes(cloudpickle.dumps(("yielded", value)))
 
                 result = _exhaust(result, send)
             try:
                 # Multiprocessing would send a tensor as a file that has to stay open here.
-                message = cloudpickle.dumps(result)
+                message = cloudpickle.dumps(("returned", result))
             except NOT_PICKLABLE as error:
                 raise ArgumentError(
                     f"what the function returned cannot be sent back: {error}; expected something "
@@ -404,7 +399,9 @@ def _run_rank(job: Job, rank: int, connection):
                 ) from error
         # The parent reports it, and stops all ranks.
         except BaseException as error:
-            message = pickle.dumps(_failure(error))
+            lost = _is_of_collective(error) or _is_of_collective(error.__cause__)
+            words = type(error).__name__, str(error), traceback.format_exc()
+            message = pickle.dumps(("raised", Failure(time.time(), *words, lost)))
         connection.send_bytes(message)
     connection.close()
     sys.stdout.flush()
@@ -442,16 +439,6 @@ def _init_rank(job: Job, rank: int):
     if job.backend == "gloo":
         # A rank that returns at once would leave while another one still connects to it.
         dist.barrier()
-
-
-def _failure(error: BaseException) -> Failure:
-    return Failure(
-        time.time(),
-        type(error).__name__,
-        str(error),
-        traceback.format_exc(),
-        _is_of_collective(error) or _is_of_collective(error.__cause__),
-    )
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
@@ -569,16 +556,16 @@ class RankWatch:
                 self.dead[rank] = time.time()
                 continue
             try:
-                value = pickle.loads(received)
+                what, value = pickle.loads(received)
             except Exception as error:
                 raise RankError(
                     f"what rank {rank} returned cannot be unpickled: {type(error).__name__}: "
                     f"{error}. All ranks were stopped"
                 ) from error
-            if isinstance(value, Failure):
+            if what == "raised":
                 self.failed[rank] = value
-            elif isinstance(value, Yielded):
-                self.yielded.append(value.value)
+            elif what == "yielded":
+                self.yielded.append(value)
             else:
                 self.results[rank] = value
 
@@ -590,7 +577,7 @@ class RankWatch:
         rank = min(self.failed, key=lambda r: self.failed[r].time)
         failure = self.failed[rank]
         steps, running = self.job.steps, self._running()
-        if failure.lost_rank and running and re.search("timed? ?out", failure.message, re.I):
+        if failure.lost_rank and running and timed_out(failure.message):
             first_step = self.job.heartbeats[rank] and steps[rank] < 2
             limit = self.job.start if first_step else self.job.timeout
             return self._error_of_hanging(running, limit)
@@ -643,9 +630,7 @@ def stack_of(pid: int, path: pathlib.Path) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger. Only Linux tells."""
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
+    """Whether a process is stopped, by SIGSTOP or a debugger."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False

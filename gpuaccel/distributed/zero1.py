@@ -72,46 +72,34 @@ class ShardedLayout(ParameterLayout):
     """State of an optimizer over an arena: this rank's share only, flat and padded to chunks.
 
     Args:
+        config: of the group.
+        arena: of the model.
         buckets: as the reducer sends them.
-        rank: this process' number in the group.
-        world: of the process group.
-        group: that one.
         p2p: the PeerToPeer that copies new weights; None: all-gathers.
     """
 
-    def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
+    def __init__(self, config, arena, buckets, p2p=None):
         super().__init__()
         self.arena = arena
         self.buckets = buckets
-        self.rank = rank
-        self.ranks = world
-        self.group = group
+        self.rank, self.ranks, self.group = config.rank, config.world, config.group
         self.p2p = p2p
-        self.pieces = pieces_of(buckets, rank, world)
+        self.pieces = pieces_of(buckets, self.rank, self.ranks)
         self.buffers: dict[str, Tensor] = {}  # state key -> (elements of all pieces,) fp32
-        self._parts = [self._parts_of(s) for s in arena.segments]
-
-    def _parts_of(self, s) -> list[tuple[int, int, int]]:
-        """(first, last element of the tensor, offset in this rank's buffers) of its parts here.
-
-        Padding is included."""
-        parts = [(max(p.start, s.offset), min(p.stop, s.offset + s.padded), p) for p in self.pieces]
-        return [
-            (start - s.offset, stop - s.offset, p.local + start - p.start)
-            for start, stop, p in parts
-            if stop > start
-        ]
-
-    def _span(self, i) -> tuple[int, int]:
-        """Where tensor i's parts lie in this rank's buffers.
-
-        They are side by side: between a rank's own range and the end of a bucket there is nothing
-        but the tensor that has part in both."""
-        parts = self._parts[i]
-        if not parts:
-            return 0, 0
-        first, last, offset = parts[-1]
-        return parts[0][2], offset + last - first
+        # Of each tensor: where its state lies in the buffers; (first, last element, offset in that)
+        # of its parts here, padding included. They are side by side: between a rank's own range and
+        # the end of a bucket there is nothing but the tensor that has part in both.
+        self._spans: list[tuple[int, int]] = []
+        self._parts: list[list[tuple[int, int, int]]] = []
+        for s in arena.segments:
+            here = []
+            for p in self.pieces:
+                start, stop = max(p.start, s.offset), min(p.stop, s.offset + s.padded)
+                if stop > start:
+                    here.append((start - s.offset, stop - s.offset, p.local + start - p.start))
+            begin = here[0][2] if here else 0
+            self._spans.append((begin, begin + sum(last - first for first, last, _ in here)))
+            self._parts.append([(first, last, place - begin) for first, last, place in here])
 
     # ---- what this rank reads and writes of a checkpoint ----
 
@@ -125,12 +113,8 @@ class ShardedLayout(ParameterLayout):
             (first, last, place): elements [first, last) of the tensor lie at `place` in its state.
         """
         numel = self.arena.segments[i].numel
-        start, _ = self._span(i)
-        return [
-            (first, min(last, numel), offset - start)
-            for first, last, offset in self._parts[i]
-            if first < numel
-        ]
+        parts = self._parts[i]
+        return [(first, min(last, numel), place) for first, last, place in parts if first < numel]
 
     def saved(self, i: int) -> tuple[int, int, int]:
         """(first, last, place) of the elements of tensor i that this rank saves.
@@ -150,18 +134,18 @@ class ShardedLayout(ParameterLayout):
     # ---- memory ----
 
     def fits(self, t, p, i):
-        start, stop = self._span(i)
+        start, stop = self._spans[i]
         return t.shape == p.shape or t.shape == (stop - start,)
 
     def _is_place(self, t, key, p, i):
-        start, stop = self._span(i)
+        start, stop = self._spans[i]
         return stop == start or t.data_ptr() == self.buffers[key].data_ptr() + 4 * start
 
     def _new(self, key, p, i):
         if key not in self.buffers:
             size = sum(p.stop - p.start for p in self.pieces)
             self.buffers[key] = torch.zeros(size, dtype=torch.float32, device=self.arena.device)
-        start, stop = self._span(i)
+        start, stop = self._spans[i]
         return own_storage(self.buffers[key][start:stop])
 
     def fill(self, t, value, p, i):
@@ -170,10 +154,8 @@ class ShardedLayout(ParameterLayout):
         if value.shape != p.shape:
             t.copy_(flat)
             return
-        start, _ = self._span(i)
-        for first, last, offset in self._parts[i]:
+        for first, last, place in self._parts[i]:
             last = min(last, len(flat))
-            place = offset - start
             t[place : place + max(last - first, 0)].copy_(flat[first:last])
 
     @torch.no_grad()
@@ -219,9 +201,8 @@ class ShardedLayout(ParameterLayout):
         cut = []
         for j in jobs:
             flat = [None if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
-            for k, (first, last, offset) in enumerate(self._parts[j.number] or [(0, 0, 0)]):
+            for k, (first, last, place) in enumerate(self._parts[j.number] or [(0, 0, 0)]):
                 here = slice(first, min(last, j.weight.numel()))
-                place = offset - self._span(j.number)[0]
                 local = slice(place, place + len(flat[0][here]))
                 weight, grad, copy = (None if t is None else t[here] for t in flat)
                 state = tuple(None if t is None else t[local] for t in j.state)

@@ -28,14 +28,7 @@ from torch import Tensor, nn
 
 from ..backends import cublas_workspace
 from ..backends import deterministic as deterministic_mode
-from ..distributed import (
-    Distributed,
-    OrderedReducer,
-    PeerToPeer,
-    Reducer,
-    ReducerBase,
-    Totals,
-)
+from ..distributed import Distributed, OrderedReducer, Reducer, Totals
 from ..errors import ArgumentError, check_module
 from ..graphs import GraphedStep
 from ..measure import Meter
@@ -211,7 +204,7 @@ class TrainStep:
         # Layers whose products add; None: autograd adds.
         self.products: Products | None = None
         # None: one rank alone.
-        self.reducer: ReducerBase | None = None
+        self.reducer: Reducer | None = None
         # None: every step is eager.
         self._graphs: StepGraphs | None = None
         self._closed = False
@@ -295,19 +288,14 @@ class TrainStep:
                 f"group's are {distributed.backend}'s: expected replay='eager'"
             )
         # Moves the arena's buffers: before layers know their addresses.
-        peer_to_peer = PeerToPeer.of(distributed, self.arena)
+        kind = OrderedReducer if distributed.ordered else Reducer
+        self.reducer = reducer = kind(distributed, self.arena, self.optimizers, settings)
+        self._cleanup.callback(lambda: reducer.close(self._closes_alone))
         if adds:
             self._add_products()
         # Told while a compiled backward runs.
-        products = self.products if compiled else None
-        common = (distributed, self.arena, self.optimizers, settings)
-        reducer: ReducerBase
-        if distributed.ordered:
-            reducer = OrderedReducer(*common)
-        else:
-            reducer = Reducer(*common, products, peer_to_peer)
-        self.reducer = reducer
-        self._cleanup.callback(lambda: reducer.close(self._closes_alone))
+        if compiled and self.products is not None:
+            reducer.follow(self.products)
 
     def _add_products(self):
         """Captured, an addition by a product costs the host nothing, and nothing is rounded between
@@ -407,7 +395,7 @@ class TrainStep:
             )
         return micros
 
-    def _accumulate(self, micros, reducer: ReducerBase | None, mark=_no_mark) -> Totals:
+    def _accumulate(self, micros, reducer: Reducer | None, mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards `.grad` is the sum.
 
         reducer: None in a warm-up, which this rank runs by itself."""
@@ -430,7 +418,7 @@ class TrainStep:
         return totals
 
     def _micro(
-        self, micro, parts: int, mark=_no_mark, reducer: ReducerBase | None = None
+        self, micro, parts: int, mark=_no_mark, reducer: Reducer | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of one of `parts` micro-batches: its loss in fp32, and its tokens.
 

@@ -25,7 +25,6 @@ import gpuaccel as ga
 from gpuaccel.distributed import collectives, heartbeat, p2p
 from gpuaccel.distributed.agreement import weight_hashes
 from gpuaccel.distributed.buckets import join_blocks
-from gpuaccel.distributed.zero1 import pieces_of
 
 VOCAB, WIDTH = 40, 16
 
@@ -105,14 +104,6 @@ class LargerHead(Net):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, VOCAB + 1, bias=False)
-
-
-class LowBlock(Net):
-    """One block in bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].to(torch.bfloat16)
 
 
 class Checkpointed(Net):
@@ -254,7 +245,8 @@ def as_one_process(
     plain: that process has no ga.Distributed; else it is in ordered mode.
     slab: of copies_between_files()."""
     bucketed = {"bucket_mb": 0.004, "check_every": 1, **(config or {})}
-    with ga.use_backend(backend), copies_between_files(slab):
+    info = mock.patch.object(p2p.log, "info")
+    with ga.use_backend(backend), copies_between_files(slab), info as info:
         mine = net(tied, seed=rank.rank).to(low)
         distributed = ga.Distributed(group=rank.group, **bucketed)
         actual, outs = run(
@@ -270,6 +262,7 @@ def as_one_process(
         "same": all(torch.equal(actual[n], expected[n]) for n in expected),
         "off": off,
         "name": name,
+        "log": [call.args[0] % call.args[1:] for call in info.call_args_list],
         "outs": outs,
         "expected_outs": expected_outs,
         "moved": distance(expected, weights(net(tied, seed=0).to(low)))[0],
@@ -277,46 +270,11 @@ def as_one_process(
     }
 
 
-def added(rank: Rank, backend, sharded=False, device="cpu", slab=0):
-    """Gradients of very different sizes, summed by a PeerToPeer.
-
-    Returns:
-        What was chosen; whether the sums of this rank are bit-identical to those of
-        sums_in_order(); and how many elements this rank has no sum of.
-    """
-    config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
-    with ga.use_backend(backend), copies_between_files(slab), logged() as lines:
-        arena = ga.Arena(Net().to(device))
-        copies = p2p.PeerToPeer.of(config, arena)
-        buckets = join_blocks(arena.blocks, 1e6 * config.bucket_mb)
-        copies.plan(buckets)
-        everyone = [gradients_of(r, arena.numel).to(device) for r in range(rank.ranks)]
-        arena.grads.copy_(everyone[rank.rank])
-        for bucket in buckets:
-            copies.send(bucket)
-        copies.join_sums()
-        copies.join()
-        expected = sums_in_order(everyone)
-        has = torch.ones(arena.numel, dtype=torch.bool, device=device)
-        if copies.scatters:
-            has[:] = False
-            for piece in pieces_of(buckets, rank.rank, rank.ranks):
-                has[piece.start : piece.stop] = True
-        squares = copies.squares.clone()
-        dist.all_reduce(squares, group=rank.group)
-        exact = expected.double().square().view(-1, ga.optim.arena.CHUNK).sum(1)
-        assert torch.allclose(squares, exact, rtol=1e-6, atol=0)
-        same = torch.equal(arena.grads[has], expected[has])
-        arena.release()
-        return lines, same, int((~has).sum())
-
-
 def added_by_a_graph(rank: Rank):
     """Sums of 64 MB, made by a replayed graph: are they those of sums_in_order(), bit for bit?"""
     arena = ga.Arena(torch.nn.Linear(4096, 4096, bias=False).cuda())
-    copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena)
     buckets = join_blocks(arena.blocks, 32e6)
-    copies.plan(buckets)
+    copies = p2p.PeerToPeer.of(ga.Distributed(group=rank.group), arena, buckets)
 
     def add():
         for bucket in buckets:
@@ -353,32 +311,15 @@ def sums_in_order(everyone):
     return total
 
 
-@contextlib.contextmanager
-def logged():
-    """What p2p.py logs in the block."""
-    lines, log, handler = [], logging.getLogger("gpuaccel"), logging.Handler()
-    handler.addFilter(lambda record: record.module == "p2p")
-    handler.emit = lambda record: lines.append(record.getMessage())
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-
-def copies_refused(rank: Rank, machines=None, config=None, full=()):
-    """What is added by where copies cannot be, though there is memory to copy; then the error of
-    peer_to_peer=True.
+def copies_refused(rank: Rank, machines=None, config=None, full=(), slab=1 << 22):
+    """What is added by where copies cannot be; then the error of peer_to_peer=True.
 
     machines: the number of each rank's, as torchrun has it; None: there is one. full: ranks that
     have no memory to share."""
     machine = {} if machines is None else {"GROUP_RANK": machines[rank.rank]}
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     no_memory = mock.patch("os.posix_fallocate", side_effect=error if rank.rank in full else None)
-    with copies_between_files(1 << 22), mock.patch.dict(os.environ, machine), no_memory:
+    with copies_between_files(slab), mock.patch.dict(os.environ, machine), no_memory:
         with make_step(
             Net(), distributed=ga.Distributed(group=rank.group, **(config or {}))
         ) as step:
@@ -736,10 +677,6 @@ def step_that_raises(rank: Rank):
 # ---- what ga.launch runs -------------------------------------------------------------------------
 
 
-def not_sendable():
-    return threading.Lock()
-
-
 def nothing():
     pass
 
@@ -758,14 +695,6 @@ def leaves():
 
 def hangs():
     time.sleep(3600)
-
-
-def notes_its_process_and_hangs(folder):
-    """A file in `folder` has the name of the rank and holds the number of its process."""
-    path = pathlib.Path(folder) / str(dist.get_rank())
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
-    hangs()
 
 
 def fewer_steps(path, broadcast_buffers):
@@ -948,7 +877,7 @@ def nonfinite_raises(rank: Rank, sharded):
     return kinds
 
 
-def buffers_of_rank_0(rank: Rank, steps, **config):
+def buffers_of_rank_0(rank: Rank, steps):
     """Buffers in dtypes that gloo does not send, of all ranks; before each step they differ."""
     model = torch.nn.Linear(4, 2)
     for dtype in (torch.int16, torch.uint16, torch.float8_e5m2, torch.bool, torch.complex64):
@@ -962,7 +891,7 @@ def buffers_of_rank_0(rank: Rank, steps, **config):
             buffer.copy_(torch.full(buffer.shape, 1.0 - rank.rank).to(buffer.dtype))
 
     differ()
-    distributed = ga.Distributed(group=rank.group, **config)
+    distributed = ga.Distributed(group=rank.group)
     with ga.TrainStep(model, loss_fn=lambda m, x: m(x).mean(), distributed=distributed) as step:
         for _ in range(steps):
             differ()

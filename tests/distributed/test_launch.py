@@ -7,7 +7,6 @@ processes has imported everything.
 import functools
 import multiprocessing
 import os
-import pathlib
 import random
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 import rank_checks as checks
 import torch
 import torch.distributed as dist
-from train_processes import HANG, outlive, running, session_of, wait_until
+from train_processes import HANG, outlive, session_of, wait_until
 
 import gpuaccel as ga
 
@@ -35,16 +34,6 @@ def by_value(function, ranks, *args, **options):
 def test_launched_ranks_train_alike():
     (first, *one), (second, *other) = by_value(checks.steps_with, 2, checks.nothing, 0)
     assert (first, second) == (0, 1) and one == other and one[0] == 2
-
-
-def test_what_cannot_be_pickled_is_an_error():
-    with pytest.raises(ga.errors.ArgumentError, match="args is 5; expected a tuple"):
-        ga.launch(checks.nothing, 2, 5)
-    message = "args cannot be handed to new processes: .*lock"
-    with pytest.raises(ga.errors.ArgumentError, match=message):
-        ga.launch(checks.nothing, 2, (threading.Lock(),))
-    with pytest.raises(ga.errors.RankError, match="what the function returned cannot be sent back"):
-        by_value(checks.not_sendable, 1)
 
 
 def test_a_generator_function_yields_what_rank_0_yields_while_it_runs():
@@ -83,6 +72,8 @@ def test_launch_says_what_it_needs(monkeypatch):
     for ranks in (0, "2", True, 1.5):
         with pytest.raises(ga.errors.ArgumentError, match=f"ranks is {ranks!r}; expected a whole"):
             ga.launch(checks.nothing, ranks)
+    with pytest.raises(ga.errors.ArgumentError, match="args is 5; expected a tuple"):
+        ga.launch(checks.nothing, 2, 5)
     for seconds in (-1, 0, float("nan"), float("inf"), "a"):
         with pytest.raises(ga.errors.ArgumentError, match=f"timeout is {seconds!r}; expected"):
             ga.launch(checks.nothing, 1, timeout=seconds)
@@ -100,8 +91,8 @@ def test_launch_says_what_it_needs(monkeypatch):
             ga.launch(checks.nothing, 2)
 
 
-def test_what_a_function_refers_to_goes_with_it():
-    """What of that cannot be pickled is named."""
+def test_what_a_function_refers_to_goes_with_it_or_is_an_error():
+    """And so does what it returns."""
     factor, lock = 5, threading.Lock()
 
     def work(x):
@@ -111,6 +102,8 @@ def test_what_a_function_refers_to_goes_with_it():
     message = "<lambda> or its args cannot be handed to new processes: .*lock"
     with pytest.raises(ga.errors.ArgumentError, match=message):
         ga.launch(lambda: lock, 2, backend="gloo")
+    with pytest.raises(ga.errors.RankError, match="what the function returned cannot be sent back"):
+        ga.launch(lambda: threading.Lock(), 1)
 
 
 def test_classes_of_a_notebook_come_back_as_themselves():
@@ -289,44 +282,13 @@ def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
 
 # ---- a parent that ends --------------------------------------------------------------------------
 
-LAUNCH = """
-import sys
-sys.path[:0] = sys.argv[1:3]
-import rank_checks as checks
-import gpuaccel as ga
-ga.launch(checks.notes_its_process_and_hangs, 2, sys.argv[3:])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_parent(tmp_path, sent):
-    """Whatever ended it."""
-    here = pathlib.Path(__file__).parent
-    paths = [str(path) for path in (here, here.parent, tmp_path)]
-    parent = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, *paths],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    files = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(file.exists() for file in files), parent)
-    pids = [int(file.read_text()) for file in files]
-    assert running(pids) == pids
-    parent.send_signal(sent)
-    parent.wait(HANG)
-    left = outlive(pids)
-    parent.communicate()
-    assert not left
-
-
 STARTS = """
-import time, sys
+import os, sys, time
+import torch.distributed as dist
 import gpuaccel as ga
 
 def work():
+    open(f"{sys.argv[1]}/{dist.get_rank()}", "w")
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -336,22 +298,28 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(os.environ.get("GPUACCEL_KILLS", 3))))
-def test_nothing_is_left_of_a_start_whose_parent_is_killed(tmp_path, seed):
-    """At any moment: while the server imports torch, while the ranks find each other, or later.
-    More: GPUACCEL_KILLS=30 python -m pytest tests/distributed/test_launch.py -k nothing_is_left"""
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("seed", ["they run", *range(int(os.environ.get("GPUACCEL_KILLS", 2)))])
+def test_nothing_is_left_of_a_launch_whose_parent_is_killed(tmp_path, sent, seed):
+    """When the ranks run, and at any moment: while the server imports torch, while the ranks find
+    each other, or later. More: GPUACCEL_KILLS=30 python -m pytest tests/distributed/test_launch.py
+    -k nothing_is_left"""
     script = tmp_path / "starts.py"
     script.write_text(STARTS)
     parent = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     parent.stdout.readline()
-    time.sleep(7 * random.Random(seed).random())
-    parent.send_signal((signal.SIGTERM, signal.SIGKILL)[seed % 2])
+    if seed == "they run":
+        wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), parent)
+    else:
+        time.sleep(7 * random.Random(seed).random())
+    parent.send_signal(sent)
     parent.wait(HANG)
     assert not outlive(session_of(parent.pid), 30)
     # A rank that was about to start has not been there yet.

@@ -26,45 +26,24 @@ from gpuaccel.distributed.rendezvous import interface_to, loopback, store_of_thi
 
 
 @pytest.mark.parametrize(
-    "environment, message",
-    [
-        (
-            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": ""},
-            "RANK is set, and MASTER_ADDR and MASTER_PORT not",
-        ),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "RANK is 2 and WORLD_SIZE 2; expected 0 <= RANK < WORLD_SIZE",
-        ),
-    ],
-)
-def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ga.errors.ArgumentError, match=message):
-        ga.Distributed()
-
-
-@pytest.mark.parametrize(
     "name, value",
     [
         ("RANK", ""),
         ("RANK", "-1"),
+        ("RANK", "1"),
         ("RANK", "9" * 5000),
         ("WORLD_SIZE", "1.0"),
         ("LOCAL_RANK", "first"),
         ("MASTER_PORT", "abc"),
+        ("MASTER_ADDR", ""),
     ],
 )
-def test_a_variable_that_is_no_number_is_named(name, value, monkeypatch):
+def test_an_environment_that_is_not_torchruns_is_shown(name, value, monkeypatch):
     for key, text in {**rank_environment(0, 1, 29500), name: value}.items():
         monkeypatch.setenv(key, text)
-    with pytest.raises(ga.errors.ArgumentError) as error:
+    with pytest.raises(ga.errors.ArgumentError, match="expected them as torchrun sets") as error:
         ga.Distributed()
-    said = f"{name} is {value!r}; expected a whole number, as torchrun sets it"
-    assert str(error.value) == said
+    assert f"{name}={value[:99]}" in str(error.value)
 
 
 @pytest.mark.parametrize("rank", [1, 0])
@@ -129,12 +108,12 @@ def test_the_ranks_that_are_behind_are_others_with_fewer_heartbeats(monkeypatch)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     for rank, count in ((0, 3), (1, 3), (2, 2)):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        of_rank[rank] = Heartbeats(store, timeout=600.0)
+        of_rank[rank] = Heartbeats(store)
         for _ in range(count):
             of_rank[rank].increment()
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert of_rank[0].ranks_behind() == [2, 3]
-    of_rank[0].store = SimpleNamespace(check=lambda _: time.sleep(5))
+    of_rank[0].store = SimpleNamespace(add=lambda *_: time.sleep(5) or 0)
     assert of_rank[0].ranks_behind(limit=0.1) is None
 
 
@@ -150,7 +129,7 @@ def test_a_rank_that_waits_says_for_whom_and_goes_on_if_nobody_is_behind(
     behind, message, monkeypatch, capsys
 ):
     """Until the group is another one, or there is none."""
-    heartbeats = Heartbeats(dist.HashStore(), timeout=600.0)
+    heartbeats = Heartbeats(dist.HashStore())
     heartbeats.count = 3
     for where, name, value in (
         (heartbeat, "group_heartbeats", heartbeats),
@@ -227,11 +206,12 @@ def test_a_rank_that_waits_in_silence_ends_in_words(device, options):
 def test_gloos_error_for_a_lost_rank_becomes_a_dist_error(kind, expected):
     """gloo raises a plain RuntimeError. Other errors keep their type."""
 
+    @collectives.raises_dist_error
     def wait():
         raise kind("Connection reset by peer")
 
     with pytest.raises(expected, match="Connection reset by peer") as caught:
-        collectives.wait(SimpleNamespace(wait=wait))
+        wait()
     assert caught.type is expected
 
 
