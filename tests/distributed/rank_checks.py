@@ -838,9 +838,15 @@ def computes(seconds):
 
 
 def aborts_beside_one_that_hangs():
+    """Rank 1 hangs in what torch.distributed calls, as FSDP a forward; rank 2 in a collective."""
+    torchs = {"time": time}
+    text = "def call(function): function()\ndef wait(): time.sleep(3600)"
+    exec(compile(text, "/torch/distributed/calls.py", "exec"), torchs)
     if dist.get_rank() == 0:
         os.abort()
-    hangs()
+    if dist.get_rank() == 1:
+        torchs["call"](hangs)
+    torchs["wait"]()
 
 
 def hangs_in_the_third_step(device, seconds, **options):

@@ -583,6 +583,13 @@ def test_bad_arguments_of_a_graphed_step_are_refused_before_anything_runs(option
     assert not calls
 
 
+def test_eight_graphs_are_held_unless_another_number_is_given():
+    with ga.use_backend("simt"), ga.GraphedStep(lambda x: x + 1, torch.zeros(1)) as step:
+        for n in range(1, 11):
+            step(torch.ones(n))
+        assert len(step) == 8 and (step.policy, step.replay) == ("auto", "graph")
+
+
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_bad_inputs_are_refused_before_anything_runs(device):
     calls, x = [], torch.ones(2, device=device)

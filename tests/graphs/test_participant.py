@@ -29,7 +29,7 @@ class Counter(nn.Module):
         self.calls = []
         # In a list: neither a parameter nor a buffer.
         self.tensors = [torch.zeros((), device=device), torch.zeros((), device=device)]
-        self.asked = []
+        self.called = []
 
     def forward(self, x):
         offset, seen = self.tensors
@@ -44,10 +44,10 @@ class Counter(nn.Module):
         return self.tensors[1:]
 
     def prepare(self):
-        self.asked.append("prepare")
+        self.called.append("prepare")
 
     def refresh(self):
-        self.asked.append("refresh")
+        self.called.append("refresh")
         self.tensors[0].fill_(self.offset)
 
     def snapshot(self):
@@ -65,7 +65,7 @@ def test_an_object_of_ones_own_takes_part(device, counts):
     counter, x = model[0], torch.ones(3, device=device)
     with ga.GraphedStep(lambda x: model(x), model, policy="require") as step:
         step.capture(x)
-        assert counter.asked == ["prepare", "refresh"]
+        assert counter.called == ["prepare", "refresh"]
         assert counter.tensors[1] == 0, "the warm-up has left a trace"
         for k in range(3):
             counter.offset = float(k)

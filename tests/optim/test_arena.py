@@ -445,10 +445,15 @@ def test_weights_that_kernels_wrote_are_another_version(dtype):
     model = nn.Linear(2, 2).to(dtype)
     arena = Arena(model)
     losses = [t.square().sum() for t in (*model.parameters(), *arena.masters)]
+    # Masters need not round to their parameters, as with stochastic rounding.
+    arena.weights.add_(1.0)
+    before = arena.weights.clone()
     arena.weights_written()
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+    arena.adopt()
+    assert torch.equal(arena.weights, before), "written weights count as edited ones"
 
 
 def test_parameters_that_meet_in_memory_do_not_overlap():
@@ -494,6 +499,23 @@ def test_an_arena_that_nobody_holds_leaves_no_hook_on_its_parameters():
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     opt.step()
+
+
+def test_hooks_on_optimizers_go_with_their_arena():
+    """At its release; of one that nobody holds, when the next arena is made."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    gc.collect()
+    Arena(nn.Linear(2, 2)).release()
+    before = [*hooks]
+    arena = Arena(nn.Linear(2, 2).bfloat16())
+    assert len(hooks) == len(before) + 1
+    arena.release()
+    assert [*hooks] == before
+    Arena(nn.Linear(2, 2).bfloat16())
+    gc.collect()
+    kept = Arena(nn.Linear(2, 2))
+    assert [*hooks] == before and not kept.released
 
 
 @pytest.mark.slow
