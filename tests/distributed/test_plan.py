@@ -271,6 +271,32 @@ def errors_on_four(gpu):
     }
 
 
+def test_a_machine_is_found_again_from_its_steps():
+    link = Link(GBs=100, latency_us=HOP_US)
+    numbers = dict(start_us=20.0, memory_GBs=2000.0, nccl_slow=0.4, spread=0.02)
+    machine = Machine(gpus=2, link=link, network=link, **numbers)
+    steps = {}
+    for count in (1, 4):
+        taken = llama(micro_batches=count)
+        variants = {"all-reduce": True, "all-reduce by NCCL": False}
+        steps[str(count)] = {
+            name: {"ms": predict(taken, machine, 2, copies).step_ms}
+            for name, copies in variants.items()
+        } | {"one GPU": {"ms": taken.step_ms}}
+    messages = {
+        str(count): {"bytes": count, "all_reduce": {"ms": all_reduce_ms(count, machine, 2)}}
+        for count in (16 << 20, 64 << 20, 256 << 20)
+    }
+    # A small one takes as long as its launch.
+    messages["1"] = {"bytes": 1 << 20, "all_reduce": {"ms": 9.0}}
+    results = {"groups": {"ours, replayed": steps}, "bandwidth": messages}
+    workload, fitted = calibrated(meta("llama-350m"), results, machine.memory_GBs)
+    assert (workload.micro_ms, workload.tail_ms) == pytest.approx((22.0, 4.5))
+    assert {name: getattr(fitted, name) for name in numbers} == pytest.approx(numbers)
+    assert (fitted.gpus, fitted.network) == (2, fitted.link)
+    assert (fitted.link.GBs, fitted.link.latency_us) == pytest.approx((100, HOP_US))
+
+
 def test_results_that_lack_a_step_are_refused():
     results = recorded("H200", "ddp_2gpus")["2"]
     for missing in ("groups", "bandwidth"):

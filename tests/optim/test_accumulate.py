@@ -442,9 +442,10 @@ def test_accumulate_is_bit_equal_to_torchs_add_at_any_alignment(
         if transpose
         else grad.view(shape)
     )
-    want = acc.clone().add_(grad)
+    want, version = acc.clone().add_(grad), acc._version
     assert accumulate_(acc, grad) is acc
     assert torch.equal(acc, want), differ(acc, want)
+    assert not n or acc._version > version, "autograd has not seen the addition"
 
 
 @pytest.mark.parametrize("n, blocks", [(4096, 4), (5000, 5), (4099, 17)])
