@@ -1,4 +1,4 @@
-"""Each operation makes few launches, of as many blocks as have work. More would change no result."""
+"""Each operation makes few launches, of as many blocks as have work: results do not tell."""
 
 import pytest
 import torch
