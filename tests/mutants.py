@@ -7,9 +7,9 @@
 The mutants are drawn, with a seed, in turns from each room and of each kind: a sign, a bound, a
 negated condition, a constant, a statement that is removed, swapped arguments, another value
 returned. Messages, docstrings and types are not changed, nor lines that the fast tests of the room
-do not run (coverage.py): without a GPU the code of streams, NCCL and captures. A mutant is planted
-in a copy of the checkout, and meets ruff, mypy and the fast tests of its room. The first failure
-kills it.
+do not run, in their ranks either (coverage.py): without a GPU the code of streams, NCCL and
+captures. A mutant is planted in a copy of the checkout, and meets ruff, mypy and the fast tests of
+its room. The first failure kills it.
 
 Kernels have mutants of their own, in tests/simt/test_simt_checks.py. mutmut and cosmic-ray know no
 sample with a seed, and would take days.
@@ -101,8 +101,10 @@ EDITS = {
         (rf"(?:(?<=[(,] )|(?<=\w\())({WORD}), ({WORD})(?=[,)])", r"\2, \1"),
     ],
 }
-# Of what these are given nothing is changed: people read it.
-FOR_PEOPLE = re.compile(r"(\w+\.)*(\w*(Error|Warning)|warn|print)")
+# Of what these are given nothing is changed: people read it, or it is about time alone.
+UNCHANGED = re.compile(
+    r"(\w+\.)*(\w*(Error|Warning)|warn|print)|log\.\w+|time\.sleep|non_blocking|priority"
+)
 NOTHING = ("None", "False")
 HIDDEN = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
@@ -144,9 +146,11 @@ def mutants_of(path: pathlib.Path) -> Iterator[Mutant]:
             code = _blank(code, *place(node))
         hidden += [a for f in ("annotation", "returns") if (a := getattr(node, f, None))]
         hidden += [node] if isinstance(node, HIDDEN) else []
-        if isinstance(node, ast.Call) and FOR_PEOPLE.fullmatch(code_of(node.func)):
+        if isinstance(node, ast.Call) and UNCHANGED.fullmatch(code_of(node.func)):
             hidden.append(node)
         elif isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__"):
+            hidden.append(node)
+        elif isinstance(node, ast.keyword) and UNCHANGED.fullmatch(node.arg or ""):
             hidden.append(node)
         elif isinstance(node, ast.arguments):
             hidden += [*node.posonlyargs, *node.args, *node.kwonlyargs]
@@ -219,13 +223,21 @@ class Copy:
 
     def lines_that_run(self, room: str) -> dict[str, set[int]]:
         """File -> its lines that the fast tests of the room run."""
-        data = str(self.folder / "coverage")
-        tests = ["pytest", "-q", "--fast", *tests_of(room)]
-        include = f"--include={self.tree}/gpuaccel/{room}/*"
-        if self.run("coverage", "run", f"--data-file={data}", include, "-m", *tests):
+        settings, report = self.folder / "coverage.ini", self.folder / "coverage.json"
+        settings.write_text(
+            f"""[run]
+            data_file = {self.folder}/coverage-{room}
+            include = {self.tree}/gpuaccel/{room}/*
+            concurrency = multiprocessing, thread
+            parallel = true
+            patch = _exit
+            """
+        )
+        rc = f"--rcfile={settings}"
+        if self.run("coverage", "run", rc, "-m", "pytest", "-q", "--fast", *tests_of(room)):
             raise SystemExit(f"the tests fail without a mutant: {self.folder}/output.txt")
-        report = self.folder / "coverage.json"
-        self.run("coverage", "json", f"--data-file={data}", "-q", "-o", str(report))
+        self.run("coverage", "combine", rc, "-q")
+        self.run("coverage", "json", rc, "-q", "-o", str(report))
         files = json.loads(report.read_text())["files"]
         return {name: set(file["executed_lines"]) for name, file in files.items()}
 
@@ -252,9 +264,10 @@ class Copy:
 
 def draw(copy: Copy, rooms, count: int, seed: int) -> list[Mutant]:
     """So many mutants, in turns from each room and of each kind, at most one of a line."""
-    chance = random.Random(seed)
     turns = []
     for room in rooms:
+        # Of its own, so that a change of one room changes no other room's mutants.
+        chance = random.Random(f"{seed} {room}")
         executed = copy.lines_that_run(room)
         every = [
             m for path in sorted((ROOT / "gpuaccel" / room).glob("*.py")) for m in mutants_of(path)

@@ -16,7 +16,7 @@ class Addresses:
     def __init__(self, state):
         modules = [member for member in state if isinstance(member, nn.Module)]
         self._modules = [
-            (f"{i}.{name}" if len(modules) > 1 else name, module)
+            (f"{i}.{name}".rstrip(".") if len(modules) > 1 else name, module)
             for i, top in enumerate(state)
             if isinstance(top, nn.Module)
             for name, module in top.named_modules()

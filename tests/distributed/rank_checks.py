@@ -327,25 +327,27 @@ def copies_refused(rank: Rank, machines=None, config=None, full=(), slab=1 << 22
         return copies, error_of(lambda: made(rank, {"peer_to_peer": True, **(config or {})}))
 
 
-def on_without_shards(rank: Rank, backend, low):
-    """Two steps, sharded and not; the step is closed, two more are taken without shards: whether
-    weights, masters and moments are bit-identical."""
+def on_with_other_shards(rank: Rank, backend, low, before, after):
+    """Two steps, sharded if `before`; the step is closed, two more are taken, sharded if `after`.
+    Whether weights, masters and moments are bit-identical to those of steps without shards."""
     results = []
-    for sharded in (True, False):
+    for shards in ((before, after), (False, False)):
         with ga.use_backend(backend):
             model = Net().to(low)
-            config = ga.Distributed(group=rank.group, sharded=sharded, bucket_mb=0.1)
+            config = ga.Distributed(group=rank.group, sharded=shards[0], bucket_mb=0.1)
             with make_step(model, distributed=config) as step:
                 for number in range(2):
                     step([micro_batch(4 * number + rank.rank)])
-            config = ga.Distributed(group=rank.group, bucket_mb=0.1)
+            config = ga.Distributed(group=rank.group, sharded=shards[1], bucket_mb=0.1)
             with ga.TrainStep(
                 model, step.optimizers[0], micro_batches=2, distributed=config
             ) as step:
                 masters = [step.arena.weights.clone()]
                 for number in range(2, 4):
                     step([micro_batch(4 * number + rank.rank)])
-            results.append([*masters, *moments(step), step.arena.weights, *weights(model).values()])
+                with step.gathered():
+                    whole = [*moments(step), step.arena.weights.clone(), *weights(model).values()]
+            results.append([*masters, *whole])
     return all(map(torch.equal, *results))
 
 
@@ -767,9 +769,15 @@ def computes(seconds):
 
 
 def aborts_beside_one_that_hangs():
+    """Rank 1 hangs in what torch.distributed calls, as FSDP a forward; rank 2 in a collective."""
+    torchs = {"time": time}
+    text = "def call(function): function()\ndef wait(): time.sleep(3600)"
+    exec(compile(text, "/torch/distributed/calls.py", "exec"), torchs)
     if dist.get_rank() == 0:
         os.abort()
-    hangs()
+    if dist.get_rank() == 1:
+        torchs["call"](hangs)
+    torchs["wait"]()
 
 
 def hangs_in_the_third_step(device, seconds, **options):

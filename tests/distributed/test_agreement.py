@@ -1,6 +1,8 @@
 """What all ranks have in common, and what is said where a rank differs or brings a NaN."""
 
+import inspect
 import re
+from dataclasses import fields
 
 import pytest
 import rank_checks as checks
@@ -59,6 +61,26 @@ def test_a_rank_that_differs_is_named_on_every_rank(workers, other, message):
 def test_arguments_that_make_no_sense(options, message):
     with pytest.raises(ga.errors.ArgumentError, match=message):
         ga.Distributed(**options)
+
+
+def test_default_values():
+    values = {field.name: field.default for field in fields(ga.Distributed) if field.init}
+    assert values == dict(
+        group=None,
+        dtype=torch.float32,
+        ordered=False,
+        sharded=False,
+        broadcast_buffers=True,
+        bucket_mb=32.0,
+        find_unused=None,
+        check_every=0,
+        find_nonfinite_rank=True,
+        peer_to_peer=None,
+        timeout=600.0,
+    )
+    launch = inspect.signature(ga.launch).parameters
+    expected = dict(ranks=2, args=(), backend=None, timeout=60.0, start=60.0, after_step=False)
+    assert {name: launch[name].default for name in expected} == expected
 
 
 def test_gloos_collectives_cannot_be_captured(workers):

@@ -5,14 +5,18 @@ processes has imported everything.
 """
 
 import functools
+import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import rank_checks as checks
@@ -21,6 +25,7 @@ import torch.distributed as dist
 from train_processes import HANG, outlive, session_of, wait_until
 
 import gpuaccel as ga
+from gpuaccel.distributed import spawn
 
 
 def by_value(function, ranks, *args, **options):
@@ -193,11 +198,56 @@ def test_ranks_compute_as_long_as_they_like_while_none_waits():
     assert by_value(checks.computes, 2, 3.0, timeout=2.0) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "heartbeats, steps, stopped, limit, place",
+    [
+        ([3, 2], [2, 1], [], 5, r"in step 2, in work \(train\.py, line 7\)\. All"),
+        ([2, 0], [0, 0], [], 9, r"in work \(train\.py, line 7\)\. All"),
+        ([3, 3], [2, 2], [1], 5, "in step 3, stopped, by SIGSTOP"),
+        ([3, 3], [2, 2], [], None, None),
+    ],
+)
+def test_heartbeats_tell_who_hangs(heartbeats, steps, stopped, limit, place, monkeypatch):
+    """Where GPUs wait for each other in a graph, no call of a waiting rank returns. 5 seconds are
+    the limit, 9 until the first step is over; after 12 both ranks return."""
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    seconds, wait = itertools.count(), multiprocessing.connection.wait
+
+    def clock():
+        now = next(seconds)
+        for rank, (_, sending) in enumerate(pipes if now == 12 else ()):
+            sending.send_bytes(pickle.dumps(f"result {rank}"))
+        return now
+
+    monkeypatch.setattr(spawn, "time", SimpleNamespace(monotonic=clock, time=time.time))
+    monkeypatch.setattr(multiprocessing.connection, "wait", lambda each, timeout: wait(each, 0))
+    stack = ['  File "/home/train.py", line 7 in work', '  File "/home/train.py", line 9 in main']
+    monkeypatch.setattr(spawn, "stack_of", lambda pid, path: [] if pid in stopped else stack)
+    monkeypatch.setattr(spawn, "is_stopped", lambda pid: pid in stopped)
+    job = spawn.Job({}, b"", 2, "gloo", "", 5.0, 9.0, {}, steps, heartbeats, None)
+    watch = spawn.RankWatch(job)
+    watch.connections = [receiving for receiving, _ in pipes]
+    watch.processes = [SimpleNamespace(pid=rank) for rank in range(2)]
+    if place is None:
+        with pytest.raises(StopIteration) as end:
+            next(watch.wait())
+        assert end.value.value == ["result 0", "result 1"]
+        return
+    message = f"^rank 1 hangs: another .* in a collective for {limit} s; rank 1 is {place}"
+    with pytest.raises(ga.errors.RankError, match=message) as error:
+        next(watch.wait())
+    assert next(seconds) == limit + 2
+    (note,) = error.value.__notes__
+    assert note.splitlines()[1:] == ([] if stopped else stack)
+
+
 def test_an_aborted_rank_and_one_that_it_may_have_waited_for_are_named():
     """So NCCL ends a process whose collective is not over in time."""
-    message = r"rank 0 was killed by SIGABRT; rank 1 is in hangs \(rank_checks\.py"
+    message = (
+        r"rank 0 was killed by SIGABRT; rank 1 is in hangs \(rank_checks\.py, line \d+\)\. All"
+    )
     with pytest.raises(ga.errors.RankError, match=message):
-        by_value(checks.aborts_beside_one_that_hangs, 2)
+        by_value(checks.aborts_beside_one_that_hangs, 3)
 
 
 def test_a_rank_that_returned_before_a_collective_is_named():

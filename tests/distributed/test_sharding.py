@@ -42,11 +42,14 @@ def test_shards_change_no_bit_and_need_less_memory(workers, backend):
         assert kept <= whole / 3 + common and kept < whole / 2
 
 
+@pytest.mark.parametrize("before, after", [(True, False), (False, True)])
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["torch", SIMT])
-def test_a_sharded_run_goes_on_without_shards(workers, backend, low):
-    """The masters of bf16 weights are whole on every rank once a sharded step is closed."""
-    assert workers(checks.on_without_shards, 2, backend=backend, low=low) == [True, True]
+def test_a_run_goes_on_with_shards_or_without(workers, backend, low, before, after):
+    """The masters of bf16 weights are whole on every rank once a sharded step is closed. A state
+    that is there is cut into shards."""
+    options = dict(backend=backend, low=low, before=before, after=after)
+    assert workers(checks.on_with_other_shards, 2, **options) == [True, True]
 
 
 @pytest.mark.parametrize("backend", ["torch", SIMT])

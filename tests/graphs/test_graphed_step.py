@@ -349,6 +349,18 @@ def test_a_model_that_changed_after_the_capture_is_named_and_nothing_else_change
                 step(*two)
 
 
+def test_of_several_modules_the_one_that_changed_is_named():
+    one, two, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2)
+    with (
+        ga.use_backend("simt"),
+        ga.GraphedStep(lambda x: two(one(x)), [one, two], policy="require") as step,
+    ):
+        step(x)
+        one.weight.data = one.weight.data.clone()
+        with pytest.raises(CaptureError, match=r"^0\.weight has another address"):
+            step(x)
+
+
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_tensor_that_the_step_itself_replaces_is_named_before_the_first_step(device, kind):
@@ -572,6 +584,13 @@ def test_bad_arguments_of_a_graphed_step_are_refused_before_anything_runs(option
             torch.ones(1)
         )
     assert not calls
+
+
+def test_eight_graphs_are_held_unless_another_number_is_given():
+    with ga.use_backend("simt"), ga.GraphedStep(lambda x: x + 1, torch.zeros(1)) as step:
+        for n in range(1, 11):
+            step(torch.ones(n))
+        assert len(step) == 8 and (step.policy, step.replay) == ("auto", "graph")
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)

@@ -29,7 +29,7 @@ class Counter(nn.Module):
         self.calls = []
         # In a list: neither a parameter nor a buffer.
         self.tensors = [torch.zeros((), device=device), torch.zeros((), device=device)]
-        self.prepared = 0
+        self.called = []
 
     def forward(self, x):
         offset, seen = self.tensors
@@ -44,9 +44,10 @@ class Counter(nn.Module):
         return self.tensors[1:]
 
     def prepare(self):
-        self.prepared += 1
+        self.called.append("prepare")
 
     def refresh(self):
+        self.called.append("refresh")
         self.tensors[0].fill_(self.offset)
 
     def snapshot(self):
@@ -64,7 +65,8 @@ def test_an_object_of_ones_own_takes_part(device, counts):
     counter, x = model[0], torch.ones(3, device=device)
     with ga.GraphedStep(lambda x: model(x), model, policy="require") as step:
         step.capture(x)
-        assert counter.prepared == 1 and counter.tensors[1] == 0, "the warm-up has left a trace"
+        assert counter.called == ["prepare", "refresh"]
+        assert counter.tensors[1] == 0, "the warm-up has left a trace"
         for k in range(3):
             counter.offset = float(k)
             same(step(x), x + k, "refresh() before each replay")
@@ -132,3 +134,44 @@ def test_a_replay_clips_the_gradients_of_bf16_parameters(device, adds, counts):
 
     assert min(follow_eager(device, build, drive)) > 0.5 and counts.replays == 4
     added.close()
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_what_a_warm_up_writes_into_a_bf16_parameter_is_no_edit_of_it(device):
+    """Its master may have another value than it rounds to, as with stochastic rounding."""
+    model = nn.Linear(3, 2, bias=False).to(device, torch.bfloat16)
+    arena = ga.Arena(model)
+    with torch.no_grad():
+        arena.weights.add_(1.0)
+    before = arena.weights.clone()
+
+    def fn(x):
+        with torch.no_grad():
+            model.weight.mul_(2)
+        return model(x)
+
+    with ga.GraphedStep(fn, model, policy="require") as step:
+        step.capture(torch.ones(1, 3, device=device, dtype=torch.bfloat16))
+    same(arena.weights, before)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_step_of_an_optimizer_over_an_arena_belongs_to_its_module(device):
+    """`state` names the module alone: the masters that the optimizer updates are in its arena."""
+    weights, x = [], torch.ones(1, 3, device=device, dtype=torch.bfloat16)
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(device, torch.bfloat16)
+        arena = ga.Arena(model)
+        opt = torch.optim.SGD(arena.parameters(), lr=0.1)
+
+        def fn(x, model=model, opt=opt):
+            model(x).float().square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+        step = ga.GraphedStep(fn, model, policy="require") if graphed else fn
+        for _ in range(3):
+            step(x)
+        weights.append(arena.weights.clone())
+    same(*weights)

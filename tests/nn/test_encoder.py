@@ -103,6 +103,9 @@ def added(device, sums, dout, tokens, **how):
     """Fresh copies of the sums, into which encoder_backward has added on a device."""
     got = [t if t is None else t.to(device, copy=True) for t in sums]
     encoder_backward(*got, dout.to(device), tokens.to(device), **how)
+    assert not tokens.numel() or all(t is None or t._version for t in got), (
+        "autograd has not seen the additions"
+    )
     return got
 
 

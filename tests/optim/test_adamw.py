@@ -320,6 +320,35 @@ def test_dtypes_side_by_side(device):
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_prepare_allocates_all_that_a_step_writes_beside_the_weights(device):
+    ours = params_of(device)
+    opt = AdamW(ours, max_norm=1.0)
+
+    def memory():
+        tensors = [t for state in opt.state.values() for t in state.values()]
+        return [t.data_ptr() for t in (*opt.tensors_changed_by_step(), *tensors)]
+
+    assert memory() == []
+    opt.prepare()
+    before = memory()
+    assert len(opt.tensors_changed_by_step()) == 1 and len(before) == 1 + 3 * len(ours)
+    give(0, ours)
+    opt.step()
+    assert memory() == before
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_skip_for_the_first_of_all_tensors_names_it(device):
+    ours = params_of(device)
+    opt = AdamW(ours, max_norm=1.0)
+    give(0, ours)
+    ours[0].grad[0, 0] = NAN
+    opt.step()
+    name = "parameter 0 of shape (10, 5)"
+    assert opt.last_skip() == {"step": 1, "tensor": name} and opt.clip_state.name() == name
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_a_step_is_another_version_of_the_weights(device):
     """A graph that saved a weight must not be run backward after the step."""
     w = nn.Parameter(torch.ones(4, device=device))
