@@ -87,8 +87,8 @@ class Launch:
 
         Args:
             *args: tensors for pointers, numbers, and bytes or ctypes structures for structs.
-            tensors: those whose addresses are in a struct or a table of pointers, for the checks on
-                the CPU.
+            tensors: an iterable of those whose addresses are in a struct or a table of pointers,
+                for the checks on the CPU.
 
         Raises:
             ArgumentError: with nothing launched, for another number, kind, dtype, device or
@@ -151,7 +151,7 @@ class Launch:
             ArgumentError: as for a call.
             KernelError: as for a call.
         """
-        kernel = self.kernel
+        kernel, tensors = self.kernel, [*tensors]
         _, values = check_arguments(kernel, args, "cpu")
         for i, tensor in enumerate(tensors):
             if tensor is not None and (problem := _pointer_problem(ANY, tensor, None, gpu=False)):

@@ -106,8 +106,12 @@ class ArenaLayout(ParameterLayout):
         return own_storage(self.arena.segments[i].of(self.buffers[key]))
 
     def launches(self, rule, jobs, stochastic):
-        lists, whole = list_launches(rule, jobs, stochastic), [(0, self.arena.numel, 0)]
-        runs = arena_launches(rule, jobs, stochastic, self.arena, self.buffers, whole)
+        lists, arena = list_launches(rule, jobs, stochastic), self.arena
+        # A gradient in another order than its weight's has been copied.
+        if any(j.grad.data_ptr() != arena.gradients.views[j.number].data_ptr() for j in jobs):
+            return lists
+        whole = [(0, arena.numel, 0)]
+        runs = arena_launches(rule, jobs, stochastic, arena, self.buffers, whole)
         return runs if 0 < len(runs) <= len(lists) else lists
 
 

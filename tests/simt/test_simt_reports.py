@@ -220,7 +220,7 @@ def test_an_address_behind_its_tensor_and_one_that_cannot_be_found_are_named():
     (report,) = mistakes(ADDRESSES, table, name="locks", block=4, tensors=[m])
     assert (report.tensor, report.element, report.thread) == ("tensors[0]", 4, (3, 0, 0))
     halves = addresses(m).view(torch.int32)
-    (report,) = mistakes(ADDRESSES, halves, name="halves", block=4, tensors=[m])
+    (report,) = mistakes(ADDRESSES, halves, name="halves", block=4, tensors=iter([m]))
     assert report.kind == "far" and "that of tensors[0][0]" in report.message
     assert "ga.checked(False)" in report.message
     (report,) = mistakes(ADDRESSES, addresses(m), name="locks", block=4)
