@@ -33,14 +33,14 @@ class StopSignals:
             if handler in (signal.SIG_IGN, None):
                 continue
             try:
-                signal.signal(number, self._handle)
+                signal.signal(number, self._on_signal)
             except ValueError:
                 # Only the main thread may set a handler.
                 break
             self.previous[number] = handler
         return self
 
-    def _handle(self, number, _):
+    def _on_signal(self, number, _):
         self.status = 128 + number
         self.handle()
 

@@ -41,7 +41,7 @@ INVALID_CONTEXT = 201
 # Bytes that the address of a struct by value is a multiple of: enough for a float4 and for what
 # alignas(128) asks for.
 STRUCT_ALIGNMENT = 128
-# What tensors= takes.
+# What tensors= takes: any tensor with memory, in any order.
 ANY = Param("tensors", "void*", True, None, None, 1)
 # Functions of (launch, args, tensors) that are called before each launch on the CPU
 # (graphs/tape.py).
@@ -268,7 +268,7 @@ def _pointer_problem(param, arg, index, gpu) -> str | None:
         return f"expects a dense tensor, got {arg.layout}"
     if param.dtypes is not None and arg.dtype not in param.dtypes:
         return f"expects dtype {' or '.join(map(str, param.dtypes))}, got {arg.dtype}"
-    if not arg.is_contiguous():
+    if param is not ANY and not arg.is_contiguous():
         shape = tuple(arg.shape)
         return f"expects a contiguous tensor, got shape {shape} with strides {arg.stride()}"
     if gpu and not arg.is_cuda:

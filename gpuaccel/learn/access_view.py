@@ -427,7 +427,7 @@ class AccessView:
         if sliders is not None:
             hint = "Run this cell to choose block and access with sliders."
             display(live_bundle(sliders, hint), raw=True)
-        self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
+        self._shown = display(self._repr_mimebundle_(), raw=True, display_id=True)
 
     def _sliders(self):
         """A box of sliders for what there is more than one of.
@@ -458,7 +458,7 @@ class AccessView:
         def redraw(_):
             for name, slider in sliders.items():
                 setattr(self, name, None if slider.value < 0 else slider.value)
-            self._handle.update(self._repr_mimebundle_(), raw=True)
+            self._shown.update(self._repr_mimebundle_(), raw=True)
 
         for slider in sliders.values():
             slider.observe(redraw, "value")

@@ -216,7 +216,7 @@ def test_heartbeats_tell_who_hangs(heartbeats, steps, stopped, limit, place, mon
     def clock():
         now = next(seconds)
         for rank, (_, sending) in enumerate(pipes if now == 12 else ()):
-            sending.send_bytes(pickle.dumps(f"result {rank}"))
+            sending.send_bytes(pickle.dumps(("returned", f"result {rank}")))
         return now
 
     monkeypatch.setattr(spawn, "time", SimpleNamespace(monotonic=clock, time=time.time))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.compiler import kernel
+from gpuaccel.compiler import launch as launches
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.token_sort import find_segments
 
@@ -81,7 +81,7 @@ NORM = ("squares_v2", 4, 1), ("reduce_v2", 1, 1)
 def test_a_launch_has_as_many_blocks_as_have_work(call, expected, monkeypatch):
     launched = []
     note = lambda launch, *_: launched.append((launch.kernel.name, *launch.shape[:2]))
-    monkeypatch.setattr(kernel, "recorders", [note])
+    monkeypatch.setattr(launches, "recorders", [note])
     with ga.use_backend("simt"):
         call()
     assert launched == expected
