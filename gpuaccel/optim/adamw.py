@@ -60,18 +60,20 @@ def reference_adamw(
     return w
 
 
-def fused_adamw(weight, grad, m, v, vmax, step, *, lr, beta1, beta2, eps, weight_decay, maximize):
+def fused_adamw(
+    weights, grads, m, v, vmax, steps, *, lr, beta1, beta2, eps, weight_decay, maximize
+):
     """reference_adamw of dense tensors of one dtype, by torch's kernel for a CPU.
 
-    Equal within rounding. step: () fp32."""
-    amsgrad = vmax is not None
+    Equal within rounding. steps: () fp32, counted already."""
+    amsgrad = vmax[0] is not None
     torch._fused_adamw_(
-        [weight],
-        [grad],
-        [m],
-        [v],
-        [vmax] if amsgrad else [],
-        [step],
+        weights,
+        grads,
+        m,
+        v,
+        vmax if amsgrad else [],
+        steps,
         lr=lr,
         beta1=beta1,
         beta2=beta2,

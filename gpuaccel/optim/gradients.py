@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..ops.accumulate import accumulate_each_, check_gradient
+from ..ops.accumulate import GRAD_DTYPES, accumulate_each_, check_gradient
 from .layout import Segment, own_storage
 
 # Fresh gradients are copied into their slices when this many bytes wait.
@@ -226,9 +226,16 @@ class Gradients:
             elif grad is view or grad is None:
                 # The usual case first: each call costs time on a slow CPU.
                 continue
-            if grad is None or self._is_slice(i, grad):
+            if grad is None:
                 continue
-            if grad.requires_grad and not graphs:
+            # The usual case of a step: autograd has made it in aside().
+            fresh = self._aside[i] and grad.dtype in GRAD_DTYPES and grad.layout is torch.strided
+            if fresh and grad.shape == view.shape and graphs:
+                indices.append(i)
+                added[0].append(view)
+                added[1].append(grad)
+                continue
+            if self._is_slice(i, grad) or (grad.requires_grad and not graphs):
                 continue
             try:
                 check_gradient(

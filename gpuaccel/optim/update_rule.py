@@ -27,6 +27,8 @@ from ..source import struct_fields
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
+# Tensors of one call of UpdateRule.fused. Scaled gradients are copies, of so many at most.
+MAX_FUSED = 32
 LOW = (torch.bfloat16, torch.float16)
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
@@ -52,8 +54,8 @@ class UpdateRule:
         reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr,
             ..., factor)`, by the names of `struct Settings`; returns the new weight before it is
             rounded.
-        fused: the same on a CPU, by a kernel of torch's: `fused(weight, grad, *state, step, *, lr,
-            ..., maximize)`, step () fp32. None: torch has none.
+        fused: the same for tensors of one dtype on a CPU, by a kernel of torch's: `fused(weights,
+            grads, *state, steps, *, lr, ..., maximize)`. None: torch has none.
         optional: state key -> option of a parameter group without which the group has no such
             state. The kernels know the option as a macro in capitals, 0 or 1.
     """
@@ -436,13 +438,17 @@ def torch_step(
         factors = factors / inputs.divisor
     each = factors.tolist() if on_host else factors
     settings = [_settings_of(rule, group) for group in param_groups]
+    fused: dict[tuple, list[Job]] = {}
     for j in jobs:
-        values: dict[str, Any] = settings[j.group]
-        factor: Any = each[j.row]
-        if on_host and _fused_takes(rule, j, factor != 1 or seed is not None):
-            _fused_update(rule, j, factor, seed, **values)
+        if on_host and _fused_takes(rule, j, bool(each[j.row] != 1) or seed is not None):
+            fused.setdefault((j.group, j.row, j.weight.dtype), []).append(j)
         else:
+            values: dict[str, Any] = settings[j.group]
             _reference_update(rule, j, factors[j.row], seed, None if on_host else keep, **values)
+    for (group, row, _), alike in fused.items():
+        for start in range(0, len(alike), MAX_FUSED):
+            some = alike[start : start + MAX_FUSED]
+            _fused_update(rule, some, each[row], seed, **settings[group])
 
 
 def _settings_of(rule: UpdateRule, group: dict) -> dict:
@@ -463,13 +469,17 @@ def _fused_takes(rule: UpdateRule, j: Job, scaled: bool) -> bool:
     return plain and j.weight.numel() > 0 and dense(j.weight)
 
 
-def _fused_update(rule, j, factor, seed, direction, **numbers):
-    j.step += 1
-    grad = j.grad if factor == 1 else j.grad * factor
-    rule.fused(j.weight, grad, *j.state, j.step, **numbers, maximize=direction < 0)
-    # Autograd does not see that the kernel writes it.
-    torch.autograd.graph.increment_version(j.weight)
-    _round(j, j.weight, seed)
+def _fused_update(rule, jobs, factor, seed, direction, **numbers):
+    weights, grads, steps = zip(*[(j.weight, j.grad, j.step) for j in jobs])
+    torch._foreach_add_(steps, 1)
+    if factor != 1:
+        grads = torch._foreach_mul(grads, factor)
+    state = zip(*[j.state for j in jobs])
+    rule.fused(weights, grads, *state, steps, **numbers, maximize=direction < 0)
+    # Autograd does not see that the kernel writes them.
+    torch.autograd.graph.increment_version(weights)
+    for j in jobs:
+        _round(j, j.weight, seed)
 
 
 def _reference_update(rule, j, factor, seed, keep, direction, **numbers):
