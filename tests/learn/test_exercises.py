@@ -99,8 +99,8 @@ def test_what_the_host_would_wait_for_is_refused_where_it_matters(norm, words):
 def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
     for name, what, line in (
         ("guarded", "asks the host", 2),
-        ("guarded", "asks in other words", 2),
-        ("decay", "a number", 2),
+        ("guarded", "`if` asks the device, too", 2),
+        ("decay", "`max` and `int(count)` ask the device: use `.clamp(min=0)`", 2),
     ):
         result = ga.check(name, python(EXERCISES[name].wrong_answers[what], name))
         assert result.passed is False and result.summary == "it cannot be captured."
@@ -144,12 +144,16 @@ def test_a_captured_answer_is_compared_after_each_replay():
             "`weight` is a new tensor: in place is weight -= ...",
             "the learning rate 0.1; no element was changed in place",
         ),
-        ("decay", "does not count", "after replay 1 of 12 `count` holds 0, expected 1"),
-        ("decay", "counts another tensor", "after replay 1 of 12 `count` holds 0, expected 1"),
+        ("decay", "`count` stays as it is", "after replay 1 of 12 `count` holds 0, expected 1"),
+        (
+            "decay",
+            "`count` is a new tensor: in place is count += 1",
+            "after replay 1 of 12 `count` holds 0, expected 1",
+        ),
         ("guarded", "NaN passes", "wrong in replay 4 of 6, where the loss is NaN;"),
         (
             "guarded",
-            "skips at the limit",
+            "a loss at the limit is skipped: ask `<=`",
             "wrong in replay 3 of 6, where the loss is at the limit;",
         ),
     ],
@@ -755,7 +759,8 @@ def test_a_mean_that_was_summed_in_bf16_is_said_to_differ_by_roundings():
     }
     in_bf16 = words["summed in bf16: the means may be bf16, the result is fp32"]
     assert in_bf16.count("; it differs by roundings to bf16") == 2
-    assert "roundings" not in words["not divided"] + words["divided by micro-batches"]
+    assert "roundings" not in words["the sum is not divided by the number of tokens"]
+    assert "roundings" not in words["it is divided by the number of micro-batches, not of tokens"]
 
 
 def test_a_loop_over_elements_is_named_in_a_python_answer(monkeypatch):

@@ -65,11 +65,16 @@ EXERCISES = [
             + "if (i < n) acc[i] = as_float(grad[i]);",
             "sum kept in bf16": LONG_INDEX
             + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
-            "bits taken as a number": LONG_INDEX + "if (i < n) acc[i] += grad[i].bits;",
-            "subtracts": LONG_INDEX + "if (i < n) acc[i] -= as_float(grad[i]);",
-            "adds twice": (" acc", " for (int k = 0; k < 2; k++) acc"),
-            "first thread returns": ("(i", "(threadIdx.x == 0) return;\nif (i"),
-            "neighbour's gradient": ("grad[i", "grad[n - 1 - i"),
+            "`.bits` is not the number: read it with as_float(grad[i])": LONG_INDEX
+            + "if (i < n) acc[i] += grad[i].bits;",
+            "the gradient is subtracted, not added": LONG_INDEX
+            + "if (i < n) acc[i] -= as_float(grad[i]);",
+            "the gradient is added twice": (" acc", " for (int k = 0; k < 2; k++) acc"),
+            "the first thread of each block does nothing": (
+                "(i",
+                "(threadIdx.x == 0) return;\nif (i",
+            ),
+            "it adds the gradient of another element": ("grad[i", "grad[n - 1 - i"),
         },
         data=_accumulate_case,
     ),
@@ -96,7 +101,7 @@ EXERCISES = [
             "}"
         ),
         wrong_answers={
-            "ignores the tail": _FOUR
+            "the last elements are left out where `n` is no multiple of 4": _FOUR
             + (
                 "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += "
                 "as_float(grad[first + k]);"
@@ -106,12 +111,12 @@ EXERCISES = [
                 "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += "
                 "as_float(grad[first + k]);"
             ),
-            "wrong stride": (
+            "the first element is 4 times the thread's index": (
                 "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
                 "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
                 "as_float(grad[first + k]);"
             ),
-            "three of four": _FOUR
+            "each thread adds three elements, not four": _FOUR
             + (
                 "for (int k = 0; k < 3; k++) if (first + k < n) acc[first + k] += "
                 "as_float(grad[first + k]);"
@@ -126,7 +131,7 @@ EXERCISES = [
                 "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] = "
                 "as_float(grad[first + k]);"
             ),
-            "halves swapped": _FOUR
+            "it adds the gradient of the neighbour": _FOUR
             + (
                 "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
                 "as_float(grad[(first + k) ^ 1]);"
@@ -167,8 +172,11 @@ return total / sum(counts)""",
                 "mean.float()",
                 "mean.float().nan_to_num()",
             ),
-            "not divided": ("total / sum(counts)", "total"),
-            "divided by micro-batches": ("sum(counts)", "len(counts)"),
+            "the sum is not divided by the number of tokens": ("total / sum(counts)", "total"),
+            "it is divided by the number of micro-batches, not of tokens": (
+                "sum(counts)",
+                "len(counts)",
+            ),
             "summed in bf16: the means may be bf16, the result is fp32": (
                 ", dtype=torch.float32",
                 "",

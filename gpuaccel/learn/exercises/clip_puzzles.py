@@ -132,7 +132,7 @@ EXERCISES = [
         wrong_answers={
             "no guard": ("i < n ? x[i] * x[i] : 0.0f", "x[i] * x[i]"),
             "no barrier": ("    __syncthreads();\n", ""),
-            "does not square": ("x[i] * x[i]", "x[i]"),
+            "`x[i]` is not squared": ("x[i] * x[i]", "x[i]"),
             "it squares the sum: each x[i] is squared before the sum": (
                 "x[i] * x[i]",
                 "x[i]",
@@ -140,10 +140,15 @@ EXERCISES = [
                 "= part[0] * part[0]",
             ),
             "one round too few": ("half > 0", "half > 1"),
-            "half of the threads": ("half = 128", "half = 64"),
-            "fixed place, not the block's": ("sums[blockIdx.x]", "sums[0]"),
+            "half of the threads are left out: `half` begins at 128": ("half = 128", "half = 64"),
+            "all blocks write `sums[0]`: the place of a block is blockIdx.x": (
+                "sums[blockIdx.x]",
+                "sums[0]",
+            ),
             "adds to sums": ("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
-            "atomics": (INDEX + "if (i < n) atomicAdd(&sums[blockIdx.x], x[i] * x[i]);"),
+            "`atomicAdd` adds to what was there, and in no fixed order": (
+                INDEX + "if (i < n) atomicAdd(&sums[blockIdx.x], x[i] * x[i]);"
+            ),
         },
         data=_squares_case,
     ),
@@ -166,7 +171,7 @@ EXERCISES = [
         ),
         solution=_SCALE,
         wrong_answers={
-            "the smaller one, which is 1 for NaN": (
+            "`fminf` is 1 where the norm is NaN": (
                 "norm <= max_norm ? 1.0f : max_norm / norm",
                 "fminf(1.0f, max_norm / norm)",
             ),
@@ -176,10 +181,10 @@ EXERCISES = [
             ),
             "that is the sum of the squares: the root is missing": ("sqrtf(total)", "total"),
             "lengthens short gradients": ("norm <= max_norm ? 1.0f : ", ""),
-            "upside down": ("max_norm / norm", "norm / max_norm"),
+            "`norm / max_norm` is the wrong way round": ("max_norm / norm", "norm / max_norm"),
             "first sum only": ("b < n", "b < 1"),
-            "one too few": ("b < n", "b < n - 1"),
-            "max_norm is 1": ("max_norm", "1.0f"),
+            "the last of the sums is left out": ("b < n", "b < n - 1"),
+            "`max_norm` is not used": ("max_norm", "1.0f"),
             "every thread adds to the scale": (INDEX + "if (i < n) atomicAdd(scale, sums[i]);"),
         },
         data=_clip_scale_case,
@@ -210,7 +215,7 @@ EXERCISES = [
             ),
             "the step goes uphill: a plus in place of the minus": ("-=", "+="),
             "the scale is not used": ("lr * s *", "lr *"),
-            "forgets the learning rate": ("lr * s *", "s *"),
+            "`lr` is missing": ("lr * s *", "s *"),
             "overwrites the weight": ("w[i] -= ", "w[i] = -"),
             "steps only where it clips": ("s > 0.0f", "s > 0.0f && s < 1.0f"),
         },
@@ -237,9 +242,15 @@ return torch.clamp(max_norm / (norm + 1e-6), max=1.0)""",
             "the sum of the norms: each is squared first": (".square().sum().sqrt()", ".sum()"),
             "root of the sum of the norms": (".square()", ""),
             "the sum of the squares: the root is missing": (".sqrt()", ""),
-            "largest norm": (".square().sum().sqrt()", ".max()"),
-            "mean of the norms": (".square().sum().sqrt()", ".mean()"),
-            "max_norm is always 1": ("max_norm /", "1.0 /"),
+            "it is the largest norm, not that of all together": (
+                ".square().sum().sqrt()",
+                ".max()",
+            ),
+            "it is the mean of the norms, not the norm of all together": (
+                ".square().sum().sqrt()",
+                ".mean()",
+            ),
+            "`max_norm` is not used": ("max_norm /", "1.0 /"),
             "asks the host": ("norms.square().sum()", "torch.tensor(norms.square().sum().item())"),
             "decides on the host": ("return", "if norm <= max_norm: return torch.ones(())\nreturn"),
             "lengthens short gradients": (

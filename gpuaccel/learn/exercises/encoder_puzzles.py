@@ -168,7 +168,9 @@ EXERCISES = [
             "adds to what was there": ("] =", "] +="),
             "all of them begin": _STARTS.format("1"),
             "each block begins anew": ("= i ", "= threadIdx.x "),
-            "only upwards by one": _STARTS.format("i == 0 || tokens[i - 1] + 1 == tokens[i]"),
+            "a token that begins a run need not be one larger": _STARTS.format(
+                "i == 0 || tokens[i - 1] + 1 == tokens[i]"
+            ),
             "the wrong way round": _STARTS.format("i > 0 && tokens[i - 1] == tokens[i]"),
         },
         data=_run_starts_case,
@@ -195,12 +197,12 @@ EXERCISES = [
             ),
             "the last row is left out": ("row < rows", "row < rows - 1"),
             "one too many": ("row < rows", "row <= rows"),
-            "the last row only": ("sum += dout", "sum = dout"),
-            "every row": ("if (tokens[row] == i / C) ", ""),
-            "the first channel": ("row * C + i % C", "row * C"),
+            "the sum is overwritten: the last row is left": ("sum += dout", "sum = dout"),
+            "it adds all rows, also those of other tokens": ("if (tokens[row] == i / C) ", ""),
+            "it reads the first channel in place of its own": ("row * C + i % C", "row * C"),
             "adds to what was there": ("dwte[i] = sum", "dwte[i] += sum"),
             "summed in double precision, not in fp32": ("float sum = 0.0f", "double sum = 0"),
-            "atomics": (
+            "`atomicAdd` adds to what was there, and in no fixed order": (
                 INDEX + "if (i < rows * C) atomicAdd(&dwte[tokens[i / C] * C + i % C], dout[i]);"
             ),
         },

@@ -82,16 +82,18 @@ EXERCISES = [
         solution="return torch.where(loss <= limit, weight - 0.1 * grad, weight)",
         wrong_answers={
             "asks the host": ("loss <=", "torch.tensor(loss.item()) <="),
-            "asks in other words": "return weight - 0.1 * grad if loss <= limit else weight",
+            "`if` asks the device, too": "return weight - 0.1 * grad if loss <= limit else weight",
             "picks by a mask": """
 out = weight.clone()
 chosen = (loss <= limit).expand_as(out)
 out[chosen] -= 0.1 * grad[chosen]
 return out""",
             "NaN passes": "return torch.where(loss > limit, weight, weight - 0.1 * grad)",
-            "multiplies by 0 or 1": "return weight - 0.1 * grad * (loss <= limit)",
+            "NaN times 0 is NaN: choose with torch.where": (
+                "return weight - 0.1 * grad * (loss <= limit)"
+            ),
             "the wrong way round": "return torch.where(loss <= limit, weight, weight - 0.1 * grad)",
-            "skips at the limit": ("<=", "<"),
+            "a loss at the limit is skipped: ask `<=`": ("<=", "<"),
             "catches the error": """
 try:
     if not loss.item() <= limit:
@@ -129,7 +131,10 @@ lr = 0.1 * (1 - count / steps).clamp(min=0)
 weight -= lr * grad
 count += 1""",
         wrong_answers={
-            "a number": ("(1 - count / steps).clamp(min=0)", "max(0.0, 1 - int(count) / steps)"),
+            "`max` and `int(count)` ask the device: use `.clamp(min=0)`": (
+                "(1 - count / steps).clamp(min=0)",
+                "max(0.0, 1 - int(count) / steps)",
+            ),
             "the learning rate stays 0.1": (" * (1 - count / steps).clamp(min=0)", ""),
             "the step goes uphill: a plus in place of the minus": ("-=", "+="),
             "count // steps is a whole number": ("count / steps", "count // steps"),
@@ -144,8 +149,8 @@ count += 1""",
                 "* grad\ncount += 1",
                 "* grad",
             ),
-            "does not count": ("\ncount += 1", ""),
-            "counts another tensor": ("count += 1", "count = count + 1"),
+            "`count` stays as it is": ("\ncount += 1", ""),
+            "`count` is a new tensor: in place is count += 1": ("count += 1", "count = count + 1"),
             "`weight` is a new tensor: in place is weight -= ...": (
                 "weight -= lr",
                 "weight = weight - lr",

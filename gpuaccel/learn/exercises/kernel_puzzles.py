@@ -71,15 +71,16 @@ EXERCISES = [
             "`+ y[i]` is missing: what was in `y` is lost": INDEX + "if (i < n) y[i] = a * x[i];",
             "the product is subtracted, not added": INDEX + "if (i < n) y[i] = y[i] - a * x[i];",
             "`y[i]` is subtracted, not added": INDEX + "if (i < n) y[i] = a * x[i] - y[i];",
-            "forgets a": INDEX + "if (i < n) y[i] += x[i];",
-            "scales y": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
+            "`a` is missing": INDEX + "if (i < n) y[i] += x[i];",
+            "`a` belongs to `x`, not to `y`": INDEX + "if (i < n) y[i] = x[i] + a * y[i];",
             "the index lacks blockIdx.x * blockDim.x": (
                 "int i = threadIdx.x;\nif (i < n) y[i] = a * x[i] + y[i];"
             ),
             "no loop is needed: each thread computes one element": (
                 "for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];"
             ),
-            "through bf16": INDEX + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
+            "it is rounded to 16 bits on the way": INDEX
+            + "if (i < n) y[i] += as_float(as_bf16(a * x[i]));",
         },
         data=_saxpy_case,
     ),
@@ -105,8 +106,9 @@ EXERCISES = [
             ),
             "a sum in place of the product": INDEX + "if (i < n) out[i] = factor + x[i];",
             "adds to what is there": INDEX + "if (i < n) out[i] += factor * x[i];",
-            "forgets the factor": INDEX + "if (i < n) out[i] = x[i];",
-            "through bf16": INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
+            "`factor` is missing": INDEX + "if (i < n) out[i] = x[i];",
+            "it is rounded to 16 bits on the way": INDEX
+            + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
         },
         data=_scale_case,
     ),
@@ -144,8 +146,8 @@ EXERCISES = [
         params="float* out, const float* x, int n",
         stub="// your four lines",
         hint=(
-            "The guard of i does not guard its neighbours. float left = i > 0 ? x[i - 1] : 0.0f; "
-            "reads only where there is something to read: condition ? yes : no."
+            "The guard of i does not guard its neighbours. float left = i > 0 && i < n ? x[i - 1] "
+            ": 0.0f; reads only where there is something to read: condition ? yes : no."
         ),
         solution=INDEX
         + (
@@ -171,7 +173,10 @@ EXERCISES = [
                 INDEX + "if (i < n) out[i] = ((i > 0 ? x[i - 1] : 0.0f) + x[i] + "
                 "(i < n - 1 ? x[i + 1] : 0.0f)) * (1 / 3);"
             ),
-            "the block's neighbours only": ("= i >", "= threadIdx.x >"),
+            "`threadIdx.x > 0` is false at the start of each block: ask `i > 0`": (
+                "= i >",
+                "= threadIdx.x >",
+            ),
         },
         data=_blur_case,
     ),
@@ -200,7 +205,7 @@ EXERCISES = [
             "one round too few: half ends at 1": _TREE.replace("@", _BARRIER).replace(
                 "half > 0", "half > 1"
             ),
-            "every thread writes the first": ("if (t == 0) ", ""),
+            "every thread writes `out[blockIdx.x]`: one is enough": ("if (t == 0) ", ""),
         },
         data=_block_sum_case,
     ),

@@ -258,7 +258,7 @@ EXERCISES = [
             "forgets the second term of the product rule": (_SLOPE, "s"),
             "forgets k": ("(s + k[0] * x[i]", "(s + x[i]"),
             "forgets dy": ("dy[i] * ", ""),
-            "a square": ("s * (1.0f - s)", "(1.0f - s * s)"),
+            "`1 - s * s` is not `s * (1 - s)`": ("s * (1.0f - s)", "(1.0f - s * s)"),
             "infinite by infinite": GUARDED
             + """float e = expf(-k[0] * x[i]);
 dx[i] = dy[i] * (1.0f / (1.0f + e) + k[0] * x[i] * e / ((1.0f + e) * (1.0f + e)));""",
@@ -288,16 +288,16 @@ dx[i] = dy[i] * (s + k[0] * x[i] * s * (1.0f - s));""",
             "one too many": ("i < n", "i <= n"),
             "no barrier": ("    __syncthreads();\n", ""),
             "adds to sums": ("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
-            "one x only": ("dy[i] * x[i] * x[i]", "dy[i] * x[i]"),
+            "`x[i]` appears twice in the slope": ("dy[i] * x[i] * x[i]", "dy[i] * x[i]"),
             "forgets dy": ("dy[i] * ", ""),
             "the gradient of x, not of k": (
                 "x[i] * x[i] * s * (1.0f - s)",
                 "(s + k[0] * x[i] * s * (1.0f - s))",
             ),
             "with a factor k": ("= dy[i]", "= k[0] * dy[i]"),
-            "a square": ("s * (1.0f - s)", "(1.0f - s * s)"),
+            "`1 - s * s` is not `s * (1 - s)`": ("s * (1.0f - s)", "(1.0f - s * s)"),
             "the wrong sign": ("= dy[i]", "= -dy[i]"),
-            "atomics": GUARDED
+            "`atomicAdd` adds to what was there, and in no fixed order": GUARDED
             + """float s = 1.0f / (1.0f + expf(-k[0] * x[i]));
 atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
         },

@@ -71,7 +71,7 @@ for _ in range(ranks - 1):
     total += passing
 return total""",
         wrong_answers={
-            "one round": ("range(ranks - 1)", "range(1)"),
+            "it makes one round, for any number of ranks": ("range(ranks - 1)", "range(1)"),
             "a round too many: ranks - 1 of them bring all other tensors": (
                 "range(ranks - 1)",
                 "range(ranks)",
@@ -81,7 +81,7 @@ return total""",
             "passes on the sum": ("pass_on(passing)", "pass_on(total)"),
             "without the rank's own tensor": ("mine.clone(), mine", "0 * mine, mine"),
             "it keeps the last tensor only": ("total += passing", "total = passing"),
-            "the mean": ("return total", "return total / ranks"),
+            "that is the mean, not the sum": ("return total", "return total / ranks"),
         },
         cases=_ring_cases,
     ),
