@@ -496,12 +496,13 @@ def compile(
     options: tuple[str, ...] = (),
     **defines: object,
 ) -> Any:
-    """The kernels of CUDA C, as nvcc takes it: a whole file, or a kernel alone.
+    """The kernels of CUDA C: of a whole file, or a kernel alone.
 
-    Host code is left out, and a CompileWarning says so in one line. Headers of C, C++ and the CUDA
-    runtime need not be there. The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at
-    hand, those of another header after `#include "x.cuh"`. Compiles at once, so that a mistake
-    shows here.
+    It takes most single-file programs. Kernels that launch kernels, call the CUDA runtime or have a
+    texture<> reference are refused. Host code is left out, and a CompileWarning says so in one
+    line. Headers of C, C++ and the CUDA runtime need not be there. The helpers of
+    kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header after
+    `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
 
     Args:
         source: CUDA C with at least one `__global__` function.

@@ -102,9 +102,14 @@ class Arena:
     first. The module is saved, pickled and copied as without an arena.
 
     bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
-    `copy_`, nn.init) and new memory (`p.data = ...`) are detected, and copied to its master before
-    the next step. Edits through `.data` or NumPy are not detected: call adopt(everything=True)
-    after them. Call publish() after an edit of a master.
+    `copy_`, nn.init) are detected, and copied to its master before the next step. Assigning
+    `p.data = x` is detected; writing into it (`p.data.copy_(x)`, or by NumPy) is not: call
+    adopt(everything=True) afterwards. Call publish() after an edit of a master.
+
+    Blocks are the layers of the module's outermost ModuleLists and Sequentials. Other parameters
+    that follow each other form one block.
+
+    N is the number of elements, each tensor padded to a multiple of 4,096.
 
     Args:
         module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.

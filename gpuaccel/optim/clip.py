@@ -76,8 +76,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most max_norm, and return the norm.
 
-    A drop-in for `torch.nn.utils.clip_grad_norm_` that does not synchronise with the host (except
-    with error_if_nonfinite or "raise").
+    A drop-in for `torch.nn.utils.clip_grad_norm_`, on a GPU faster than its foreach=True. It can
+    also skip gradients that are not finite, or name their tensor. As with foreach=True the host
+    does not wait (except with error_if_nonfinite or "raise").
 
     Deviations from torch: the norm is fp32 (fp64 for fp64 gradients), finite gradients whose
     squares overflow or underflow fp32 have a correct norm, and a scale of 1 writes nothing.

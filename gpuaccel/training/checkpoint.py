@@ -489,7 +489,8 @@ def load_checkpoint(
     """Continue from a checkpoint that save_checkpoint wrote.
 
     The run continues bit-identically with the same kinds of objects as at the save, on the same
-    kind of machine; on a CPU also with as many torch threads, on which the order of sums depends.
+    kind of machine: on a GPU with TrainStep(deterministic=True), on a CPU with as many torch
+    threads, on which the order of sums depends.
     Tensors are copied in place; the optimizer's `foreach`, `fused`, `capturable` and
     `differentiable` stay as it was built.
 

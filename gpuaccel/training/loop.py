@@ -184,9 +184,9 @@ def train(
             the weights perhaps not. Default: none.
         checkpoint_every: steps between two checkpoints; 0, the default: only at the end.
         keep: how many of the newest checkpoints stay.
-        resume: continue from the newest checkpoint there, bit-identically; without one, begin. A
-            path: continue from this checkpoint. One that is damaged is a CheckpointError, whose
-            `older` are the paths of those that are not.
+        resume: continue from the newest checkpoint there, bit-identically as load_checkpoint says;
+            without one, begin. A path: continue from this checkpoint. One that is damaged is a
+            CheckpointError, whose `older` are the paths of those that are not.
 
     Yields:
         A Reading after each step, without a wait for the device; the last one waits for it.

@@ -41,8 +41,9 @@ class Replay:
     More about each: ga.GraphedStep.
 
     Attributes:
-        policy: "auto" (a step that cannot be captured runs eagerly, with a warning) or "require".
-        max_graphs: graphs held at once.
+        policy: "auto" (if the first capture fails, all steps run eagerly, with a warning; a later
+            one that fails is a CaptureError) or "require" (the first one, too).
+        max_graphs: graphs held at once; the least recently used one is closed.
     """
 
     policy: Policy = "auto"

@@ -106,9 +106,10 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. Gradients that stand are dropped. A second TrainStep of a model closes
-    the first. Use the step as a context manager or call close(): otherwise the arena's memory is
-    freed only at the next garbage collection.
+    of the caller's stays. Gradients that stand when it is made are dropped; those of a backward()
+    between two launched steps are added, and a replayed step raises CaptureError for them. A second
+    TrainStep of a model closes the first. Use the step as a context manager or call close():
+    otherwise the arena's memory is freed only at the next garbage collection.
 
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.
@@ -131,10 +132,11 @@ class TrainStep:
             Default: none.
         meter: gets the time of each stage. Default: none.
         replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
-            replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is
-            a list of micro-batches is replayed one by one. An optimizer whose learning rate is a
-            number that a graph would freeze is launched behind the replay. `replays` says which it
-            is, `reason` why.
+            replayed with one launch; or a ga.training.Replay, "graph" with options. If the first
+            capture fails, the step is launched; a later one that fails is a CaptureError. A batch
+            that is a list of micro-batches is replayed one by one. An optimizer whose learning rate
+            is a number that a graph would freeze is launched behind the replay. `replays` says
+            which it is, `reason` why.
         deterministic: two runs are bit-identical (ga.deterministic() around each step), and a
             launched step is bit-identical to a replayed one, if the model runs the same kernels in
             both.
@@ -152,7 +154,8 @@ class TrainStep:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
             arena's, a trained tensor that no optimizer holds or two of them, an unknown mode, an
             argument of another kind, or two different max_norms.
-        CaptureError: with replay="graph" and policy "require", where a step cannot be captured.
+        CaptureError: with replay="graph" and policy "require", where a step cannot be captured, and
+            where only the first could.
 
     Example:
         >>> model = ga.preset("tiny", layers=1).build().to(ga.default_device())
