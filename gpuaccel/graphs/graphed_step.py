@@ -176,7 +176,7 @@ class GraphedStep(Generic[P, R]):
             **kwargs: as fn's.
 
         Returns:
-            What fn returned. A replay returns the same tensors, which the next one overwrites.
+            What fn returned, in memory that no later replay writes.
 
         Raises:
             ArgumentError: for an input that requires a gradient, and for one that is neither a

@@ -55,8 +55,7 @@ def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
         if hasattr(p, "device_mesh"):
             problem = (
                 "is a DTensor, of which each rank has a part; an arena holds whole parameters. "
-                "Expected ga.AdamW(model.parameters()) and ga.clip_grad_norm_, or "
-                "ga.Distributed(sharded=True) in the place of fully_shard"
+                "Expected ga.Distributed(sharded=True) in the place of fully_shard"
             )
         elif p.layout != torch.strided:
             problem = f"has layout {p.layout}; expected a dense tensor"
