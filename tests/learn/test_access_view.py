@@ -632,7 +632,7 @@ def test_a_view_begins_in_the_middle_of_a_sector():
 def test_sliders_choose_block_access_and_warp_and_the_picture_follows():
     pytest.importorskip("ipywidgets")
     shown, updates = show(transpose(64)), []
-    shown._handle = SimpleNamespace(update=lambda bundle, raw: updates.append(bundle))
+    shown._shown = SimpleNamespace(update=lambda bundle, raw: updates.append(bundle))
     sliders = {slider.description: slider for slider in shown._sliders().children}
     assert list(sliders) == ["block", "access", "warp"]
     sliders["block"].value = 2
