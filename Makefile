@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    what a change must not break: fast tests and all notebooks, minutes"
-	@echo "make test-all  every test and every notebook: 20 to 30 minutes"
+	@echo "make test-all  every test and every notebook: about 15 minutes"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
 	@echo "make docs    build the documentation as a site: build/site/index.html"
 	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: about 20 minutes"
