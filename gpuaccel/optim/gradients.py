@@ -10,8 +10,8 @@ A fresh gradient is another tensor, which autograd makes where `.grad` is None. 
 backward, or when many bytes wait, all of them are copied into their slices by one call, collect().
 The master of a bf16 parameter shows the parameter's `.grad` as its own.
 
-A TrainStep puts the sums aside while a micro-batch runs: `.grad` is None, every gradient is fresh,
-and collect() adds all of them to their sums by one launch.
+A TrainStep puts the sums aside while a micro-batch runs: `.grad` is None, and autograd makes every
+gradient anew. collect() then adds up to 180 of them to their sums by one launch.
 """
 
 import contextlib
