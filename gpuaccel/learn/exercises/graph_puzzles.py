@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from ..figures.drawing import plural
 from .exercises import Turns, normal, python_exercise
 
 
@@ -37,7 +38,7 @@ def _guarded_turns(generator):
                 )
             )
         yield Turns(
-            f"{n:,}, loss below, above, at the limit, NaN, inf, below",
+            f"{plural(n, 'weight')}; losses below, above and at the limit, NaN, inf",
             (torch.zeros(n), torch.zeros(n), torch.zeros(())),
             (float(torch.tensor(limit)),),
             turns,
@@ -55,7 +56,7 @@ def _decay_turns(generator):
             turns.append(((None, grad, None), exact, f"count is {k}, the learning rate {lr:.3g}"))
         tensors = first, torch.zeros(n), torch.zeros((), dtype=torch.int64)
         yield Turns(
-            f"{n:,}, steps = {steps}, count from 0 to {steps + 1}",
+            f"{plural(n, 'weight')}, steps = {steps}",
             tensors,
             (steps,),
             turns,
