@@ -335,7 +335,7 @@ def error(program, name, reports, checked: bool) -> KernelError:
     text = [title]
     for report in reports:
         place = f"{report.file}, line {report.line}" if report.line else "at an unknown line"
-        repeats = f" (and {report.count - 1:,} more)" if report.count > 1 else ""
+        repeats = f" (and {report.count - 1:,} more like this)" if report.count > 1 else ""
         sentence = f"{place}: {report.message}{repeats}"
         text.append(textwrap.fill(sentence, 96, initial_indent="  ", subsequent_indent="    "))
         lines = (report.other_line, report.line) if report.other_line else (report.line,)

@@ -46,7 +46,7 @@ from .compile_errors import does_not_compile, find_slip
 from .exercises import BLOCK, UNWRITTEN
 from .kernel_source import double_precision, small_index
 from .known_mistakes import known_mistake
-from .python_answers import run_captured, run_python
+from .python_answers import function_of, run_captured, run_python
 from .results import COST_SIZE, PICTURE_SIZE, Result, conclude, exercise, with_remarks
 
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
@@ -98,9 +98,8 @@ def check(name: str, answer: Kernel | Callable, *, seed: int | None = None) -> R
         raise ArgumentError(
             f"exercise {name!r} takes a Python function, got {type(answer).__name__}"
         )
-    if task.turns:
-        return run_captured(task, answer, seed)
-    return run_python(task, answer, seed)
+    result = (run_captured if task.turns else run_python)(task, answer, seed)
+    return replace(result, function=answer if result else function_of(task.solution))
 
 
 def _parameters_differ(task, kernel) -> str | None:

@@ -73,10 +73,10 @@ def _changed(task, before, after) -> str:
 
 def _names(task) -> list[str]:
     """The names of the arguments, as the task calls them."""
-    return list(inspect.signature(_function(task.solution)).parameters)
+    return list(inspect.signature(function_of(task.solution)).parameters)
 
 
-def _function(source) -> Callable:
+def function_of(source) -> Callable:
     """The function that a source defines."""
     space: dict = {}
     exec(source, {"torch": torch}, space)
@@ -85,7 +85,7 @@ def _function(source) -> Callable:
 
 
 def _functions(sources) -> dict[str, Callable]:
-    return {what: _function(source) for what, source in sources.items()}
+    return {what: function_of(source) for what, source in sources.items()}
 
 
 def _call(task, function, arguments):
@@ -119,7 +119,7 @@ def _equal(was, now) -> bool:
 def _python_remarks(task, operations, arguments) -> list[str]:
     """What is to be said against a right function. arguments: of the run that was counted."""
     with _Operations() as theirs:
-        _function(task.solution)(*arguments)
+        function_of(task.solution)(*arguments)
     if operations.count < costs.MORE_OPERATIONS * max(theirs.count, 1):
         return []
     return [f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"]

@@ -6,6 +6,7 @@ Result("scale", False, "not yet: ...", [(False, "1", "nothing was written")])
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import escape
 
@@ -60,6 +61,7 @@ class Result:
             solution; the summary ends with the first one.
         cost: of a right kernel, (what is counted, this answer, the solution).
         launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size.
+        function: of a Python exercise, the answer where it passed, else the solution.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Result:
     remarks: list[str] = field(default_factory=list)
     cost: list[tuple[str, int, int]] = field(default_factory=list)
     launch: tuple | None = field(default=None, repr=False)
+    function: Callable | None = field(default=None, repr=False)
 
     def __bool__(self):
         return self.passed is True
