@@ -90,7 +90,9 @@ def find_driver() -> tuple[int | None, str]:
         return None, "no CUDA driver (libcuda.so.1 not found)"
     status = cuda.cuInit(0)
     if status:
-        return None, f"the CUDA driver does not start (cuInit returned error {status})"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
+        return None, f"the CUDA driver does not start (cuInit returned error {status}{why})"
     version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     return version.value, f"driver for CUDA {_version_text(version.value)}"

@@ -94,8 +94,8 @@ def launch(
         start: seconds, the same for the start of the processes, and from a rank's first TrainStep
             until its first step is over, as models are built and kernels compiled. Default: 60.
         after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to
-            look at Reducer.asked_to_stop(). At the second, or without it at the first, they are
-            stopped.
+            look at step.reducer.asked_to_stop(). At the second, or without it at the first, they
+            are stopped.
 
     Returns:
         What fn returned on each rank, in their order.

@@ -103,8 +103,7 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         max_norm: clip the gradients to this norm inside the step; None: no clipping.
         scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
         on_nonfinite: what a gradient with NaN or infinity does: "skip" the step (default over an
-            arena and with max_norm), "propagate" (default otherwise) or "raise". See
-            DeviceOptimizer.
+            arena and with max_norm), "propagate" (default otherwise) or "raise".
         stochastic_rounding: round new bf16 weights up or down by chance, keyed on seed, tensor,
             element and step.
         seed: of the stochastic rounding, 0 to 2^53 - 1.

@@ -10,20 +10,19 @@ neither needs to be called: the optimizer takes the norm and multiplies by the s
 
 What happens at the edges ("skip" is the default of an arena):
 
-| case | entrenar's fused clip, which this follows | here |
-|---|---|---|
-| all gradients zero | norm 0, scale 1 | the same |
-| norm + eps <= max_norm | scale 1, nothing written | the same |
-| norm just above max_norm | scale in (1 - 1e-7, 1) counts as 1 | multiplied by exactly this scale |
-| any NaN | scale 1, NaN goes on to the weights | propagate: all NaN, as in torch; skip: as it was |
-| any infinity | scale 0: finite gradients 0, infinity NaN | propagate: the same; skip: as it was |
-| squares overflow (|g| > 1.8e19) | infinite, scale 0 | right (where torch computes: as torch) |
-| squares underflow (|g| < 1e-23) | norm 0, scale 1 | norm right (likewise) |
-| max_norm = 0 | 0, or NaN -> 1 for norm 0 | scale 0, as in torch |
-| max_norm negative or NaN | flips signs | ArgumentError, nothing changed |
-| max_norm infinite | scale 1 | the same; an infinite norm gives NaN (propagate), as in torch |
-| no tensors, empty tensors | fails | norm 0; empty tensors count for nothing |
-| a launch that fails | ignored, stale sums are used | BackendError |
+| case | what happens |
+|---|---|
+| all gradients zero | norm 0, scale 1 |
+| norm + eps <= max_norm | scale 1, nothing is written |
+| norm just above max_norm | multiplied by exactly this scale, in (1 - 1e-7, 1) |
+| any NaN | propagate: all NaN, as in torch; skip: as it was |
+| any infinity | propagate: finite gradients 0, infinity NaN; skip: as it was |
+| squares overflow or underflow (|g| > 1.8e19, < 1e-23) | norm right; in torch's code as in torch |
+| max_norm = 0 | scale 0, as in torch |
+| max_norm negative or NaN | ArgumentError, nothing changed |
+| max_norm infinite | scale 1; an infinite norm gives NaN (propagate), as in torch |
+| no tensors, empty tensors | norm 0; empty tensors count for nothing |
+| a launch that fails | BackendError |
 
 Source: the three phases of entrenar's fused clip (ALB-078); semantics and eps of
 torch.nn.utils.clip_grad_norm_.

@@ -49,11 +49,11 @@ class Lion(DeviceOptimizer):
         weight_decay: 0 or more. Over an arena only tensors of two or more dimensions decay, unless
             Arena(decay=...) says otherwise.
         maximize: as torch's.
-        **options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
+        **options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: as AdamW's.
 
     Raises:
         ValueError: for a number out of its range, as torch's optimizers do.
-        ArgumentError: for an lr of several elements, and as for DeviceOptimizer.
+        ArgumentError: for an lr of several elements, and as AdamW does.
 
     Source:
         kernels_cu/lion.cu; Chen et al., Symbolic Discovery of Optimization Algorithms (2023).

@@ -115,7 +115,8 @@ class TrainStep:
         model: an nn.Module with fp32 or bf16 parameters on one device.
         opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
             model: model.parameters()), or a list of optimizers that have these tensors among them.
-            Default: AdamW, lr 3e-4, decay 0.1 on matrices.
+            Default: AdamW, lr 3e-4, decay 0.1 on
+            tensors of two or more dimensions.
         loss_fn: function of (model, micro) that returns (sum of losses, number of tokens): the
             summed gradient is divided once, by all tokens, so that unequal micro-batches give the
             full batch's gradient. Or it returns a mean: the step takes the mean of the
@@ -147,13 +148,16 @@ class TrainStep:
         optimizers: a list, of one optimizer too.
         schedulers: a list.
         arena: the Arena of the model.
+        reducer: of several ranks; `reducer.last_nonfinite()` names the rank and the tensor of the
+            last NaN or infinity. None for one rank alone.
         count: optimizer steps that this process has taken, an int. After load_checkpoint it may be
             set to the loaded step.
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
             arena's, a trained tensor that no optimizer holds or two of them, an unknown mode, an
-            argument of another kind, or two different max_norms.
+            argument of another kind, two different max_norms, and replay="graph" with collectives
+            that a CUDA graph cannot hold, such as gloo's.
         CaptureError: with replay="graph" and policy "require", where a step cannot be captured, and
             where only the first could.
 
