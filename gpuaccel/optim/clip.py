@@ -17,7 +17,8 @@ What happens at the edges ("skip" is the default of an arena):
 | norm just above max_norm | multiplied by exactly this scale, in (1 - 1e-7, 1) |
 | any NaN | propagate: all NaN, as in torch; skip: as it was |
 | any infinity | propagate: finite gradients 0, infinity NaN; skip: as it was |
-| squares overflow or underflow (|g| > 1.8e19, < 1e-23) | norm right; in torch's code as in torch |
+| squares overflow (|g| > 1.8e19) | norm right; where torch computes, infinite: scale 0 |
+| squares underflow (|g| < 1e-23) | norm right; where torch computes, 0 |
 | max_norm = 0 | scale 0, as in torch |
 | max_norm negative or NaN | ArgumentError, nothing changed |
 | max_norm infinite | scale 1; an infinite norm gives NaN (propagate), as in torch |

@@ -161,9 +161,9 @@ def train(
     With several ranks each calls it with the same arguments and its own batches, and leaves it
     after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
     stop (step.reducer.asked_to_stop()), or the batches of all ranks have one length and have ended.
-    Rank 0 writes logs and checkpoints; of a sharded optimizer each rank writes its share. All ranks read
-    the checkpoints, so the folder has to be shared; a run can be resumed with another number of
-    ranks, sharded or not. A checkpoint holds torch's generators of each rank, and Python's and
+    Rank 0 writes logs and checkpoints; of a sharded optimizer each rank writes its share. All ranks
+    read the checkpoints, so the folder has to be shared; a run can be resumed with another number
+    of ranks, sharded or not. A checkpoint holds torch's generators of each rank, and Python's and
     NumPy's of rank 0.
 
     Args:

@@ -410,7 +410,8 @@ class TrainStep:
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.begin_step()
-        with self.arena.gradients.collected_by_hand():
+        gradients = self.arena.gradients
+        with gradients.collected_by_hand(), gradients.aside():
             for i, micro in enumerate(micros):
                 # Starts to all-reduce while the last backward runs.
                 is_last = i == len(micros) - 1
