@@ -212,13 +212,12 @@ class Gradients:
 
     @torch.no_grad()
     def collect(self, first: int = 0, last: int | None = None, graphs: bool = True):
-        """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`, or None
-        in aside().
+        """Copy every `.grad` that is not the arena's slice into it, and make the slice `.grad`.
 
-        A gradient whose sum is aside is added to it instead. Runs by itself at the end of a
-        backward, before a step of an optimizer of this package, and where an fp32 master's `.grad`
-        is read. graphs: also of those with an autograd graph of their own (create_graph=True),
-        which they lose.
+        A gradient whose sum is aside is added to it instead; inside of aside() `.grad` becomes
+        None. Runs by itself at the end of a backward, before a step of an optimizer of this
+        package, and where an fp32 master's `.grad` is read. graphs: also of those with an autograd
+        graph of their own (create_graph=True), which they lose.
 
         Raises:
             ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
