@@ -98,8 +98,8 @@ def clip_grad_norm_(
             each block of an arena).
         on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
             parameters): it is multiplied by the scale all the same, as in torch. "skip" (default
-            for an arena): it stays as it is; ga.AdamW leaves out the whole step. "raise":
-            NonFiniteError names the tensor; waits for the device.
+            for an arena): it stays as it is. A ga.AdamW over the arena then leaves out the step;
+            other optimizers use it. "raise": NonFiniteError names the tensor; waits for the device.
         eps: added to the norm. Default: torch's 1e-6.
 
     Returns:

@@ -6,7 +6,8 @@
 
 Nothing waits for the device between the first micro-batch and the new weights, but for an
 optimizer with on_nonfinite="raise". With replay="graph" the whole step is one launch
-(training/replay.py), bit-identical to the eager step in deterministic mode.
+(training/replay.py), in deterministic mode bit-identical to the eager step, if the model runs the
+same kernels in both.
 
 How a step runs, in the order of the methods below:
 
@@ -124,9 +125,9 @@ class TrainStep:
         micro_batches: pieces that a batch is split into along dim 0, 1 or more; fewer where it has
             fewer rows. Default: 1.
         max_norm: limit of the global gradient norm, 0 or more, as in
-            `torch.nn.utils.clip_grad_norm_`; None: no clipping. A ga.AdamW over the arena clips
-            inside its step: it is that optimizer's max_norm. Before several optimizers the norm is
-            taken once, over all gradients.
+            `torch.nn.utils.clip_grad_norm_`; None: that of the optimizer, if it has one. A
+            ga.AdamW over the arena clips inside its step: it is that optimizer's max_norm. Before
+            several optimizers the norm is taken once, over all gradients.
         compile: torch.compile loss_fn. Default: False.
         autocast: a dtype for torch.autocast, such as torch.bfloat16. Default: none.
         scheduler: a torch learning-rate scheduler, or a list of them, stepped after each step.

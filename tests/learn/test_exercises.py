@@ -441,7 +441,7 @@ def test_an_access_out_of_bounds_is_named_before_it_reaches_a_gpu(body, words, w
 )
 def test_the_first_wrong_element_is_named(body, words, where):
     outcome = ga.check("scale", answer("scale", SCALE, body)).lines[4]
-    assert outcome[:2] == (False, "1,000") and re.search(words, outcome[2]), outcome
+    assert outcome[:2] == (False, "n = 1,000") and re.search(words, outcome[2]), outcome
 
 
 SWISH = ", ".join(EXERCISES["swish_backward"].params)
@@ -521,7 +521,7 @@ def test_a_kernel_that_does_not_end_is_stopped_and_run_no_more(where, monkeypatc
     assert result.summary == (
         "not yet: with 1 element it was stopped after 0.5 s: too slow, or a loop without an end."
     )
-    assert [line[1:] for line in result.lines] == [("1", "stopped in line 3")]
+    assert [line[1:] for line in result.lines] == [("n = 1", "stopped in line 3")]
     assert result.launch is None
 
 

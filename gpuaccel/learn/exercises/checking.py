@@ -154,7 +154,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
     cases = {}
     for n in sizes:
         case = cases[n] = task.data(n, generator)
-        trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"
+        trial = f"n = {n:,}, {case.label}" if case.label else f"n = {n:,}"
         seconds = SECONDS if n <= SMALL_SIZE else SECONDS_LARGE
         end = ""
         try:
