@@ -879,6 +879,8 @@ def test_grad_scaler_as_with_torchs_fused(unscale, max_norm, device):
         == [8.0] * len(ours)
     )
     assert mine.skipped == 2 and mine.last_skip()["step"] == 6
+    # Only a norm looks for the tensor.
+    assert (mine.last_skip()["tensor"] is None) == (max_norm is None)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)

@@ -190,7 +190,7 @@ def run_captured(task, function, seed) -> Result:
             tape, tensors, result = _capture(function, case)
         except CaptureError as error:
             line = (False, case.label, str(error))
-            return Result(task.name, False, "it cannot be captured.", [line])
+            return Result(task.name, False, "not yet: it cannot be captured.", [line])
         except Exception as error:
             # the learner's own code: one line instead of a traceback
             lines.append((False, case.label, f"{type(error).__name__}: {error}"))
