@@ -603,3 +603,17 @@ def test_a_slice_that_was_placed_elsewhere_gets_its_memory_again():
     assert model.bias.grad.data_ptr() == other.data_ptr() and other.eq(5).all()
     arena.gradients.place(before)
     assert model.bias.grad.data_ptr() == arena.gradients.views[0].data_ptr()
+
+
+def test_a_bf16_weight_that_has_got_other_memory_is_the_weight():
+    """`.data =` has no version: the master follows; one that rounds to its weight keeps its bits."""
+    model = nn.Linear(4, 4).bfloat16()
+    arena = Arena(model)
+    for master in arena.parameters():
+        master.data += 2**-14
+    bias = arena.masters[arena.number_of(model.bias)].clone()
+    model.weight.data = torch.full((4, 4), 3.0, dtype=torch.bfloat16)
+    arena.check()
+    master = arena.masters[arena.number_of(model.weight)]
+    assert model.weight.eq(3).all() and master.eq(3).all()
+    assert torch.equal(arena.masters[arena.number_of(model.bias)], bias)
