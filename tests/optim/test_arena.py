@@ -606,7 +606,7 @@ def test_a_slice_that_was_placed_elsewhere_gets_its_memory_again():
 
 
 def test_a_bf16_weight_that_has_got_other_memory_is_the_weight():
-    """`.data =` has no version: the master follows; one that rounds to its weight keeps its bits."""
+    """`.data =` has no version: the master follows, unless it rounds to the weight already."""
     model = nn.Linear(4, 4).bfloat16()
     arena = Arena(model)
     for master in arena.parameters():
