@@ -245,13 +245,15 @@ class Gradients:
             if view.data_ptr() != address:
                 # `p.grad.data = ...` has given the view other memory.
                 moved.append(i)
-            elif grad is view:
-                if self._hiding:
-                    indices.append(i)
+            elif grad is view and not self._hiding:
                 continue
             if grad is None:
                 continue
-            if self._is_slice(i, grad) or (grad.requires_grad and not graphs):
+            if self._is_slice(i, grad):
+                if self._hiding:
+                    indices.append(i)
+                continue
+            if grad.requires_grad and not graphs:
                 continue
             try:
                 check_gradient(

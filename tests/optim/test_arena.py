@@ -617,3 +617,18 @@ def test_a_bf16_weight_that_has_got_other_memory_is_the_weight():
     master = arena.masters[arena.number_of(model.weight)]
     assert model.weight.eq(3).all() and master.eq(3).all()
     assert torch.equal(arena.masters[arena.number_of(model.bias)], bias)
+
+
+def test_every_sum_is_hidden_while_it_is_aside():
+    """Also one that a user shows by another tensor; an inner block leaves it hidden."""
+    model = nn.Linear(4, 4)
+    arena = Arena(model)
+    model(torch.ones(2, 4)).sum().backward()
+    model.bias.grad = arena.gradients.views[arena.number_of(model.bias)].view(4)
+    with arena.gradients.aside():
+        assert model.weight.grad is None and model.bias.grad is None
+        with arena.gradients.aside():
+            model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad is None and model.bias.grad is None
+        assert arena.gradients.received() == [True, True]
+    assert model.weight.grad.eq(4).all() and model.bias.grad.eq(4).all()
