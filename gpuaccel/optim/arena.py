@@ -97,8 +97,8 @@ def _check_parameters(module: nn.Module, named: list[tuple[str, nn.Parameter]]):
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
-    A parameter that is unfrozen later is not in the arena: make a new arena, which replaces the
-    first. The module is saved, pickled and copied as without an arena.
+    A parameter that is frozen now and unfrozen later is not in the arena: make a new arena, which
+    replaces the first. The module is saved, pickled and copied as without an arena.
 
     bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
     `copy_`, nn.init) are detected, and copied to its master before the next step. Assigning
