@@ -1,7 +1,7 @@
 """All exercises, their hints and solutions, and the result of a check: text, or HTML in a notebook.
 
 exercise("scale").task, exercise("scale").solution
-Result("scale", False, "not yet: ...", [(False, "1", "nothing was written")])
+Result("scale", False, "not yet: ...", [(False, "n = 1", "nothing was written")])
 """
 
 import itertools
