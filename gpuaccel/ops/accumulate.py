@@ -11,6 +11,7 @@ Micikevicius et al., 2018.
 import functools
 import itertools
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ CHUNK = 4096
 THREADS = 512
 # Tensors of a launch of accumulate_v3, whose arguments have 4 KB.
 MAX_TENSORS = 180
-# struct Additions of kernels_cu/accumulate.cu.
-ADDITIONS = struct.Struct(f"{2 * MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H4x")
+# struct Additions of kernels_cu/accumulate.cu: addresses, and what depends on the sizes alone.
+ADDRESSES = struct.Struct(f"{2 * MAX_TENSORS}Q")
+SIZES = struct.Struct(f"{MAX_TENSORS + 1}i{MAX_TENSORS}H4x")
 # Threads of clip.cu and peers.cu, whose sums of squares are bit-identical.
 SQUARES_THREADS = 256
 GRAD_DTYPES = (torch.float32, torch.bfloat16)
@@ -119,9 +121,13 @@ def accumulate_each_(accs: list[Tensor], grads: list[Tensor]):
         torch._foreach_add_(accs, grads)
         return
     for dtype in GRAD_DTYPES:
-        pairs = [(a, g) for a, g in zip(accs, grads) if g.dtype == dtype and g.numel()]
-        if pairs:
-            _launch_each(dtype, *map(list, zip(*pairs)))
+        chosen = [grad.dtype == dtype for grad in grads]
+        if any(chosen):
+            _launch_each(
+                dtype,
+                list(itertools.compress(accs, chosen)),
+                list(itertools.compress(grads, chosen)),
+            )
     torch.autograd.graph.increment_version(accs)
 
 
@@ -138,51 +144,55 @@ def load_accumulate_each(device: torch.device):
 
 def _launch_each(dtype: torch.dtype, accs: list[Tensor], grads: list[Tensor]):
     kernel = accumulate_kernel("accumulate_v3", dtype)
+    strides = list(map(Tensor.stride, accs))
     # A kernel adds the elements in the order in which they lie in memory.
-    grads = [
-        g
-        if g.stride() == a.stride() and not g.is_neg()
-        else torch.empty_like(a, dtype=dtype).copy_(g)
-        for a, g in zip(accs, grads)
-    ]
+    if any(map(Tensor.is_neg, grads)) or strides != list(map(Tensor.stride, grads)):
+        grads = [
+            g
+            if g.stride() == a.stride() and not g.is_neg()
+            else torch.empty_like(a, dtype=dtype).copy_(g)
+            for a, g in zip(accs, grads)
+        ]
     launches = packed_additions(
-        tuple(map(Tensor.data_ptr, accs)),
-        tuple(map(Tensor.data_ptr, grads)),
-        tuple(map(Tensor.numel, accs)),
+        list(map(Tensor.data_ptr, accs)),
+        list(map(Tensor.data_ptr, grads)),
+        list(map(Tensor.numel, accs)),
     )
     for chunks, packed in launches:
-        kernel[chunks, THREADS](packed, tensors=[*accs, *grads])
+        if chunks:
+            kernel[chunks, THREADS](packed, tensors=[*accs, *grads])
 
 
-@functools.lru_cache(64)
-def packed_additions(accs: tuple, grads: tuple, counts: tuple) -> list[tuple[int, bytes]]:
+def packed_additions(
+    accs: Sequence[int], grads: Sequence[int], counts: Sequence[int]
+) -> list[tuple[int, bytes]]:
     """(chunks, struct Additions) of each launch of accumulate_v3.
-
-    Cached: gradients usually keep their addresses, and then nothing is packed again.
 
     Args:
         accs: addresses of the sums.
         grads: of what is added to each.
-        counts: elements of each, 1 or more.
+        counts: elements of each.
     """
     launches = []
     for start in range(0, len(counts), MAX_TENSORS):
         part = slice(start, start + MAX_TENSORS)
-        sizes = counts[part]
-        first_chunks = [0, *itertools.accumulate(-(-n // CHUNK) for n in sizes)]
-        rest = [0] * (MAX_TENSORS - len(sizes))
-        packed = ADDITIONS.pack(
-            *accs[part],
-            *rest,
-            *grads[part],
-            *rest,
-            *first_chunks,
-            *[first_chunks[-1]] * len(rest),
-            *[(n - 1) % CHUNK + 1 for n in sizes],
-            *rest,
-        )
-        launches.append((first_chunks[-1], packed))
+        chunks, sizes = _packed_sizes(tuple(counts[part]))
+        rest = [0] * (MAX_TENSORS - len(counts[part]))
+        addresses = ADDRESSES.pack(*accs[part], *rest, *grads[part], *rest)
+        launches.append((chunks, addresses + sizes))
     return launches
+
+
+@functools.lru_cache(64)
+def _packed_sizes(counts: tuple[int, ...]) -> tuple[int, bytes]:
+    """(chunks, what struct Additions says of the sizes) of one launch."""
+    first_chunks = [0, *itertools.accumulate(-(-n // CHUNK) for n in counts)]
+    rest = MAX_TENSORS - len(counts)
+    last_elements = [(n - 1) % CHUNK + 1 for n in counts]
+    packed = SIZES.pack(
+        *first_chunks, *[first_chunks[-1]] * rest, *last_elements, *[0] * rest
+    )
+    return first_chunks[-1], packed
 
 
 def check_gradient(name: str, grad: Tensor, shape, device):
