@@ -39,7 +39,7 @@ TIMERS = {REPLAYED: queued, LAUNCHED: back_to_back}
 # Steps of a turn, and turns. The host's speed changes from second to second, so launched steps have
 # many short turns.
 CALLS = {REPLAYED: 4, LAUNCHED: 3}
-TURNS = {REPLAYED: 3, LAUNCHED: 12}
+TURNS = {REPLAYED: 3, LAUNCHED: 30}
 PEER = "torch"
 BF16 = "torch, bf16 weights"
 EXACT = "ours, deterministic"

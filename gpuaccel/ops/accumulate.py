@@ -189,9 +189,7 @@ def _packed_sizes(counts: tuple[int, ...]) -> tuple[int, bytes]:
     first_chunks = [0, *itertools.accumulate(-(-n // CHUNK) for n in counts)]
     rest = MAX_TENSORS - len(counts)
     last_elements = [(n - 1) % CHUNK + 1 for n in counts]
-    packed = SIZES.pack(
-        *first_chunks, *[first_chunks[-1]] * rest, *last_elements, *[0] * rest
-    )
+    packed = SIZES.pack(*first_chunks, *[first_chunks[-1]] * rest, *last_elements, *[0] * rest)
     return first_chunks[-1], packed
 
 

@@ -17,7 +17,6 @@ every gradient anew. collect() then adds up to 180 of them to their sums by one 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import compress
 from typing import Any
 
 import torch
@@ -82,7 +81,6 @@ class Gradients:
         # Of each view, whose own may be replaced by `p.grad.data = ...`.
         self._memory = [view.detach() for view in self.views]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._shapes = [view.shape for view in self.views]
         # Sums of squares that a reduction has left; the versions of the gradients then, and which
         # tensors had one.
         self._squares: tuple[Tensor, list[int], list[bool]] | None = None
@@ -225,55 +223,25 @@ class Gradients:
             ArgumentError: for a `.grad` of another shape, device or kind than the parameter's.
         """
         self._fresh_bytes = 0
-        grads = [p.grad for p in self.params[first:last]]
-        views, addresses = self.views[first:last], self._addresses[first:last]
-        indices = [
-            i
-            for i, (grad, view) in enumerate(zip(grads, views), first)
-            if grad is not None and (self._hiding or grad is not view)
-        ]
-        given = [grads[i - first] for i in indices]
-        # A call for each tensor costs time on a slow CPU.
-        in_place = list(map(Tensor.data_ptr, views)) == addresses
-        if not (in_place and self._are_fresh(indices, given, graphs)):
-            indices, given = self._checked(first, last, graphs)
-        views = [self.views[i] for i in indices]
-        aside = [self._aside[i] for i in indices]
-        if not all(aside):
-            new = [not has_sum for has_sum in aside]
-            torch._foreach_copy_(list(compress(views, new)), list(compress(given, new)))
-        accumulate_each_(list(compress(views, aside)), list(compress(given, aside)))
-        for i in indices:
-            self.params[i].grad = None if self._hiding else self.views[i]
-            self._aside[i] = self._hiding
-
-    def _are_fresh(self, indices: list[int], grads: list[Tensor], graphs: bool) -> bool:
-        """True if all are as autograd makes them: dense, of their shapes, outside of the buffer."""
-        start, device = self.buffer.data_ptr(), self.buffer.get_device()
-        slices = range(start, start + 4 * len(self.buffer))
-        try:
-            addresses = list(map(Tensor.data_ptr, grads))
-        except RuntimeError:
-            # A sparse gradient.
-            return False
-        return (
-            not any(map(slices.__contains__, addresses))
-            and list(map(Tensor.size, grads)) == [self._shapes[i] for i in indices]
-            and {grad.dtype for grad in grads} <= set(GRAD_DTYPES)
-            and set(map(Tensor.get_device, grads)) <= {device}
-            and (graphs or not any([grad.requires_grad for grad in grads]))
-        )
-
-    def _checked(
-        self, first: int, last: int | None, graphs: bool
-    ) -> tuple[list[int], list[Tensor]]:
-        """(indices, gradients) that collect() has to take. Inside of aside(), hides the slices."""
-        indices, given, moved, shown = [], [], [], []
+        indices, moved = [], []
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
         start = self.buffer.data_ptr()
         slices = range(start, start + 4 * len(self.buffer))
         rows = zip(self.params[first:last], self.views[first:last], self._addresses[first:last])
+        # The usual cases first: each call costs time on a slow CPU.
         for i, (p, view, address) in enumerate(rows, first):
             grad = p.grad
+            if self._aside[i]:
+                if grad is None:
+                    continue
+                # Autograd has made it.
+                fresh = grad.dtype in GRAD_DTYPES and grad.layout is torch.strided
+                if fresh and grad is not view and grad.shape == view.shape and graphs:
+                    indices.append(i)
+                    added[0].append(view)
+                    added[1].append(grad)
+                    continue
             if view.data_ptr() != address:
                 # `p.grad.data = ...` has given the view other memory.
                 moved.append(i)
@@ -283,7 +251,7 @@ class Gradients:
                 continue
             if self._is_slice(i, grad):
                 if self._hiding:
-                    shown.append(i)
+                    indices.append(i)
                 continue
             if grad.requires_grad and not graphs:
                 continue
@@ -298,14 +266,18 @@ class Gradients:
                     check()
                 raise
             indices.append(i)
-            # A slice of another tensor is overwritten: `p.grad, q.grad = q.grad, p.grad`.
+            views, given = added if self._aside[i] else copied
+            views.append(view)
+            # A slice of another tensor is overwritten below: `p.grad, q.grad = q.grad, p.grad`.
             given.append(grad.clone() if grad.data_ptr() in slices else grad.detach())
         for i in moved:
             self.views[i].data = self._memory[i]
-        for i in shown:
-            self.params[i].grad = None
-            self._aside[i] = True
-        return indices, given
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        accumulate_each_(*added)
+        for i in indices:
+            self.params[i].grad = None if self._hiding else self.views[i]
+            self._aside[i] = self._hiding
 
     def __getitem__(self, i: int) -> Tensor | None:
         """Tensor i's sum so far, in its slice, or None without a gradient."""
