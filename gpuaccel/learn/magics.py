@@ -179,7 +179,8 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
     task = exercise(name)
     if not task.params:
         raise ArgumentError(f"{name} is a Python function: expected ga.check({name!r}, function)")
-    namespace[name] = compile(task.solution, name)
+    # Its lines are counted as those of the cell.
+    namespace[name] = compile(f"\n{task.solution}", name)
     try:
         kernel = compile_cell(name, cell).kernels[name]
     except CompileError as error:

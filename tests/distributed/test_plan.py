@@ -236,7 +236,7 @@ def test_the_machine_of_the_page_is_the_one_that_was_measured():
 def test_the_page_says_how_far_off_the_model_is():
     text = " ".join(PAGE.read_text().split())
     errors = {gpu: errors_on_four(gpu) for gpu in FOLDERS}
-    assert max(abs(error) for of_gpu in errors.values() for error in of_gpu.values()) < 0.035
+    assert max(abs(error) for of_gpu in errors.values() for error in of_gpu.values()) < 0.06
     for variant in VARIANTS:
         cells = [f"{errors[gpu][variant, count]:+.1%}" for gpu in FOLDERS for count in ("4", "1")]
         assert f"| {' | '.join([variant, *cells])} |" in text

@@ -377,7 +377,7 @@ def answer(name, params, body):
         ("scale", SCALE, I + "if (i < n && !(out[i] == 0.0f)) out[i] = factor * x[i];", False),
         ("squares", SQUARES, I + "if (i < n) atomicAdd(&sums[blockIdx.x], x[i] * x[i]);", True),
         (
-            "run_starts",
+            "group_starts",
             "int* starts, const int* tokens, int n",
             I + "if (i < n) starts[i] += i == 0 || tokens[i - 1] != tokens[i];",
             True,
@@ -390,7 +390,7 @@ def test_an_output_that_is_read_before_it_is_written_is_named(
     result = ga.check(name, answer(name, params, body), seed=1)
     assert result.passed is False and "nothing was written" not in str(result)
     output = params.split()[1].strip(",")
-    held = "-1" if name == "run_starts" else "NaN"
+    held = "-1" if name == "group_starts" else "NaN"
     # Atomics of several threads may be added in another order on a GPU.
     if name != "squares" or where != "cuda without a compiler":
         sentence = f"`{output}` was read before it was written: it holds {held}, not 0"

@@ -166,8 +166,8 @@ EXERCISES = [
             "// your lines"
         ),
         hint=(
-            "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). fminf would hide the"
-            " NaN: use a comparison. Every comparison with NaN is false."
+            "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). With NaN < and <= are"
+            " false: which of them sends a NaN to max_norm / norm?"
         ),
         solution=_SCALE,
         wrong_answers={
@@ -199,8 +199,8 @@ EXERCISES = [
         params="float* w, const float* grad, const float* scale, float lr, long long n",
         stub="// your lines",
         hint=(
-            "Every comparison with NaN is false, so s > 0.0f is false for 0 and for NaN. Every "
-            "thread reads the scale by itself; nobody has to ask the host."
+            "s > 0.0f is false for 0 and for NaN. Every thread reads the scale by itself; nobody has "
+            "to ask the host."
         ),
         solution=_STEP,
         wrong_answers={

@@ -15,7 +15,7 @@ POISON = 65_000
 CHANNELS = {255: 51, 256: 32, 1000: 8, 4096: 64}  # n -> a divisor of n
 
 
-def _run_starts_case(n, generator):
+def _group_starts_case(n, generator):
     device = generator.device
     tokens = (
         POISON
@@ -147,15 +147,15 @@ _CUT = "out[i].bits = bits >> 16;"
 
 EXERCISES = [
     kernel_exercise(
-        "run_starts",
+        "group_starts",
         task=(
-            "tokens: (n) sorted. starts[i] = 1 where a run of equal tokens begins, else 0; one "
+            "tokens: (n) sorted. starts[i] = 1 where a group of equal tokens begins, else 0; one "
             "thread per place. Expected: two lines."
         ),
         params="int* starts, const int* tokens, int n",
         stub="// your two lines",
         hint=(
-            "A run begins where the token before is another one. In front of place 0 there is "
+            "A group begins where the token before is another one. In front of place 0 there is "
             "none, so ask i == 0 first: `||` is C's `or`, and it does not look at the right side "
             "when the left side is true."
         ),
@@ -168,12 +168,12 @@ EXERCISES = [
             "adds to what was there": ("] =", "] +="),
             "all of them begin": _STARTS.format("1"),
             "each block begins anew": ("= i ", "= threadIdx.x "),
-            "a token that begins a run need not be one larger": _STARTS.format(
+            "a token that begins a group need not be one larger": _STARTS.format(
                 "i == 0 || tokens[i - 1] + 1 == tokens[i]"
             ),
             "the wrong way round": _STARTS.format("i > 0 && tokens[i - 1] == tokens[i]"),
         },
-        data=_run_starts_case,
+        data=_group_starts_case,
     ),
     kernel_exercise(
         "embedding_gradient",

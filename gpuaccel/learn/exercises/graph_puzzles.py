@@ -123,9 +123,9 @@ return weight - 0.1 * grad""",
         params="weight, grad, count, steps",
         stub="lr = 0.1\nweight -= lr * grad\ncount += 1",
         hint=(
-            "The line is 0.1 * (1 - count / steps). Arithmetic with count gives a tensor, which "
-            "each replay computes anew; int(count) would ask the device for a number. And max() "
-            "decides on the host: what does the same to a tensor, on the device?"
+            "count / steps, without .item(), is a tensor, which each replay computes anew. After "
+            "`steps` steps 1 - count / steps is negative: which method of a tensor keeps it at 0 "
+            "or above? max() would decide on the host."
         ),
         solution="""
 lr = 0.1 * (1 - count / steps).clamp(min=0)

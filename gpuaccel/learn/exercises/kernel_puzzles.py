@@ -141,19 +141,20 @@ EXERCISES = [
         "blur",
         task=(
             "out[i] = the mean of x[i - 1], x[i] and x[i + 1]; beyond the ends of x there are "
-            "zeros. Expected: four lines."
+            "zeros. Expected: five lines."
         ),
         params="float* out, const float* x, int n",
-        stub="// your four lines",
+        stub="// your lines",
         hint=(
-            "The guard of i does not guard its neighbours. float left = i > 0 && i < n ? x[i - 1] "
-            ": 0.0f; reads only where there is something to read: condition ? yes : no."
+            "The guard of i does not guard its neighbours: float left = i > 0 ? x[i - 1] : 0.0f; "
+            "reads only where there is something to read."
         ),
         solution=INDEX
         + (
-            "float left = i > 0 && i < n ? x[i - 1] : 0.0f;\n"
+            "if (i >= n) return;\n"
+            "float left = i > 0 ? x[i - 1] : 0.0f;\n"
             "float right = i + 1 < n ? x[i + 1] : 0.0f;\n"
-            "if (i < n) out[i] = (left + x[i] + right) / 3.0f;"
+            "out[i] = (left + x[i] + right) / 3.0f;"
         ),
         wrong_answers={
             "neighbours without a guard": (
