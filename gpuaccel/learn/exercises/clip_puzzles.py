@@ -167,7 +167,7 @@ EXERCISES = [
         ),
         hint=(
             "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). With NaN < and <= are"
-            " false: which of them sends a NaN to max_norm / norm?"
+            " false, and false ? a : b is b: which value must stand there?"
         ),
         solution=_SCALE,
         wrong_answers={
