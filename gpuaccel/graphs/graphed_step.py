@@ -93,7 +93,7 @@ class GraphedStep(Generic[P, R]):
             pool.
 
     Attributes:
-        replay: "graph" or "eager", how calls run.
+        replays: "graph" or "eager", how calls run.
         reason: why, in words.
 
     Raises:
@@ -154,7 +154,7 @@ class GraphedStep(Generic[P, R]):
         # A CudaRecorder or TapeRecorder; None: nothing can be recorded here.
         self._recorder: Any = recorder_for(self.device, backend().name)
         if self._recorder is None:
-            self.replay = "eager"
+            self.replays = "eager"
             self.reason = (
                 f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
             )
@@ -207,7 +207,7 @@ class GraphedStep(Generic[P, R]):
         """The graph for these inputs, captured if needed; None if fn runs eagerly."""
         if self.closed:
             _closed()
-        if self.replay == "eager":
+        if self.replays == "eager":
             return None
         if recorder_for(self.device, backend().name) is None:
             raise CaptureError(
@@ -234,7 +234,7 @@ class GraphedStep(Generic[P, R]):
         except CaptureError as error:
             if self.policy == "require" or self._graphs:
                 raise
-            self.replay, self.reason = "eager", str(error)
+            self.replays, self.reason = "eager", str(error)
             self._warn_eager()
             return None
         self._graphs[key] = graph
@@ -397,7 +397,7 @@ class GraphedStep(Generic[P, R]):
     # ---- the graphs that there are ----
 
     def _replay_graphs(self):
-        self.replay = "graph"
+        self.replays = "graph"
         if self.device.type == "cuda":
             self.reason = f"CUDA graphs on {self.device}"
         else:

@@ -198,13 +198,13 @@ class StepGraphs:
         return [self.batch_graphs, self.list_graphs.micro_graphs, self.list_graphs.update_graphs]
 
     @property
-    def replay(self) -> str:
+    def replays(self) -> str:
         """ "graph", or "eager" when one of them cannot be captured."""
-        return "graph" if all(graphs.replay == "graph" for graphs in self.all) else "eager"
+        return "graph" if all(graphs.replays == "graph" for graphs in self.all) else "eager"
 
     @property
     def reason(self) -> str:
-        reasons = [graphs.reason for graphs in self.all if graphs.replay == "eager"]
+        reasons = [graphs.reason for graphs in self.all if graphs.replays == "eager"]
         if reasons or not self.launched:
             return [*reasons, self.batch_graphs.reason][0]
         names = ", ".join(type(opt).__name__ for opt in self.launched)

@@ -351,7 +351,7 @@ class TrainStep:
         if timer:
             timer.start()
         with deterministic_mode() if self.deterministic else contextlib.nullcontext():
-            if self._graphs is not None and self._graphs.replay == "graph":
+            if self._graphs is not None and self._graphs.replays == "graph":
                 output = self._graphs(batch)
                 if self.reducer is not None and self.replays == "graph":
                     self.reducer.heartbeat()
@@ -562,7 +562,7 @@ class TrainStep:
     @property
     def replays(self) -> str:
         """How the next step runs, "graph" or "eager"."""
-        return self._graphs.replay if self._graphs else "eager"
+        return self._graphs.replays if self._graphs else "eager"
 
     @property
     def reason(self) -> str:

@@ -267,7 +267,7 @@ def test_a_users_own_error_arrives_as_it_is(device, policy, nth):
             pytest.raises(ValueError, match="^my own$"),
         ):
             step(x, y)
-        assert step.replay == "graph" and len(step) == 0
+        assert step.replays == "graph" and len(step) == 0
         assert all(p.grad is None for p in model.parameters())
         broken = False
         step(x, y)
@@ -330,7 +330,7 @@ def test_without_anything_that_records_every_step_runs_eagerly_and_says_why(devi
     with pytest.warns(UserWarning, match="every step runs eagerly: CUDA graphs need a CUDA device"):
         step = ga.GraphedStep(fn, [model, opt])
     assert (
-        step.replay == "eager"
+        step.replays == "eager"
         and "CUDA graphs need a CUDA device, and the step is on cpu" in step.reason
     )
     assert step(x, y).requires_grad and len(step) == 0
@@ -364,9 +364,9 @@ def test_reset_after_a_fall_back_captures_again(device):
     with pytest.warns(UserWarning, match="every step runs eagerly"):
         assert step(x.cpu()).device == x.device
     limit[0] = False
-    assert step.replay == "eager"
+    assert step.replays == "eager"
     step.reset()
-    assert torch.equal(step(x), x + 1) and step.replay == "graph" and len(step) == 1
+    assert torch.equal(step(x), x + 1) and step.replays == "graph" and len(step) == 1
     step.close()
 
 

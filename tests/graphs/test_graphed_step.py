@@ -441,7 +441,7 @@ def test_a_learning_rate_that_is_a_number_is_an_error_that_says_so(device):
         with ga.GraphedStep(fn, [model, opt], policy="auto") as step:
             with pytest.warns(UserWarning, match="every step runs eagerly.*" + words):
                 got = [step(x, y) for _ in range(3)]
-            assert step.replay == "eager" and re.search(words, step.reason)
+            assert step.replays == "eager" and re.search(words, step.reason)
         for a, b in zip(got, want):
             same(a, b)
 
@@ -590,7 +590,7 @@ def test_eight_graphs_are_held_unless_another_number_is_given():
     with ga.use_backend("simt"), ga.GraphedStep(lambda x: x + 1, torch.zeros(1)) as step:
         for n in range(1, 11):
             step(torch.ones(n))
-        assert len(step) == 8 and (step.policy, step.replay) == ("auto", "graph")
+        assert len(step) == 8 and (step.policy, step.replays) == ("auto", "graph")
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -607,7 +607,7 @@ def test_bad_inputs_are_refused_before_anything_runs(device):
                 match="that are no tensors are part of a graph's key; expected hashable ones",
             ):
                 step(x, thing)
-    assert not calls and step.replay == "graph"
+    assert not calls and step.replays == "graph"
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -779,7 +779,7 @@ def test_a_step_that_draws_on_the_host_is_named_and_launched(device, name):
         if graphed is not None:
             with pytest.warns(UserWarning, match=f"draws from {name}, on the host"):
                 step(x, x)
-            assert graphed.replay == "eager" and name in graphed.reason
+            assert graphed.replays == "eager" and name in graphed.reason
         else:
             step(x, x)
         for _ in range(5):

@@ -259,7 +259,7 @@ def test_an_optimizer_that_counts_on_the_host_runs_eagerly_from_where_it_was(ste
         opt.step()
     weight = model.weight.detach().clone()
     step = captured(opt, model)
-    assert step.replay == "eager" and torch.equal(model.weight, weight)
+    assert step.replays == "eager" and torch.equal(model.weight, weight)
     assert opt.state[model.weight].get("step", 0) == steps_before
     if steps_before:
         assert "changes 'step' of its state on the host" in step.reason
@@ -269,7 +269,7 @@ def test_an_adamw_with_more_state_is_not_set_to_zero():
     model = nn.Linear(8, 8)
     opt = Lookahead(model.parameters(), lr=torch.tensor(0.01), fused=True)
     step = captured(opt, model)
-    assert step.replay == "eager" and "the initial value of that state" in step.reason
+    assert step.replays == "eager" and "the initial value of that state" in step.reason
     assert not opt.state[model.weight]
 
 
@@ -286,7 +286,7 @@ def test_all_of_several_optimizers_are_restored():
 
     step = ga.GraphedStep(fn, [first, second, *opts])
     step.capture(torch.rand(4, 8))
-    assert step.replay == "eager" and not any(opt.state[p] for opt in opts for p in opt.state)
+    assert step.replays == "eager" and not any(opt.state[p] for opt in opts for p in opt.state)
 
 
 def test_an_error_in_a_warm_up_is_not_hidden_by_one_of_the_restore():
