@@ -274,7 +274,8 @@ class Gradients:
             self.views[i].data = self._memory[i]
         if copied[0]:
             torch._foreach_copy_(*copied)
-        accumulate_each_(*added)
+        if added[0]:
+            accumulate_each_(*added)
         for i in indices:
             self.params[i].grad = None if self._hiding else self.views[i]
             self._aside[i] = self._hiding
@@ -322,20 +323,23 @@ class Gradients:
         finally:
             self._hiding = before
             if not before:
-                for i, aside in enumerate(self._aside):
-                    if aside:
-                        self._show(i)
+                self._show([i for i, aside in enumerate(self._aside) if aside])
 
-    def _show(self, i: int):
-        self.params[i].grad = self.views[i]
-        self._aside[i] = False
+    def _show(self, indices: Iterable[int]):
+        for i in indices:
+            self.params[i].grad = self.views[i]
+            self._aside[i] = False
 
     def show_hooked(self):
         """Show the sums of tensors with hooks that run when they are accumulated, as autograd
         does."""
-        for i, p in enumerate(self.params):
-            if self._aside[i] and p._post_accumulate_grad_hooks and self.has_hooks(i):
-                self._show(i)
+        self._show(
+            [
+                i
+                for i, p in enumerate(self.params)
+                if self._aside[i] and p._post_accumulate_grad_hooks and self.has_hooks(i)
+            ]
+        )
 
     def is_stale(self, i: int) -> bool:
         """True if tensor i's slice has no sum, so that the next addition overwrites it."""

@@ -105,7 +105,10 @@ class UpdateRule:
         Args:
             group: a parameter group of the optimizer.
         """
-        return [_setting(group, name) for name in self.settings]
+        known = {**group, "direction": -1.0 if group["maximize"] else 1.0}
+        if "betas" in group:
+            known["beta1"], known["beta2"] = group["betas"]
+        return [known[name] for name in self.settings]
 
     # ---- kernels ----
 
@@ -167,15 +170,6 @@ class UpdateRule:
         n = MAX_UPDATES
         layout = f"={tables * n}Q{n + 1}i{2 * n}i{n}H"
         return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
-
-
-def _setting(group: dict, name: str):
-    """A parameter group's value of this field of `struct Settings`."""
-    if name == "direction":
-        return -1.0 if group["maximize"] else 1.0
-    if name in ("beta1", "beta2"):
-        return group["betas"][int(name[-1]) - 1]
-    return group[name]
 
 
 # ---- the tensors of a step -----------------------------------------------------------------------
