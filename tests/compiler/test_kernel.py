@@ -20,9 +20,10 @@ from gpuaccel.ops import clip
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops import token_sort as segments
 from gpuaccel.ops.accumulate import (
-    ADDITIONS,
+    ADDRESSES,
     CHUNK,
     MAX_TENSORS,
+    SIZES,
     SQUARES_THREADS,
     THREADS,
     accumulate_kernel,
@@ -93,25 +94,25 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
 
 
 @pytest.mark.parametrize(
-    "kernel, pack",
+    "kernel, packed",
     [
-        (accumulate_kernel("accumulate_v3", torch.float32), ADDITIONS.pack),
+        (accumulate_kernel("accumulate_v3", torch.float32), ADDRESSES.size + SIZES.size),
         *[
-            (clip.clip_kernel(name, 2.0, most), clip._pack_tensors[most])
+            (clip.clip_kernel(name, 2.0, most), clip._pack_tensors[most].__self__.size)
             for name in ("squares_v2", "scale_v2")
             for most in (clip.MAX_TENSORS, clip.MANY_TENSORS)
         ],
-        (update_rule.settings_kernel(), update_rule.VALUES.pack),
-        (AdamW.rule.kernel("begin"), update_rule.STEPS.pack),
-        (AdamW.rule.kernel("v2", ("AMSGRAD", 1)), AdamW.rule.update_struct.pack),
+        (update_rule.settings_kernel(), update_rule.VALUES.size),
+        (AdamW.rule.kernel("begin"), update_rule.STEPS.size),
+        (AdamW.rule.kernel("v2", ("AMSGRAD", 1)), AdamW.rule.update_struct.size),
     ],
     ids=lambda k: getattr(k, "name", ""),
 )
-def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, pack):
+def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, packed):
     """To the byte as the host compiler lays them out. A launch takes at most 4 KiB of arguments,
     with CUDA 12.1 up to 32,764 bytes."""
     ((_, size),) = kernel.load("fast").structs
-    assert size == pack.__self__.size
+    assert size == packed
     many = kernel.defines.get("MAX_TENSORS") == str(clip.MANY_TENSORS)
     assert size + 8 * len(kernel.params) <= (32764 if many else 4096)
 
