@@ -17,7 +17,7 @@ help:
 	@echo "make test-all  every test and every notebook: about 15 minutes"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
 	@echo "make docs    build the documentation as a site: build/site/index.html"
-	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: about 25 minutes"
+	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: about half an hour"
 	@echo "make sanitize  the GPU tests under NVIDIA's compute-sanitizer; hours, on a machine with a GPU"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo

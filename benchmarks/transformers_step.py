@@ -1,6 +1,6 @@
 """Whole optimizer steps of models that transformers defines: python benchmarks/transformers_step.py
 
-Needs a GPU, transformers and peft, and about 100 seconds for each model: `--only BERT ViT` measures
+Needs a GPU, transformers and peft, and about two minutes for each model: `--only BERT ViT` measures
 these two. Nothing is downloaded: the models are made from configs, with random weights.
 
 4 micro-batches, AdamW with decay of matrices, clipped at 1.0. Replayed from a CUDA graph, and

@@ -112,11 +112,9 @@ def accumulate_each_(accs: list[Tensor], grads: list[Tensor]):
     The result is bit-identical to `acc.add_(grad)`. Nothing is checked.
 
     Args:
-        accs: fp32, dense, without overlap.
+        accs: 1 or more, fp32, dense, without overlap.
         grads: fp32 or bf16, of the same shapes, on the same device.
     """
-    if not accs:
-        return
     if not takes(accs[0].device):
         torch._foreach_add_(accs, grads)
         return

@@ -138,6 +138,35 @@ def test_trainer_resumes_from_its_checkpoint(saved, resumed, arena, tmp_path):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+# ---- a TrainStep of what a collator makes: docs/your-model.md ----
+
+
+def test_a_collators_dict_counts_by_the_labels_that_the_model_shifts():
+    """1 to 5 labels in each row: loss and gradient are those of the whole batch."""
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCAB, (8, 6))
+    labels = tokens.clone()
+    for row in range(8):
+        labels[row, : 1 + row % 5] = -100
+    batch = dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels)
+
+    def collated_loss(model, micro):
+        count = (micro["labels"][:, 1:] != -100).sum()
+        return model(**micro).loss * count, count
+
+    theirs, ours = llama(), llama()
+    loss = theirs(**batch).loss
+    loss.backward()
+    torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+    opt = torch.optim.SGD(ours.parameters(), lr=1.0)
+    with ga.TrainStep(ours, opt, collated_loss, micro_batches=4) as step:
+        out = step(transformers.BatchEncoding(batch))
+    assert int(out.tokens) == int((labels[:, 1:] != -100).sum())
+    assert float(out.loss) == pytest.approx(loss.item(), rel=1e-5)
+    for (name, p), q in zip(theirs.named_parameters(), ours.parameters()):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5, msg=name)
+
+
 # ---- accelerate ----
 
 
