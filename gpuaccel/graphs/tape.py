@@ -77,7 +77,7 @@ class TapeStep:
     # Of each result: the tensor, or None where the operation has made no new memory.
     results: list[Tensor | None]
     # Whether gradients were on: some operations return less without (nn.LSTM its workspace).
-    grad_enabled: bool = False
+    grad_enabled: bool
 
 
 class Tape(TorchDispatchMode):

@@ -98,8 +98,6 @@ class Gradients:
             _gradient_hook(weak, i, self._addresses, self._listeners) for i in range(len(params))
         ]
         self._handles: list[Any] = []
-        # Whether the hooks are registered; a handle keeps its place while they are not.
-        self._following = False
         self._closed = False
         for p in params:
             if p.dtype != torch.float32:
@@ -112,7 +110,7 @@ class Gradients:
     def close(self):
         """Make every `.grad` a tensor of its own, in its parameter's dtype."""
         self._closed = True
-        self._remove_hooks()
+        remove_all(self._handles)
         for i, p in enumerate(self.params):
             # grad_dtype stays None: a dtype would be refused after module.to(another dtype).
             if p.grad is not None:
@@ -125,11 +123,16 @@ class Gradients:
         self._memory = [view.detach() for view in self.views]
         self._addresses[:] = [view.data_ptr() for view in self.views]
 
+    @property
+    def _following(self) -> bool:
+        """Whether the hooks are registered. Handles stay while they are not."""
+        hooks = self.params[0]._post_accumulate_grad_hooks
+        return bool(self._handles) and self._handles[0].id in hooks
+
     def _follow(self):
         """Register _gradient_hook on every tensor."""
         if self._closed or self._following:
             return
-        self._following = True
         if self._handles:
             for p, handle, hook in zip(self.params, self._handles, self._hooks):
                 # As registering does, in a tenth of its time.
@@ -142,10 +145,6 @@ class Gradients:
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
             p.requires_grad_(trained)
 
-    def _remove_hooks(self):
-        self._following = False
-        remove_all(self._handles)
-
     def has_hooks(self, i: int) -> bool:
         """True if tensor i has a post-accumulate hook that is not the arena's."""
         own = {self._handles[i].id} if self._handles else set()
@@ -156,7 +155,7 @@ class Gradients:
         """Context manager: the caller calls collect() after each backward.
 
         Python is then not called for each gradient."""
-        self._remove_hooks()
+        remove_all(self._handles)
         try:
             yield
         finally:
@@ -193,7 +192,7 @@ class Gradients:
         finally:
             self._listeners.remove(listener)
             if by_hand:
-                self._remove_hooks()
+                remove_all(self._handles)
 
     def product_added(self, tensors: dict[int, bool]):
         """Notify the listeners that a product was added: see GradientListener."""
