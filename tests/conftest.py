@@ -96,7 +96,7 @@ def spread(items: list, most: int) -> list:
         return items
     # First and last value of a single parameter before those between.
     waiting = [items[0], items[-1], *items[1:-1]]
-    pairs = {item: parameter_pairs(item.callspec.indices) for item in items}
+    pairs = {item: parameter_pairs(item.callspec.params) for item in items}
     seen, result = set(), []
     while len(result) < most:
         best = max(waiting, key=lambda item: len(pairs[item] - seen))
@@ -106,9 +106,11 @@ def spread(items: list, most: int) -> list:
     return result
 
 
-def parameter_pairs(indices: dict) -> set:
-    """{name and index of a value} of each, and of each two parameters."""
-    values = list(indices.items())
+def parameter_pairs(params: dict) -> set:
+    """{name and identity of a value} of each, and of each two parameters.
+
+    Not callspec.indices: those of a parameter without a fixture differ in all items."""
+    values = [(name, id(value)) for name, value in params.items()]
     return {frozenset(two) for two in itertools.product(values, repeat=2)}
 
 

@@ -235,7 +235,8 @@ class Copy:
         )
         rc = f"--rcfile={settings}"
         if self.run("coverage", "run", rc, "-m", "pytest", "-q", "--fast", *tests_of(room)):
-            raise SystemExit(f"the tests fail without a mutant: {self.folder}/output.txt")
+            output = (self.folder / "output.txt").read_text()
+            raise SystemExit(f"the tests fail without a mutant:\n{output[-4000:]}")
         self.run("coverage", "combine", rc, "-q")
         self.run("coverage", "json", rc, "-q", "-o", str(report))
         files = json.loads(report.read_text())["files"]

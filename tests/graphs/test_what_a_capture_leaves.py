@@ -167,6 +167,22 @@ def test_a_forward_that_writes_into_a_trained_weight_or_one_of_many_frozen_ones_
         step(torch.rand(4, 8))
 
 
+def test_a_frozen_weight_of_up_to_four_times_the_trained_ones_may_be_written():
+    """As that of a momentum encoder: each step writes it once, warm-ups of a capture do not."""
+    model = nn.Linear(8, 8)
+    model.base = nn.Parameter(torch.ones(4 * 72), requires_grad=False)
+
+    def loss_fn(model, x):
+        with torch.no_grad():
+            model.base.mul_(0.5)
+        return model(x).square().mean()
+
+    step = ga.TrainStep(model, loss_fn=loss_fn, replay=ga.training.Replay("require"))
+    for count in range(1, 4):
+        step(torch.rand(4, 8))
+        assert set(model.base.tolist()) == {0.5**count}
+
+
 def test_a_warm_up_does_not_write_into_the_callers_micro_batches():
     def loss_fn(model, batch):
         batch["x"].div_(255.0)

@@ -224,6 +224,12 @@ def test_two_runs_and_any_grid_give_the_same_bits(norm_type, device, monkeypatch
             same(got, want, f"{blocks} blocks")
 
 
+def test_a_launch_has_at_most_so_many_tensors_and_each_once():
+    grads = list(torch.ones(600, 2))
+    assert [start for start, *_ in clip_ops.launches_for(grads, 256)] == [0, 256, 512]
+    assert [start for start, *_ in clip_ops.launches_for([grads[0]] * 3, 256)] == [0, 1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("count, launches", [(256, 1), (257, 1), (1000, 1), (2049, 2)])
