@@ -29,7 +29,7 @@ def _group_starts_case(n, generator):
         (tokens,),
         (),
         first.double(),
-        f"where {plural(int(first.sum()), 'group')} of equal tokens begin{'s' * (n == 1)}",
+        f"{plural(int(first.sum()), 'group')} of equal tokens",
     )
 
 
