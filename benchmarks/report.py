@@ -126,7 +126,7 @@ def ratio_rows(folder: str) -> list[dict]:
     )
     add(
         "tail",
-        "clip and AdamW",
+        "clip and AdamW, over an arena",
         "foreach clip, fused AdamW",
         lambda r: r["float32"]["replayed"]["ours"]["times_torch"],
     )

@@ -16,8 +16,8 @@ _CAUSES = [
         r"\.item\(\)|\bfloat\(|\bint\(|\bbool\(|\.tolist\(\)|\.numpy\(\)|\bprint\("
         r"|^\s*(el)?if |^\s*while |value of the device|not permitted when stream is capturing",
         "the host would wait for a value of the device",
-        "keep the number on the device (tensor arithmetic, torch.where), or read it one step late: "
-        "ga.measure.LateValue",
+        "keep the number on the device (tensor arithmetic, torch.where, an index of shape (1,)), "
+        "or read it one step late: ga.measure.LateValue",
     ),
     (
         r"Cannot copy between CPU and CUDA|\.cpu\(\)|torch\.tensor\(|pinned",

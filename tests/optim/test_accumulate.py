@@ -525,6 +525,13 @@ def test_accumulate_refuses_and_changes_nothing():
     assert acc.eq(1).all() and grad.eq(1).all() and wide.eq(1).all()
 
 
+def test_neighbours_in_one_buffer_do_not_overlap():
+    both = torch.ones(8)
+    accumulate_(both[:4], both[4:])
+    accumulate_(both[4:], both[:4])
+    assert both.tolist() == [2.0] * 4 + [3.0] * 4
+
+
 # ---- the kernels, and what only a GPU has --------------------------------------------------------
 
 
