@@ -318,6 +318,9 @@ class Reducer:
         bucket = self.buckets[self.next]
         self.arena.gradients.collect(bucket.first, bucket.last)
         self.arena.gradients.zero_stale(bucket.first, bucket.last)
+        if self.next == 0 and not self.nccl:
+            # The host waits here for ranks that have not come so far; with NCCL only a GPU does.
+            self.heartbeat(0)
         self.next += 1
         self.sent = not self._capturing()
         if self.p2p is not None:
@@ -426,7 +429,8 @@ class Reducer:
 
     def heartbeat(self, steps: int = 1):
         """This rank is about to enter a collective. steps: 1 when a step's backward is over; 0 at
-        the start, at a broadcast of buffers and between the micro-batches of ordered mode."""
+        the start, at a broadcast of buffers, at gloo's first bucket and between the micro-batches
+        of ordered mode."""
         if not self._capturing():
             heartbeat.heartbeat(steps, self.group)
 

@@ -780,13 +780,14 @@ def aborts_beside_one_that_hangs():
     torchs["wait"]()
 
 
-def hangs_in_the_third_step(device, seconds, **options):
+def hangs_in_the_third_step(device, seconds, watched=True, **options):
     """Started as torchrun does it. Rank 1 takes two steps, and rank 0 waits for it in the third.
 
-    On CPUs only Heartbeats.watch(), in a thread as for NCCL, has a limit that is short."""
+    On CPUs Heartbeats.watch() has the limit, in a thread as for NCCL, or, not `watched`, gloo."""
     cuda = device == "cuda"
-    config = ga.Distributed(timeout=seconds if cuda else 600.0, **options)
-    if not cuda:
+    watched = watched and not cuda
+    config = ga.Distributed(timeout=600.0 if watched else seconds, **options)
+    if watched:
         watch = heartbeat.group_heartbeats.watch
         threading.Thread(target=watch, args=(seconds,), daemon=True).start()
     model = small_transformer().to(device)
