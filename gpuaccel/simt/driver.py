@@ -5,7 +5,7 @@
     ga.checked(False)                     # fast, from now on
 
 `GPUACCEL_SIMT` is `auto` (kernels from strings are checked, those of kernels_cu are not),
-`checked` or `fast`. `GPUACCEL_SIMT_SECONDS` is the limit of one launch's CPU time, 20 by default.
+`checked` or `fast`. `GPUACCEL_SIMT_SECONDS` is the time limit of one launch, 20 by default.
 """
 
 import ctypes
@@ -102,8 +102,7 @@ class checked(ProcessSwitch):
 
     Args:
         on: True, the default, checks every launch, False none; None leaves it to `GPUACCEL_SIMT`.
-        seconds: limit of one launch, in seconds of CPU time of each thread of the machine that runs
-            it; 0 for none; None, the default, leaves it as it is.
+        seconds: time limit of one launch; 0 for none; None, the default, leaves it as it is.
 
     Raises:
         ArgumentError: for another value of `on`, and for seconds that are no number of 0 or more.

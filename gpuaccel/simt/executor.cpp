@@ -498,28 +498,10 @@ static bool call_handler_before(
     return true;
 }
 
-static double thread_seconds() {
-    struct timespec now;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static void ring_after(timer_t timer, double seconds) {
-    struct itimerspec in = {};
-    in.it_value.tv_sec = (time_t)seconds;
-    in.it_value.tv_nsec = (long)((seconds - (double)in.it_value.tv_sec) * 1e9) + 1;
-    timer_settime(timer, 0, &in, 0);
-}
-
 static void on_signal(int signal, siginfo_t* info, void* context) {
     worker* w = (worker*)simt_me;
     if (signal == alarm_signal()) {
         if (!w) return;                       // a late alarm
-        const double left = w->until - thread_seconds();
-        if (left > 0) {                       // on a busy machine others ran meanwhile
-            ring_after(w->timer, left);
-            return;
-        }
         w->late = 1;
         if (w->inside && !w->held) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
@@ -591,7 +573,6 @@ static void* run_worker(void* argument) {
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
     w->late = w->inside = w->held = 0;
-    w->until = thread_seconds() + job->seconds;
     w->looks = 0;
     w->current = 0;
     w->thread = pthread_self();
@@ -601,6 +582,7 @@ static void* run_worker(void* argument) {
     for (unsigned i = SIMT_MAX_THREADS; i--;) w->spare[w->spares++] = i;
     memset(w->kind, -1, sizeof w->kind);
     simt_me = w;
+    timer_t timer;
     bool timed = false;
     if (job->seconds > 0) {
         struct sigevent event = {};
@@ -611,8 +593,12 @@ static void* run_worker(void* argument) {
 #else
         event._sigev_un._tid = (pid_t)syscall(SYS_gettid);
 #endif
-        timed = timer_create(CLOCK_MONOTONIC, &event, &w->timer) == 0;
-        if (timed) ring_after(w->timer, job->seconds);
+        if ((timed = timer_create(CLOCK_MONOTONIC, &event, &timer) == 0)) {
+            struct itimerspec in = {};
+            in.it_value.tv_sec = (time_t)job->seconds;
+            in.it_value.tv_nsec = (long)((job->seconds - (double)in.it_value.tv_sec) * 1e9) + 1;
+            timer_settime(timer, 0, &in, 0);
+        }
     }
     const uint64_t share = 1 + total_blocks / (uint64_t)job->workers / 16;
     for (uint64_t block = 0, end = 0; !stopping;) {
@@ -638,7 +624,7 @@ static void* run_worker(void* argument) {
             pthread_mutex_unlock(&fault_lock);
         }
     }
-    if (timed) timer_delete(w->timer);
+    if (timed) timer_delete(timer);
     w->running = 0;
     simt_me = 0;
     set_float_mode(mode);

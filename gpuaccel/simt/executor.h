@@ -74,8 +74,6 @@ struct worker : simt_worker {
     volatile int inside;                      // a kernel runs on one of our stacks
     volatile int held;                        // no alarm may end it here: see simt_hold
     volatile int late;                        // the time limit passed
-    timer_t timer;                            // rings at the time limit
-    double until;                             // CPU time of this thread that passes the limit
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
     unsigned active;                          // threads that wait in __activemask()
