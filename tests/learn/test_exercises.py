@@ -12,7 +12,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.learn import EXERCISES
-from gpuaccel.learn.exercises import SIZES, Exercise, Result, checking
+from gpuaccel.learn.exercises import SIZES, Exercise, Result, checking, python_answers
 
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
@@ -60,9 +60,7 @@ def small_sizes_on_cpu(where, monkeypatch):
 
 
 def python(source, name):
-    space = {"torch": torch}
-    exec(source, space)
-    return space[name]
+    return python_answers.function_of(EXERCISES[name], source)
 
 
 def test_there_are_exercises_with_mistakes_to_find():
@@ -219,9 +217,15 @@ def test_two_blocks_that_share_an_element_are_told_without_fences():
 
 
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)
-def test_a_known_python_mistake_fails_for_any_seed(e, what):
-    for seed in range(5):
-        assert ga.check(e.name, python(e.wrong_answers[what], e.name), seed=seed).passed is False
+def test_a_known_python_mistake_fails_for_any_seed(e, what, monkeypatch):
+    answer = python(e.wrong_answers[what], e.name)
+    result = ga.check(e.name, answer, seed=0)
+    assert result.passed is False
+    # of two that do the same none is named
+    assert result.summary.partition(" A known mistake: ")[2] in ("", f"{what}."), result
+    monkeypatch.setattr(python_answers, "known_mistake", lambda *given: "")
+    for seed in range(1, 5):
+        assert ga.check(e.name, answer, seed=seed).passed is False
 
 
 @pytest.mark.parametrize(
@@ -868,9 +872,12 @@ KNOWN_FUNCTIONS = {
         "return total": "a round too many: ranks - 1 of them",
     },
     "update": {
-        "mean = grads.mean(dim=0).to(torch.float32)\nnorm = mean.norm()\n"
-        "new = weight - lr * (max_norm / norm).clamp(max=1) * mean\n"
-        "weight.copy_(torch.where(norm.isfinite(), new, weight))": "the mean is taken in bf16",
+        "squares[len(sums), 256](sums, g, len(w))\n"
+        "clip_scale[1, 1](scale, sums, max_norm, len(sums))\n"
+        "clipped_step[1, 256](w, g, scale, lr, len(w))\n"
+        "bf16_weights.copy_(w)": "one block of `clipped_step` is 256 weights",
+        "squares[len(sums), 256](sums, g, len(w))\nclip_scale[1, 1](scale, sums, max_norm, len(w))\n"
+        "clipped_step[len(sums), 256](w, g, scale, lr, len(w))": "`clip_scale` adds `n` sums",
     },
     "token_mean": {
         "m = [m.nan_to_num() * c for m, c in zip(means, counts)]\n"

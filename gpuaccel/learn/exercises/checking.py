@@ -98,8 +98,21 @@ def check(name: str, answer: Kernel | Callable, *, seed: int | None = None) -> R
         raise ArgumentError(
             f"exercise {name!r} takes a Python function, got {type(answer).__name__}"
         )
-    result = (run_captured if task.turns else run_python)(task, answer, seed)
-    return replace(result, function=answer if result else function_of(task.solution))
+    result = _check_function(task, answer, seed)
+    return replace(result, function=answer if result else function_of(task, task.solution))
+
+
+def _check_function(task, function, seed) -> Result:
+    """Run a Python function; kernels that it launches run on the CPU with every access checked."""
+    run = run_captured if task.turns else run_python
+    if not task.launches:
+        return run(task, function, seed)
+    if find_compiler()[0] is None:
+        why = f"its kernels run on the CPU, which needs a C++ compiler: {find_compiler()[1]}"
+        return Result(task.name, None, f"not tried: {why}.")
+    with use_backend("simt"), simt.checked(True, seconds=SECONDS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run(task, function, seed)
 
 
 def _parameters_differ(task, kernel) -> str | None:

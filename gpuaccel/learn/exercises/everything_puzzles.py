@@ -1,8 +1,9 @@
-"""The exercises of the last notebook: losses kept on the device, an update that can be captured."""
+"""The exercises of the last notebook: the end of a step in launches, losses kept on the device."""
+
+import math
 
 import torch
 
-from ..figures.drawing import plural
 from .exercises import Turns, normal, python_exercise
 
 
@@ -26,40 +27,38 @@ def _keep_loss_turns(generator):
 
 
 def _update_turns(generator):
-    for n, micro_batches in ((1, 2), (255, 4), (1000, 8), (4097, 3)):
+    for n in (256, 2304):
         lr = 0.3 + 0.5 * float(torch.rand((), generator=generator))
+        # so large that a step changes bf16 weights, too
+        max_norm = n**0.5 * (0.5 + float(torch.rand((), generator=generator)))
         weight = 2.0 + normal(n, generator).abs()
-        max_norm = float(torch.rand((), generator=generator)) + 0.5
         exact, turns = weight.double(), []
         for what, times in (
             ("the norm is above max_norm", 3.0),
-            ("the norm is below max_norm", 0.4),
+            ("the norm is below max_norm", 0.8),
             ("a gradient is NaN", torch.nan),
             ("a gradient is infinite", torch.inf),
             ("the norm is above max_norm", 20.0),
         ):
-            grads = normal((micro_batches, n), generator)
-            # all of one sign, so that the norm of their mean is that of the whole
-            grads = grads.abs() + 0.1
-            bad = not torch.isfinite(torch.tensor(times))
-            size = max_norm / float(grads.mean(0).norm())
-            grads = (grads * (size if bad else times * size)).bfloat16()
-            if bad:
-                grads[0, int(torch.randint(n, (), generator=generator))] = times
-            mean = grads.double().mean(0)
-            scale = min(1.0, max_norm / float(mean.norm()))
-            exact = exact if bad else exact - lr * scale * mean
-            turns.append(((None, grads), exact, what))
-        yield Turns(
-            f"{plural(n, 'weight')}, {micro_batches} micro-batches",
-            (weight, torch.zeros(micro_batches, n, dtype=torch.bfloat16)),
-            (lr, max_norm),
-            turns,
-            result_index=0,
-        )
-
-
-_WHERE = "weight.copy_(torch.where(norm.isfinite(), new, weight))"
+            grad = normal(n, generator)
+            grad *= max_norm / grad.norm()
+            if math.isfinite(times):
+                grad *= times
+                exact = exact - lr * min(1.0, 1 / times) * grad.double()
+            else:
+                grad[int(torch.randint(n, (), generator=generator))] = times
+            turns.append(((None, grad), exact, what))
+        numbers = torch.full((n // 256,), torch.nan), torch.full((1,), torch.nan)
+        tensors = weight, torch.zeros(n), weight.bfloat16(), *numbers
+        for index, of in ((0, "w"), (2, "bf16_weights")):
+            yield Turns(
+                f"{n:,} weights, {of}",
+                tensors,
+                (lr, max_norm),
+                turns,
+                result_index=index,
+                may_change=(0, 2, 3, 4),
+            )
 
 
 EXERCISES = [
@@ -99,71 +98,78 @@ EXERCISES = [
     python_exercise(
         "update",
         task=(
-            "The end of a step, captured. grads: (M, n) bf16, the gradients of M micro-batches. "
-            "Take their mean in fp32. Where its norm is above max_norm, scale it to max_norm. "
-            "Change weight, (n) fp32, in place: weight -= lr * mean. Where the norm is not finite,"
-            " weight stays as it is. Expected: five lines."
+            "The end of a step, captured, with the kernels of notebook 02. Change w in place by "
+            "lr times the gradients g, which are scaled to max_norm where their norm is larger, "
+            "and write the new weights to bf16_weights, too. Where the norm is not finite, nothing "
+            "changes. w, g: (n) fp32, bf16_weights: (n) bf16, sums: (n / 256) fp32, scale: (1) "
+            "fp32. n is a multiple of 256. Expected: three more lines."
         ),
-        params="weight, grads, lr, max_norm",
-        stub="""
-mean = grads.mean(0)
-norm = mean.norm().item()
-if norm > max_norm:
-    mean *= max_norm / norm
-weight -= lr * mean""",
+        params="w, g, bf16_weights, sums, scale, lr, max_norm",
+        stub="n, blocks = len(w), len(sums)\nsquares[blocks, 256](sums, g, n)\n# your lines",
         hint=(
-            "grads.float() before the mean, norm without .item(). (max_norm / norm).clamp(max=1) "
-            "is the scale, with and without clipping. NaN times 0 is NaN, so a NaN cannot be "
-            "multiplied away: torch.where(norm.isfinite(), new, weight) chooses, and "
-            "weight.copy_(...) writes in place."
+            "clip_scale(scale, sums, max_norm, n) adds n sums: one for each block. It is one "
+            "thread's work, so one block is enough. clipped_step(w, grad, scale, lr, n) needs a "
+            "thread for each weight. Then bf16_weights.copy_(...) rounds the new weights."
         ),
         solution="""
-mean = grads.float().mean(0)
-norm = mean.norm()
-scale = (max_norm / norm).clamp(max=1)
-new = weight - lr * scale * mean
-weight.copy_(torch.where(norm.isfinite(), new, weight))""",
+n, blocks = len(w), len(sums)
+squares[blocks, 256](sums, g, n)
+clip_scale[1, 32](scale, sums, max_norm, blocks)
+clipped_step[blocks, 256](w, g, scale, lr, n)
+bf16_weights.copy_(w)""",
         wrong_answers={
-            "asks the host": ("mean.norm()", "torch.tensor(mean.norm().item())"),
-            "`if` asks the device, too": (
-                "(max_norm / norm).clamp(max=1)",
-                "max_norm / norm if norm > max_norm else 1.0",
+            "`bf16_weights` stay as they were: in place is bf16_weights.copy_(...)": (
+                "bf16_weights.copy_(w)",
+                "bf16_weights = w.bfloat16()",
             ),
-            "`if norm.isfinite()` asks the device, too": (
-                _WHERE,
-                "if norm.isfinite(): weight.copy_(new)",
+            "`bf16_weights` get the weights of before the step": (
+                "clipped_step[",
+                "bf16_weights.copy_(w)\nclipped_step[",
+                "n)\nbf16_weights.copy_(w)",
+                "n)",
             ),
-            "the mean is taken in bf16, and rounded: grads.float() comes first": (
-                "grads.float().mean(0)",
-                "grads.mean(0).float()",
+            "`bf16_weights` are stepped by themselves, and roundings add up: copy `w`": (
+                "bf16_weights.copy_(w)",
+                "before = bf16_weights.float()\n"
+                "clipped_step[blocks, 256](before, g, scale, lr, n)\n"
+                "bf16_weights.copy_(before)",
             ),
-            "the sum, not the mean": ("mean(0)", "sum(0)"),
-            "only the last micro-batch is used": ("grads.float().mean(0)", "grads[-1].float()"),
-            "clips each micro-batch": (
-                "grads.float().mean(0)",
-                "grads.float()\n"
-                "sizes = mean.norm(dim=1, keepdim=True)\n"
-                "mean = (mean * (max_norm / sizes).clamp(max=1)).mean(0)",
+            "asks the host": (
+                "clipped_step[",
+                "if not scale.item() > 0: return\nclipped_step[",
             ),
-            "never clips": ("(max_norm / norm).clamp(max=1)", "1.0"),
-            "always scales": (".clamp(max=1)", ""),
-            "`clamp(min=1)` is the wrong bound: the scale is at most 1": (
-                "clamp(max=1)",
-                "clamp(min=1)",
+            "`clip_scale` comes before `squares`, and reads the sums of the step before": (
+                "squares[blocks, 256](sums, g, n)\n",
+                "",
+                "blocks)\n",
+                "blocks)\nsquares[blocks, 256](sums, g, n)\n",
             ),
-            "NaN passes": (_WHERE, "weight.copy_(new)"),
-            "NaN times 0 is NaN: choose with torch.where": (
-                _WHERE,
-                "weight -= lr * scale * mean * norm.isfinite()",
+            "`clip_scale` adds `n` sums, and there are `blocks` of them": (
+                "max_norm, blocks)",
+                "max_norm, n)",
             ),
-            "NaN becomes 0": ("grads.float()", "grads.float().nan_to_num(0.0, 0.0, 0.0)"),
-            "lets infinity pass": ("norm.isfinite()", "~norm.isnan()"),
-            "`weight` is a new tensor: in place is weight.copy_(...)": (
-                "weight.copy_(",
-                "weight = (",
+            "`clip_scale` adds the first sum only": ("max_norm, blocks)", "max_norm, 1)"),
+            "the norm of the weights, not of the gradients": ("(sums, g, n)", "(sums, w, n)"),
+            "one block of `clipped_step` is 256 weights: the grid has `blocks` of them": (
+                "clipped_step[blocks, 256]",
+                "clipped_step[1, 256]",
             ),
-            "the step goes uphill: a plus in place of the minus": ("weight - lr", "weight + lr"),
+            "the gradients are scaled twice": (
+                "clipped_step[",
+                "g.mul_(scale)\nclipped_step[",
+            ),
+            "`lr` and `max_norm` have changed places": (
+                "sums, max_norm,",
+                "sums, lr,",
+                "scale, lr,",
+                "scale, max_norm,",
+            ),
+            "NaN times 0 is NaN: `clipped_step` decides, in each thread": (
+                "clipped_step[blocks, 256](w, g, scale, lr, n)",
+                "w -= lr * scale * g",
+            ),
         },
         turns=_update_turns,
+        launches=("squares", "clip_scale", "clipped_step"),
     ),
 ]

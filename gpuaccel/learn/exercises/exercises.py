@@ -69,6 +69,8 @@ class Turns:
     result_index: int | None = None
     # (name, index) of a tensor to which each replay adds 1, from 0 on
     counter: tuple[str, int] | None = None
+    # which other tensors the function may change
+    may_change: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Exercise:
             each trial.
         turns: of a Python function that is captured: turns(generator) -> Turns for each trial.
         on_device: of a Python function: the host may not wait for a number.
+        launches: of a Python function: the exercises whose kernels it launches, under their names.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Exercise:
     cases: Callable | None = None
     turns: Callable | None = None
     on_device: bool = False
+    launches: tuple[str, ...] = ()
 
     @property
     def with_sum(self) -> bool:

@@ -8,18 +8,20 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...errors import CaptureError
+from ...compiler import compile as compile_kernel
+from ...errors import CaptureError, KernelError
 from ...graphs import TapeRecorder
 from ..figures.drawing import plural
 from ..sentences import first_wrong, is_rounding
 from . import costs
 from .known_mistakes import known_mistake
-from .results import Result, conclude, with_remarks
+from .results import Result, conclude, exercise, with_remarks
 
 # roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
 _ROUNDINGS_BF16 = 4
@@ -56,7 +58,8 @@ def run_python(task, function, seed) -> Result:
             sentences[changed] = None
             outcome += "" if passed else f"; {changed}"
         lines.append((passed, label, outcome))
-    mistake = functools.partial(known_mistake, task, function, _functions, do)
+    make = functools.partial(_functions, task)
+    mistake = functools.partial(known_mistake, task, function, make, do)
     result = conclude(task, lines, seed, "case", mistake)
     if not result:
         return result
@@ -73,19 +76,20 @@ def _changed(task, before, after) -> str:
 
 def _names(task) -> list[str]:
     """The names of the arguments, as the task calls them."""
-    return list(inspect.signature(function_of(task.solution)).parameters)
+    return list(inspect.signature(function_of(task, task.solution)).parameters)
 
 
-def function_of(source) -> Callable:
-    """The function that a source defines."""
+def function_of(task, source) -> Callable:
+    """The function that a source defines; what it launches are the solutions of those exercises."""
+    kernels = {name: compile_kernel(exercise(name).solution, name) for name in task.launches}
     space: dict = {}
-    exec(source, {"torch": torch}, space)
+    exec(source, {"torch": torch, **kernels}, space)
     (function,) = space.values()
     return function
 
 
-def _functions(sources) -> dict[str, Callable]:
-    return {what: function_of(source) for what, source in sources.items()}
+def _functions(task, sources) -> dict[str, Callable]:
+    return {what: function_of(task, source) for what, source in sources.items()}
 
 
 def _call(task, function, arguments):
@@ -119,7 +123,7 @@ def _equal(was, now) -> bool:
 def _python_remarks(task, operations, arguments) -> list[str]:
     """What is to be said against a right function. arguments: of the run that was counted."""
     with _Operations() as theirs:
-        function_of(task.solution)(*arguments)
+        function_of(task, task.solution)(*arguments)
     if operations.count < costs.MORE_OPERATIONS * max(theirs.count, 1):
         return []
     return [f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"]
@@ -137,12 +141,19 @@ def _try_python(task, function, arguments, given, expected, operations):
     except CaptureError as error:
         return False, str(error).partition("in a CUDA graph: ")[2]
     except Exception as error:
-        # the learner's own code: one line instead of a traceback
-        return False, f"{type(error).__name__}: {error}"
+        return False, _error_words(error)
     largest, problem = _difference(result, expected, _has_bf16(given))
     if not problem:
         return True, f"right; largest difference {largest:.2g}"
     return False, problem
+
+
+def _error_words(error) -> str:
+    """An error of the learner's own code, in one line instead of a traceback."""
+    if isinstance(error, KernelError) and error.reports:
+        kernel, report = re.match(r"\w+", str(error)), error.reports[0]
+        return f"{kernel and kernel[0]}, line {report.line}: {report.message}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _difference(result, expected, in_bf16=False) -> tuple[float, str]:
@@ -158,7 +169,10 @@ def _difference(result, expected, in_bf16=False) -> tuple[float, str]:
     both_nan = result.isnan() & expected.isnan()
     difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
     problem = ""
-    differing = ~(difference <= 1e-5 * float(expected.abs().nan_to_num().max()))
+    allowed = 1e-5 * float(expected.abs().nan_to_num().max())
+    if result.dtype == torch.bfloat16:
+        allowed = allowed + torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
+    differing = ~(difference <= allowed)
     if differing.any():
         problem = first_wrong(result, expected, differing)
         step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
@@ -192,13 +206,13 @@ def run_captured(task, function, seed) -> Result:
             line = (False, case.label, str(error))
             return Result(task.name, False, "not yet: it cannot be captured.", [line])
         except Exception as error:
-            # the learner's own code: one line instead of a traceback
-            lines.append((False, case.label, f"{type(error).__name__}: {error}"))
+            lines.append((False, case.label, _error_words(error)))
             continue
         passed, outcome, changed = _replay(task, case, tensors, tape, result)
         lines.append((passed, case.label, outcome))
         remarks |= dict.fromkeys(filter(None, [changed]))
-    mistake = functools.partial(known_mistake, task, function, _functions, do)
+    make = functools.partial(_functions, task)
+    mistake = functools.partial(known_mistake, task, function, make, do)
     result = conclude(task, lines, seed, "case", mistake)
     return with_remarks(result, list(remarks)) if result else result
 
@@ -238,7 +252,7 @@ def _replay(task, case, tensors, tape, result):
     largest = 0.0
     changed = ""
     count = len(case.turns)
-    may_change = (case.result_index, case.counter and case.counter[1])
+    may_change = (case.result_index, case.counter and case.counter[1], *case.may_change)
     for turn, (values, expected, special) in enumerate(case.turns, 1):
         _set(tensors, values)
         before = [tensor.clone() for tensor in tensors]
