@@ -26,7 +26,7 @@ SCHEMES = {
     )
 }
 EVERY_SECOND = """
-extern "C" __global__ void every_second(float* y, const float* x, int n)
+__global__ void every_second(float* y, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) y[i] = x[2 * i];

@@ -42,9 +42,10 @@ def built(checkout, tmp_path_factory):
     here = importlib.metadata.version("torch")
     if not torch.specifier.contains(here):
         pytest.skip(f"Binder installs {torch}; here is torch {here}")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    notebooks = project["optional-dependencies"]["notebooks"]
     # hatchling writes editable installs with `editables`
-    requires = [*project["project"]["dependencies"], "hatchling", "editables"]
+    requires = [*project["dependencies"], *notebooks, "hatchling", "editables"]
     prefix = CleanPrefix(tmp_path_factory.mktemp("prefix"), requires)
     words = ["--no-build-isolation", "-r", "binder/requirements.txt"]
     installed = prefix.pip("install", *words, cwd=checkout)

@@ -169,11 +169,11 @@ print(*sorted(jupyter & {name.partition(".")[0] for name in sys.modules}))
 
 @pytest.mark.slow
 def test_a_script_trains_without_jupyter(prefix):
-    """Jupyter, nbval and widgets come along, and a script imports none of them."""
+    """`pip install .` brings none of what the notebooks need, and a script imports none of it."""
     done = prefix.run("python", "-c", TRAIN)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
-    done = prefix.run("python", "-c", "import IPython, ipywidgets, jupyterlab, nbval")
-    assert done.returncode == 0, done.stderr
+    done = prefix.run("python", "-c", "import IPython")
+    assert "No module named 'IPython'" in done.stderr
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def _update_turns(generator):
         tensors = weight, torch.zeros(n), weight.bfloat16(), *numbers
         for index, of in ((0, "w"), (2, "bf16_weights")):
             yield Turns(
-                f"{n:,} weights, {of}",
+                f"{of} ({n:,} weights)",
                 tensors,
                 (lr, max_norm),
                 turns,

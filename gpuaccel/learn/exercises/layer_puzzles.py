@@ -412,7 +412,7 @@ atomicAdd(&sums[blockIdx.x], dy[i] * x[i] * x[i] * s * (1.0f - s));""",
         stub=(INDEX + "if (i >= n) return;\n// your lines"),
         hint=(
             "Two loops, one in the other, over a and b below d. The sum is a float of the thread's"
-            " own; y[i] is written once, behind the loops."
+            " own; y[i] is written once, after the loops."
         ),
         solution=_READ_TABLE,
         wrong_answers={
