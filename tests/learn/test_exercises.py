@@ -1,5 +1,6 @@
 """Every solution is right and every known mistake is found, on the CPU and on a GPU."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -171,10 +172,23 @@ def test_a_wrong_replay_is_told_with_what_is_special_about_it(name, what, words)
 
 
 def test_a_check_of_a_capture_leaves_the_backend_alone():
-    for name in ("torch", "simt"):
-        with ga.use_backend(name):
-            assert ga.check("decay", python(EXERCISES["decay"].solution, "decay"))
-            assert ga.backend().name == name
+    for backend, name in itertools.product(("torch", "simt"), ("decay", "update")):
+        with ga.use_backend(backend):
+            assert ga.check(name, python(EXERCISES[name].solution, name))
+            assert ga.backend().name == backend
+
+
+def test_a_mistake_of_a_launched_kernel_is_told_with_its_name_and_line():
+    what = "`clip_scale` adds `n` sums, and there are `blocks` of them"
+    words = str(ga.check("update", python(EXERCISES["update"].wrong_answers[what], "update")))
+    assert "clip_scale, line 5: thread 0 of block 0 reads sums[1]: sums has 1 element" in words
+
+
+def test_launches_are_not_tried_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(checking, "find_compiler", lambda: NO_COMPILER)
+    result = ga.check("update", python(EXERCISES["update"].stub, "update"))
+    assert result.passed is None and str(result).startswith("update: not tried: its kernels run")
+    assert result.function.__name__ == "update"
 
 
 @on_cpu_and_gpu

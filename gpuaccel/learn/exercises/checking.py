@@ -12,8 +12,8 @@ Kernels run on the CPU with every access checked (simt), so that an error is nam
 its thread. On a GPU they run there as well, after the small sizes on the CPU: a kernel that leaves
 its tensors or does not end is stopped before it reaches the GPU. Without a C++ compiler a GPU runs
 them unchecked; without a GPU too a kernel is only compiled, and the result is neither right nor
-wrong, and says so. A function that is to be captured is recorded on a tape,
-with or without a GPU.
+wrong, and says so. A function that is to be captured is recorded on a tape, with or without a GPU;
+kernels that it launches run on the CPU.
 
 A wrong answer is compared with the exercise's known-wrong answers: where it does the same as one of
 them, the summary says which mistake that is. One that does not compile is explained by a table of
