@@ -93,7 +93,7 @@ def test_the_pages_have_examples():
         "docs/checkpoints.md": 6,
         "docs/graphs.md": 2,
         "docs/install.md": 1,
-        "docs/kernels.md": 6,
+        "docs/kernels.md": 7,
         "docs/logging.md": 5,
         "docs/planning.md": 4,
         "docs/trainer.md": 3,
