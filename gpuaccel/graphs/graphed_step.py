@@ -37,7 +37,7 @@ from .capture import recorder_for
 from .captured_graph import CapturedGraph, GraphGradient, ResultBuffer
 from .participant import OtherSums, Refreshable, participants_of
 from .snapshot import ForwardState, MemorySpans, host_generators, preserved
-from .torch_optimizers import frozen_number, no_other_steps, optimizer_key
+from .torch_optimizers import frozen_number, no_other_steps, optimizer_key, settings_stay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -325,7 +325,8 @@ class GraphedStep(Generic[P, R]):
 
         with preserved(saved, self.device), _no_autocast_cache(), no_other_steps(is_known):
             for _ in range(WARM_UPS):
-                self._recorder.run(lambda: self._warm_up_fn(*args, **kwargs))
+                with settings_stay(self._optimizers):
+                    self._recorder.run(lambda: self._warm_up_fn(*args, **kwargs))
             addresses.check(
                 "the step itself puts another tensor in its place, and each replay would read the "
                 "old one. Instead: write into it (copy_, add_)",

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -61,6 +61,43 @@ def frozen_number(opt: torch.optim.Optimizer) -> str | None:
             "or ga.AdamW"
         )
     return None
+
+
+@contextlib.contextmanager
+def settings_stay(optimizers: Iterable[torch.optim.Optimizer]):
+    """Context manager: CaptureError if the block changes settings of an optimizer on the host.
+
+    A scheduler inside the step does so, or an optimizer that counts in its groups; a replay would
+    not. The settings get their values back.
+    """
+    before = [(opt, group, _settings(group)) for opt in optimizers for group in opt.param_groups]
+    yield
+    problems = []
+    for opt, group, settings in before:
+        for name, value in settings.items():
+            now = group[name]
+            if isinstance(value, Tensor):
+                if not torch.equal(now, value):
+                    problems.append(f"{name!r} of {type(opt).__name__}")
+                    now.copy_(value)
+            elif now != value:
+                problems.append(f"{name!r} of {type(opt).__name__} from {value} to {now}")
+                group[name] = value
+    if problems:
+        raise CaptureError(
+            f"the step changes {', '.join(dict.fromkeys(problems))}, on the host: replays would "
+            "keep the value of the capture. Instead: call scheduler.step() after the step"
+        )
+
+
+def _settings(group: dict) -> dict:
+    """The settings of an optimizer's group. Tensors are copies."""
+    kinds = (bool, int, float, str, tuple, Tensor)
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if isinstance(value, kinds)
+    }
 
 
 @contextlib.contextmanager

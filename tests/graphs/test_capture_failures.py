@@ -1,5 +1,6 @@
 """What cannot be captured is named with its line, and nothing has changed."""
 
+import copy
 import importlib
 import linecache
 import re
@@ -28,6 +29,7 @@ from replays import (
     trained,
     unchanged,
 )
+from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import CaptureError
@@ -239,6 +241,54 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
         step(batch)
         agree(everything(step.model, step.optimizers[0], device), want)
     healthy(device)
+
+
+class Counting(torch.optim.SGD):
+    """It counts its steps in its groups, on the host."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+@pytest.mark.parametrize(
+    "make_optimizer, schedules, words",
+    [
+        (lambda w: AdamW([w], lr=0.5), True, "'lr' of AdamW from 0.5 to 0.25,"),
+        (lambda w: torch.optim.SGD([w], lr=torch.tensor(0.5)), True, "'lr' of SGD,"),
+        (lambda w: Counting([{"params": [w], "count": 3}], torch.tensor(0.5)), False, "'count' of"),
+    ],
+    ids=["a number", "a tensor", "it counts"],
+)
+def test_settings_that_the_step_changes_on_the_host_are_refused(make_optimizer, schedules, words):
+    """A scheduler inside of the step, for example. The settings are as before."""
+    weight = nn.Parameter(torch.ones(4))
+    opt = make_optimizer(weight)
+    halves = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 0.5**k) if schedules else None
+    before = [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in opt.param_groups
+    ]
+
+    def step(x):
+        (weight * x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        if halves:
+            halves.step()
+
+    with ga.use_backend("simt"):
+        with pytest.raises(
+            CaptureError, match=f"{words}.* call scheduler.step\\(\\) after the step"
+        ):
+            ga.GraphedStep(step, [weight, opt], policy="require")(torch.ones(4))
+        now = [{name: group[name] for name in was} for group, was in zip(opt.param_groups, before)]
+        assert now == before and torch.equal(weight, torch.ones(4))
+        with pytest.warns(UserWarning, match=words.partition(" from")[0]):
+            launched = ga.GraphedStep(step, [weight, opt])
+            launched(torch.ones(4))
+    assert launched.replays == "eager" and not torch.equal(weight, torch.ones(4))
 
 
 @pytest.mark.parametrize("nth", [0, 2], ids=["in the warm-up", "in the capture"])

@@ -896,7 +896,8 @@ KNOWN_FUNCTIONS = {
         "clip_scale[1, 1](scale, sums, max_norm, len(sums))\n"
         "clipped_step[1, 256](w, g, scale, lr, len(w))\n"
         "bf16_weights.copy_(w)": "one block of `clipped_step` is 256 weights",
-        "squares[len(sums), 256](sums, g, len(w))\nclip_scale[1, 1](scale, sums, max_norm, len(w))\n"
+        "squares[len(sums), 256](sums, g, len(w))\n"
+        "clip_scale[1, 1](scale, sums, max_norm, len(w))\n"
         "clipped_step[len(sums), 256](w, g, scale, lr, len(w))": "`clip_scale` adds `n` sums",
     },
     "token_mean": {

@@ -166,8 +166,8 @@ EXERCISES = [
             "// your lines"
         ),
         hint=(
-            "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). With NaN < and <= are"
-            " false, and false ? a : b is b: which value must stand there?"
+            "for (int b = 0; b < n; b++) total += sums[b]; then sqrtf(total). norm < x and norm <= "
+            "x are false where norm is NaN, and then ? a : b gives b: which value must stand there?"
         ),
         solution=_SCALE,
         wrong_answers={
