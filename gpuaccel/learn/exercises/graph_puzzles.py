@@ -77,8 +77,8 @@ EXERCISES = [
         stub="if not loss.item() <= limit:\n    return weight.clone()\nreturn weight - 0.1 * grad",
         hint=(
             "A graph has no `if`: both outcomes are computed, and the device chooses one. "
-            "torch.where(condition, a, b) chooses. With NaN both loss <= limit and loss > limit are "
-            "false, so it takes b: which condition has weight as its b? And NaN times 0 is NaN."
+            "torch.where(condition, a, b) chooses. With NaN both loss <= limit and loss > limit "
+            "are false, so it takes b: which condition has weight as its b? And NaN times 0 is NaN."
         ),
         solution="return torch.where(loss <= limit, weight - 0.1 * grad, weight)",
         wrong_answers={
