@@ -78,7 +78,8 @@ EXERCISES = [
         hint=(
             "A graph has no `if`: both outcomes are computed, and the device chooses one. "
             "torch.where(condition, a, b) chooses. With NaN both loss <= limit and loss > limit "
-            "are false, so it takes b: which condition has weight as its b? And NaN times 0 is NaN."
+            "are false, so it takes b: which condition has weight as its b? A product with 0 or 1 "
+            "does not choose, because NaN times 0 is NaN."
         ),
         solution="return torch.where(loss <= limit, weight - 0.1 * grad, weight)",
         wrong_answers={
