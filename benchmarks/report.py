@@ -178,13 +178,24 @@ DEPTHS = {
 
 
 def depths_table(folder: str) -> Table:
-    """One of ratio_rows() for each depth."""
+    """Those of ratio_rows() for each depth, and a replayed step against a launched one of torch."""
     rows = [
         {"depth": depth, **row}
         for depth, (begin, end) in DEPTHS.items()
         for row in ratio_rows(folder)
         if row["what"].startswith(begin) and row["what"].endswith(end)
     ]
+    if result := load("transformers_step", folder):
+        llama = result["results"]["Llama"]
+        launched = [r["ms"] for name, r in llama["launched"].items() if name.startswith("torch")]
+        rows.append(
+            {
+                "depth": rows[-1]["depth"],
+                "what": rows[-1]["what"],
+                "against": "torch's fastest launched step, compiled, too",
+                "ratio": min(launched) / llama["rows"]["ours"]["ms"],
+            }
+        )
     columns = [Column("depth", "depth"), Column("measured", "what"), Column("against", "against")]
     return Table([*columns, Column(gpu_of(folder), "ratio", ratio)], rows)
 
