@@ -76,7 +76,7 @@ def settings_stay(optimizers: Iterable[torch.optim.Optimizer]):
     for opt, group, settings in before:
         for name, value in settings.items():
             now = group[name]
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and isinstance(now, Tensor):
                 if not torch.equal(now, value):
                     problems.append(f"{name!r} of {type(opt).__name__}")
                     now.copy_(value)
