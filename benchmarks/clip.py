@@ -84,7 +84,7 @@ def variants_of(parameters, values, config, dtype) -> tuple[dict, Arena | None]:
     if dtype != torch.float32:
         return public, None
     arena = Arena(build(config, dtype))
-    arena.gradients.set([True] * len(arena.params))
+    arena.gradients.set([True] * len(arena.module_parameters))
     partials = torch.empty(256 * len(grads), device=DEVICE)
     state = torch.empty(2, device=DEVICE)
 

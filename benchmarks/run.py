@@ -6,7 +6,7 @@ make bench AGAIN=1                # all, also those with a result of this commit
 
 Each benchmark is a process of its own; what it prints is in build/bench/<name>.log. One that fails
 does not stop the others, and the command ends with status 1. After an interruption, the same
-command goes on: what has a result of this commit is not measured again, unless code was edited
+command continues: what has a result of this commit is not measured again, unless code was edited
 since. At the end benchmarks/report.py writes the pages, and build/bench/<gpu>.md.
 """
 
@@ -196,7 +196,7 @@ def main() -> int:
         try:
             failed = run_all(todo, bar)
         except KeyboardInterrupt:
-            bar.write("stopped; the same command goes on with what is left", file=sys.stderr)
+            bar.write("stopped; the same command continues with what is left", file=sys.stderr)
             return 130
     log = LOGS / "report.log"
     if run_script("report", log):

@@ -78,7 +78,7 @@ def tail(dtype, config) -> dict:
     arena, bf16 = ours.arena, dtype == torch.bfloat16
     elements = sum(segment.numel for segment in arena.segments)
     rate = copy_rate(elements)
-    weights = [p.detach() for p in arena.params]
+    weights = [p.detach() for p in arena.module_parameters]
     fused = Peer(weights, ours.grads, fused=True, **CAPTURABLE)
     foreach = Peer(weights, ours.grads, foreach=True)
 

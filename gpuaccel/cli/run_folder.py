@@ -92,8 +92,8 @@ def check_run(folder, description, resume: bool) -> dict:
         return {}
     if not resume:
         raise CheckpointError(
-            f"{folder} already holds a run ({checkpoint.name}): --resume goes on with it, "
-            "--out takes another folder"
+            f"{folder} already holds a run ({checkpoint.name}): --resume continues it; "
+            "for a new run give another folder to --out"
         )
     previous = read_description(folder / "run.json")
     changed = [

@@ -98,7 +98,7 @@ def add_parser(commands):
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
-        help="go on from this checkpoint in --out (the newest one, if there is one)",
+        help="continue from this checkpoint in --out (by default the newest, if there is one)",
     )
     value("--val-every", number(1), "N", "steps between validation losses (50)", 50)
     value("--checkpoint-every", number(1), "N", "steps between checkpoints (50)", 50)
@@ -156,7 +156,7 @@ def _launch_ranks(args) -> int:
         if checkpoint is None or checkpoint == checkpoint_before:
             # an older checkpoint may be of a run that this one refused to write over
             raise
-        hint = f"--resume goes on from {checkpoint.name}"
+        hint = f"--resume continues from {checkpoint.name}"
         raise RankError(f"{error}; {hint}") from error
     return statuses[0]
 
@@ -268,7 +268,7 @@ def _report(args, step, result: "_Steps", val, tokenizer) -> int:
     """Say how a run has ended, with a sample; returns its exit status."""
     if result.status:
         print(
-            f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on",
+            f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume continues",
             file=sys.stderr,
         )
         return result.status

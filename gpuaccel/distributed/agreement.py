@@ -45,7 +45,7 @@ def compare(config: Distributed, arena: Arena, optimizers: list, settings: dict[
     for opt in optimizers:
         if isinstance(opt, DeviceOptimizer):
             rows += [(f"{name} of the optimizer", str(getattr(opt, name))) for name in OF_OPTIMIZER]
-    for segment, p in zip(arena.segments, arena.params):
+    for segment, p in zip(arena.segments, arena.module_parameters):
         rows.append(
             (
                 segment.name,
@@ -119,7 +119,7 @@ def _dtype(t: Tensor) -> str:
 
 def _not_trained(arena: Arena):
     """(name, tensor) of frozen parameters and buffers."""
-    trained = {id(p) for p in arena.params}
+    trained = {id(p) for p in arena.module_parameters}
     yield from ((name, p) for name, p in arena.module.named_parameters() if id(p) not in trained)
     yield from arena.module.named_buffers()
 

@@ -132,7 +132,7 @@ class Reducer:
         if self.cuda:
             self._prepare_for_capture()
         self.nonfinite = NonFiniteSearch(config, arena, self.p2p)
-        masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
+        masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.module_parameters)
         self.weight_check = WeightCheck(config, arena, masters)
         # Of the tokens that loss_fn counts; None: not known on this rank, or they are not counted.
         self.count_dtype: torch.dtype | None = None

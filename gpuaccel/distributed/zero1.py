@@ -49,7 +49,11 @@ def gathered_buffers(arena) -> list[str]:
 
     Masters of bf16 weights stay on the rank that updates them."""
     names = {torch.float32: "weights", torch.bfloat16: "bf16_weights"}
-    return [name for dtype, name in names.items() if any(p.dtype == dtype for p in arena.params)]
+    return [
+        name
+        for dtype, name in names.items()
+        if any(p.dtype == dtype for p in arena.module_parameters)
+    ]
 
 
 def pieces_of(buckets, rank: int, world: int) -> list[Piece]:

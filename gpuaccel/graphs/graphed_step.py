@@ -78,9 +78,10 @@ class GraphedStep(Generic[P, R]):
     Args:
         fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
             part of a graph's key. Returns a tensor, a tree of tensors, or None.
-        state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors. The
-            warm-up leaves them as they were; an optimizer has its state on the device after it. The
-            step runs where the first tensor in it lies.
+        state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors. A
+            module or optimizer brings its arena along. The warm-up leaves them as they were; an
+            optimizer has its state on the device after it. The step runs where the first tensor in
+            it lies.
         warm_up: a function that is run instead of fn as warm-up, with the same arguments. Default:
             fn.
         saved: a function that returns what the warm-up changes, where that is less than state.

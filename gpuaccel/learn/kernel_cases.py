@@ -159,7 +159,7 @@ def _step(optimizer):
                 results[f"norm of each step, {words}"] = _flat(norms)
                 words += ", after 2 steps and one with a NaN"
                 results[f"steps skipped, {words}"] = opt.skipped.clone()
-                results[f"weights, {words}"] = _flat(arena.params)
+                results[f"weights, {words}"] = _flat(arena.module_parameters)
                 results[f"fp32 weights, {words}"] = _flat(arena.masters)
                 results |= _state(opt, arena.masters, words)
         return results

@@ -193,7 +193,7 @@ def check_cell(name: str, cell: str, namespace: dict) -> "Result":
     return result
 
 
-UNTIL_RIGHT = "Until yours is right, {0} is our kernel, so that the notebook goes on."
+UNTIL_RIGHT = "Until yours is right, {0} is our kernel, so that later cells work."
 
 
 def replace_kernel(name: str, cell: str) -> Verdict:

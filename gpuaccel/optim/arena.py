@@ -121,7 +121,7 @@ class Arena:
         weights: (N,) fp32, the fp32 parameters and the fp32 masters of bf16 parameters.
         grads: (N,) fp32, the sums of the gradients.
         bf16_weights: (N,) bf16, the bf16 parameters; None for a module without any.
-        params: the module's parameters, in the order of the arena.
+        module_parameters: the module's parameters, in the order of the arena.
         masters: of each parameter its fp32 master, or itself where it is fp32.
         gradients: the rule of `.grad` (optim/gradients.py), with the slices of `grads`.
         segments: where each tensor lies (Segment).
@@ -166,12 +166,12 @@ class Arena:
                 log.warning("a new Arena of %s takes the place of the first", type(module).__name__)
                 other.release()
         self.module: nn.Module = module
-        self.params = [p for _, p in reversed(named)]
-        self.device: torch.device = self.params[0].device
+        self.module_parameters = [p for _, p in reversed(named)]
+        self.device: torch.device = self.module_parameters[0].device
         self.segments = segments
         self.blocks = blocks
         self.numel: int = blocks[-1].stop
-        self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._index = {id(p): i for i, p in enumerate(self.module_parameters)}
         self._allocate()
         # The open TrainStep of this arena, weakly.
         self._step: Callable[[], Any] = _nobody
@@ -186,7 +186,7 @@ class Arena:
         self.weights = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         self.grads = torch.zeros_like(self.weights)
         self.bf16_weights: Tensor | None = None
-        if any(p.dtype == torch.bfloat16 for p in self.params):
+        if any(p.dtype == torch.bfloat16 for p in self.module_parameters):
             self.bf16_weights = torch.zeros_like(self.weights, dtype=torch.bfloat16)
         # The first chunk of each tensor; at the end the number of chunks.
         self.first_chunk = [s.offset // CHUNK for s in self.segments] + [self.numel // CHUNK]
@@ -204,17 +204,19 @@ class Arena:
             [s.block for s in self.segments], dtype=torch.int32, device=self.device
         )
         self.gradients = Gradients(
-            self.params, self.segments, self.grads, self.chunk_to_tensor, self.check
+            self.module_parameters, self.segments, self.grads, self.chunk_to_tensor, self.check
         )
-        self.masters = [self._move_into_slices(i) for i in range(len(self.params))]
+        self.masters = [self._move_into_slices(i) for i in range(len(self.module_parameters))]
         # (bf16 parameter, its master).
         self._bf16_pairs = [
-            (p, master) for p, master in zip(self.params, self.masters) if master is not p
+            (p, master)
+            for p, master in zip(self.module_parameters, self.masters)
+            if master is not p
         ]
         # (index, tensor) of all that lies in slices, and where.
         self._held = [
             (i, t)
-            for i, (p, master) in enumerate(zip(self.params, self.masters))
+            for i, (p, master) in enumerate(zip(self.module_parameters, self.masters))
             for t in ((p,) if master is p else (p, master))
         ]
         self._addresses = [t.data_ptr() for _, t in self._held]
@@ -231,7 +233,7 @@ class Arena:
     @torch.no_grad()
     def _move_into_slices(self, i: int) -> nn.Parameter:
         """Move parameter i into its slice, keeping its values. Returns its master."""
-        p, segment = self.params[i], self.segments[i]
+        p, segment = self.module_parameters[i], self.segments[i]
         weight = own_storage(segment.of(self.weights))
         if p.dtype == torch.float32:
             p.data = weight.copy_(p)
@@ -295,7 +297,7 @@ class Arena:
         self.adopt()
         return {
             s.name: master
-            for s, master, p in zip(self.segments, self.masters, self.params)
+            for s, master, p in zip(self.segments, self.masters, self.module_parameters)
             if master is not p
         }
 
@@ -372,7 +374,7 @@ class Arena:
         lost += [
             i
             for parameters, key, i in self._registrations
-            if key not in parameters or parameters[key] is not self.params[i]
+            if key not in parameters or parameters[key] is not self.module_parameters[i]
         ]
         if lost:
             raise ArgumentError(
@@ -385,7 +387,7 @@ class Arena:
             assert buffer is not None
             with torch.no_grad():
                 t.data = own_storage(self.segments[i].of(buffer)).copy_(t)
-        if any(t is self.params[i] for i, t in moved):
+        if any(t is self.module_parameters[i] for i, t in moved):
             self.adopt(everything=True)
 
     def _moved(self) -> list[tuple[int, nn.Parameter]]:
@@ -462,7 +464,7 @@ class Arena:
 
         No parameter counts as edited by that."""
         masters = [master for _, master in self._bf16_pairs]
-        torch.autograd.graph.increment_version([*self.params, *masters])
+        torch.autograd.graph.increment_version([*self.module_parameters, *masters])
         self.weights_current()
 
     def weights_current(self):
@@ -487,7 +489,7 @@ class Arena:
         for close in [*self.before_release]:
             close()
         self.gradients.close()
-        for p in self.params:
+        for p in self.module_parameters:
             p.data = p.data.clone()
         _arenas.discard(self)
 

@@ -182,7 +182,7 @@ def clip_grads_(
         nothing = arena.grads[:0]
         grads = [
             nothing if p.grad is None else view
-            for p, view in zip(arena.params, arena.gradients.views)
+            for p, view in zip(arena.module_parameters, arena.gradients.views)
         ]
         names = functools.partial(list, [s.name for s in arena.segments])
         if scope == "block":

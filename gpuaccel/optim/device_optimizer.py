@@ -331,7 +331,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _facts(self, grads) -> tuple | None:
         arena = self.arena
-        buffers = () if arena is None else [*arena.params, arena.grads]
+        buffers = () if arena is None else [*arena.module_parameters, arena.grads]
         options = self.layout, self.scope, self.stochastic_rounding, self._takes_norm()
         return facts_of(self.param_groups, self.rule, self.state, buffers, grads, *options)
 
@@ -363,7 +363,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         for g, p, i in members:
             (keys, macros), state = options[g], self.state[p]
             tensors = tuple(state[key] if key in keys else None for key in rule.state_keys)
-            copy = None if arena is None or arena.params[i] is p else arena.params[i]
+            copy = (
+                None
+                if arena is None or arena.module_parameters[i] is p
+                else arena.module_parameters[i]
+            )
             # Not a master itself, which is a Parameter of a class of its own.
             jobs.append(
                 Job(i, g, p.detach(), grads[i], tensors, state["step"], copy, macros, rows[i])
@@ -376,7 +380,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if self.arena is not None:
             return
         new = [p for _, p, _ in members if p.dtype == torch.bfloat16 and not self.state.get(p)]
-        held = {id(p) for arena in Arena.all() for p in arena.params} if new else ()
+        held = {id(p) for arena in Arena.all() for p in arena.module_parameters} if new else ()
         if any(id(p) in held for p in new):
             kind = type(self).__name__
             log.warning(
@@ -575,7 +579,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         for p, master in masters.items():
             if master is None or id(p) not in bf16:
                 continue
-            weight = arena.params[self._members.number_of(p)].float()
+            weight = arena.module_parameters[self._members.number_of(p)].float()
             # Rounding, stochastic too, moves a value by less than a unit in the last place of bf16.
             if ((master - weight).abs() <= weight.abs() * 2.0**-7 + 1e-40).all():
                 p.copy_(master)

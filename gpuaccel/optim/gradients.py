@@ -436,7 +436,7 @@ class Master(nn.Parameter):
         if self.arena is None:
             _TENSOR_GRAD.__set__(self, value)
         else:
-            self._arena().params[self.number].grad = value
+            self._arena().module_parameters[self.number].grad = value
 
     @grad.deleter
     def grad(self):

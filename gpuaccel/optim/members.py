@@ -44,7 +44,7 @@ class Members:
         """By number: the tensor whose `.grad` is the gradient."""
         if self.arena is None:
             return [p for group in groups for p in group["params"]]
-        return self.arena.params
+        return self.arena.module_parameters
 
     def count(self, groups: list[dict]) -> int:
         """How many tensors have a number."""

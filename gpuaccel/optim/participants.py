@@ -17,7 +17,7 @@ class ArenaParticipant:
         return tuple(
             [
                 (p.requires_grad, p.grad is None, *(p._backward_hooks or ()))
-                for p in self.arena.params
+                for p in self.arena.module_parameters
             ]
         )
 
@@ -36,11 +36,11 @@ class ArenaParticipant:
     def snapshot(self):
         arena = self.arena
         arena.adopt()
-        gradients = [p.grad for p in arena.params]
+        gradients = [p.grad for p in arena.module_parameters]
 
         def restore():
             arena.weights_current()
-            for p, grad in zip(arena.params, gradients):
+            for p, grad in zip(arena.module_parameters, gradients):
                 p.grad = grad
 
         return restore

@@ -79,7 +79,7 @@ class _ProductSlice(GradientSlice):
 
     def _uses_when_compiled(self) -> list[GradientUse]:
         arena = self.arena
-        uses = gradient_uses([get_gradient_edge(arena.params[i]) for i in self.tensors])
+        uses = gradient_uses([get_gradient_edge(arena.module_parameters[i]) for i in self.tensors])
         for i, use in zip(self.tensors, uses):
             name = arena.segments[i].name
             if use is RETURNED:
@@ -102,7 +102,7 @@ class _ProductSlice(GradientSlice):
         for i, use in zip(self.tensors, uses):
             if use is ADDED:
                 overwrite[i] = arena.gradients.is_stale(i)
-                arena.params[i].grad = arena.gradients.views[i]
+                arena.module_parameters[i].grad = arena.gradients.views[i]
                 self.products.added[i] += 1
         # One product writes adjacent slices, if all are written and in the same way. Otherwise each
         # weight has a product with its own columns of dy.
@@ -226,4 +226,4 @@ class Products:
 
 def _has_hooks(arena: Arena, i: int) -> bool:
     """True if a hook reads this weight's gradient or runs when it is accumulated."""
-    return bool(arena.params[i]._backward_hooks) or arena.gradients.has_hooks(i)
+    return bool(arena.module_parameters[i]._backward_hooks) or arena.gradients.has_hooks(i)

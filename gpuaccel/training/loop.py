@@ -114,7 +114,7 @@ class _Checkpoints:
                 log_of_package.warning(
                     "resumed after step %d: a %s has no state_dict(), so the batches begin with "
                     "its first one again; ga.training.Batches and torchdata's StatefulDataLoader "
-                    "go on where they were",
+                    "continue where they were",
                     self.step.count,
                     self.kind,
                 )
@@ -177,7 +177,7 @@ def train(
         val_every: steps between two evaluations; 0, the default: only at the end.
         log: where the numbers of each step go: a function, which is called with a dict, or a path
             that ends in .jsonl, for a line of JSON per step. They are written once they have
-            arrived from the device. A resumed run goes on in its file. Default: nowhere.
+            arrived from the device. A resumed run continues its file. Default: nowhere.
         checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when
             the loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C
             inside a step, or where the next batch is made, writes none: the data have moved on,

@@ -160,7 +160,7 @@ class StepGraphs:
         if self.launched:
             step = self.step
             with step._accumulation_window():
-                step.arena.gradients.set(_flags(received, len(step.arena.params)))
+                step.arena.gradients.set(_flags(received, len(step.arena.module_parameters)))
                 for opt in self.launched:
                     opt.step()
         return StepOutput(**output)
@@ -345,7 +345,7 @@ class ListGraphs:
         """
         arena = self.step.arena
         tensors = TensorsOfBackward()
-        arena.gradients.set([True] * len(arena.params))
+        arena.gradients.set([True] * len(arena.module_parameters))
         with arena.gradients.listening(tensors):
             loss, tokens = self.step._micro(micro, count or 1)
         self.loss += loss
@@ -353,7 +353,7 @@ class ListGraphs:
         if tokens is not None:
             self.tokens += tokens
         arena.gradients.clear()
-        return _bits(i in tensors.indices for i in range(len(arena.params)))
+        return _bits(i in tensors.indices for i in range(len(arena.module_parameters)))
 
     def _warm_up_update(self, received: int):
         totals = Totals(self.loss, self.tokens, self.micro_batches)
@@ -365,7 +365,7 @@ class ListGraphs:
         step = self.step
         tokens = None if self._token_dtype is None else self.tokens.clone()
         totals = Totals(self.loss.clone(), tokens, self.micro_batches)
-        step.arena.gradients.set(_flags(received, len(step.arena.params)))
+        step.arena.gradients.set(_flags(received, len(step.arena.module_parameters)))
         with step._accumulation_window():
             result = _captured_update(step, totals, self._captured)
         self._zero_totals()

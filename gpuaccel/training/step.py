@@ -340,7 +340,7 @@ class TrainStep:
             RankError: where another rank is lost, or its weights differ.
         """
         if self._closed and self.replays != "graph":
-            raise ArgumentError("this TrainStep is closed; make a new one to go on training")
+            raise ArgumentError("this TrainStep is closed; make a new one to continue training")
         if any(p.requires_grad for p in self._frozen):
             self._frozen = check_tensors(self.optimizers, self.arena)
         if self._graphs is not None:
@@ -535,7 +535,7 @@ class TrainStep:
             mark("optimizer")
             return clipped_by(opt)
         if divisor is not None:
-            grads = [p.grad for p in self.arena.params if p.grad is not None]
+            grads = [p.grad for p in self.arena.module_parameters if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, 1.0 / divisor)
         result = {}

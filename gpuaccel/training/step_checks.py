@@ -148,7 +148,7 @@ def check_tensors(optimizers, arena: Arena) -> list[nn.Parameter]:
                     "arena.parameters(), the fp32 masters: arena = ga.Arena(model); "
                     "opt = torch.optim.AdamW(arena.parameters())"
                 )
-    for segment, p, master in zip(arena.segments, arena.params, arena.masters):
+    for segment, p, master in zip(arena.segments, arena.module_parameters, arena.masters):
         if id(master) in holders:
             continue
         if p.requires_grad:

@@ -426,7 +426,7 @@ def test_sigterm_saves_as_ctrl_c_does(tmp_path):
     run = Run(tmp_path).start("--no-progress")
     status, _, err = run.stop(signal.SIGTERM, 3)
     stopped = len(run.losses())
-    said = f"gpuaccel: stopped after step {stopped}, checkpoint written; --resume goes on"
+    said = f"gpuaccel: stopped after step {stopped}, checkpoint written; --resume continues"
     assert status == 128 + signal.SIGTERM and err.splitlines()[-1] == said, err
     assert (run.out / f"step-{stopped:08d}.safetensors").is_file()
 
@@ -532,8 +532,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(seconds, tmp_path, interrupt
 @pytest.mark.parametrize(
     "there, written, hint",
     [
-        ((), (3,), "; --resume goes on from step-00000003.safetensors"),
-        ((2,), (3,), "; --resume goes on from step-00000003.safetensors"),
+        ((), (3,), "; --resume continues from step-00000003.safetensors"),
+        ((2,), (3,), "; --resume continues from step-00000003.safetensors"),
         ((), (), ""),
         ((2,), (), ""),
     ],
@@ -562,7 +562,7 @@ def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
     words = whole[0].words
     before = sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
     assert main(words) == 1
-    assert "--resume goes on with it" in capsys.readouterr().err
+    assert "--resume continues it" in capsys.readouterr().err
     assert main([*words, "--resume", "--lr", "0.5"]) == 1
     assert "--lr was 0.003, now 0.5" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0

@@ -34,7 +34,7 @@ def test_the_command_line_trains_with_ranks_and_resumes(one_process, tmp_path, i
     first.send_signal(signal.SIGINT)
     out, said = first.communicate(timeout=HANG)
     assert first.returncode == 130, (out, said)
-    assert "checkpoint written; --resume goes on" in said
+    assert "checkpoint written; --resume continues" in said
     done = len(losses(folder))
     assert 3 <= done < len(one_process.losses)
     torchrun = (
@@ -69,7 +69,7 @@ def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, whom):
     _, said = process.communicate(timeout=HANG)
     done = newest_step(folder)
     assert process.returncode == 128 + signal.SIGTERM, said
-    stopped = f"gpuaccel: stopped after step {done}, checkpoint written; --resume goes on"
+    stopped = f"gpuaccel: stopped after step {done}, checkpoint written; --resume continues"
     assert said.splitlines()[-1] == stopped and len(losses(folder)) == done
     assert not outlive(ranks)
 

@@ -128,7 +128,7 @@ def test_a_replay_clips_the_gradients_of_bf16_parameters(device, adds, counts):
         norms = []
         for x, _ in pairs(device, 4):
             norms.append(step(x.bfloat16()))
-            for p, master in zip(opt.arena.params, opt.arena.masters):
+            for p, master in zip(opt.arena.module_parameters, opt.arena.masters):
                 assert master.grad is p.grad and p.grad.dtype == torch.float32
         return norms
 

@@ -75,7 +75,7 @@ def unchanged(before, optimizer, *more):
 
 def check_arena(arena):
     """Masters, copies and padding as an arena promises."""
-    for s, master, p in zip(arena.segments, arena.masters, arena.params):
+    for s, master, p in zip(arena.segments, arena.masters, arena.module_parameters):
         if master is not p:
             rounded = master.detach().bfloat16()
             same(p.detach(), rounded, f"the bf16 copy of {s.name} is its master, rounded")

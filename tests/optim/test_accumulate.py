@@ -116,7 +116,7 @@ class Sums:
     def check(self, exact, bound):
         """Each `.grad` is within `bound` of float64, relative to its norm, and in its slice."""
         arena = self.arena
-        for s, p, view in zip(arena.segments, arena.params, arena.gradients.views):
+        for s, p, view in zip(arena.segments, arena.module_parameters, arena.gradients.views):
             if s.name not in exact:
                 assert p.grad is None, f"{s.name} got no gradient, yet .grad is there"
                 continue
@@ -252,7 +252,7 @@ def test_a_listener_is_told_of_each_gradient_once_when_it_is_complete(adding, ti
             trained = [i for i, s in enumerate(sums.arena.segments) if s.name != "unused"]
             assert sorted(listener.complete) == trained
             for i, grad in listener.complete.items():
-                assert torch.equal(grad, sums.arena.params[i].grad)
+                assert torch.equal(grad, sums.arena.module_parameters[i].grad)
             # How many products a tensor gets is known from the second backward on. Nothing runs
             # behind an embedding.
             linears = ["blocks.1.weight", "blocks.2.weight"] + ["head.weight"] * (not tied)
@@ -275,12 +275,14 @@ def test_a_stale_slice_is_neither_used_nor_measured_nor_clipped(make, dtype, dev
         for missing in (["unused"], ["unused", "blocks.1.weight", "norm.bias"]):
             opt.zero_grad()
             loss_of(model, micro_batches(1, device)[0]).backward()
-            for s, p, view in zip(arena.segments, arena.params, arena.gradients.views):
+            for s, p, view in zip(arena.segments, arena.module_parameters, arena.gradients.views):
                 if s.name in missing:
                     p.grad = None
                     view.fill_(NAN)
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
-            norm = torch.stack([p.grad.norm() for p in arena.params if p.grad is not None]).norm()
+            norm = torch.stack(
+                [p.grad.norm() for p in arena.module_parameters if p.grad is not None]
+            ).norm()
             torch.testing.assert_close(ga.clip_grad_norm_(arena, 1e9), norm)
             opt.step()
             torch.testing.assert_close(opt.clip_state.norm, norm)

@@ -610,7 +610,7 @@ def test_any_grid_and_any_pieces_give_the_same_bits(
         for k in range(3):
             run.backward(k)
             for i in without:
-                (run.arena.params if run.arena else run.params)[i].grad = None
+                (run.arena.module_parameters if run.arena else run.params)[i].grad = None
             run.opt.step()
         tensors = snapshot(run.opt, *run.watched)
         run.close()
@@ -684,17 +684,17 @@ def test_an_arena_as_torch_over_its_parameter_groups(dtype, how, rates, device):
         if k == 3:
             for a in arenas:
                 a.masters[4].grad = torch.full_like(a.masters[4], 3.0)
-        kept = [None if p.grad is None else p.grad.clone() for p in a1.params]
+        kept = [None if p.grad is None else p.grad.clone() for p in a1.module_parameters]
         nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
         mine.step(), theirs.step()
-        for p, grad in zip(a1.params, kept):
+        for p, grad in zip(a1.module_parameters, kept):
             assert (p.grad is None) == (grad is None)
             if grad is not None:
                 same(p.grad, grad, "a gradient was written")
         mine.zero_grad(), theirs.zero_grad()
         compare(a1.masters, a2.masters, f"step {k}")
         check_arena(a1)
-        assert torch.equal(models[0].blocks[1][0], a1.params[4])
+        assert torch.equal(models[0].blocks[1][0], a1.module_parameters[4])
     assert mine.skipped == 0 and mine.last_skip() is None and mine.clip_state.finite
     a1.release(), a2.release()
 
@@ -994,7 +994,7 @@ def test_bf16_copies_are_rounded_by_the_reference_bits(make, device):
             master = arena.masters[i].detach().cpu()
             step = int(mine.state[arena.masters[i]]["step"])
             want = reference_round(master, reference_random_bits(seed, i, s.numel, step))
-            same(arena.params[i].detach().cpu(), want, f"step {k}, {s.name}")
+            same(arena.module_parameters[i].detach().cpu(), want, f"step {k}, {s.name}")
             if s.numel > 100:
                 assert not torch.equal(want, master.bfloat16()), (
                     "some were rounded to the other side"
@@ -1268,7 +1268,7 @@ def graph_setup(what, seed=0, **kwargs):
         return AdamW(ours, **kwargs), [p.grad for p in ours], ours
     model = Blocks(dtype=torch.bfloat16 if "bf16" in what else torch.float32).cuda()
     arena = Arena(model)
-    arena.gradients.set([True] * len(arena.params))
+    arena.gradients.set([True] * len(arena.module_parameters))
     return (
         AdamW(arena, **kwargs),
         arena.gradients.views,

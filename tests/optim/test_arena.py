@@ -90,7 +90,7 @@ def check_layout(segments, blocks, module):
 def check_views(arena):
     buffers = {torch.float32: arena.weights, torch.bfloat16: arena.bf16_weights}
     for p, owner, view, s in zip(
-        arena.params, arena.masters, arena.gradients.views, arena.segments
+        arena.module_parameters, arena.masters, arena.gradients.views, arena.segments
     ):
         if not s.numel:
             continue
@@ -121,9 +121,9 @@ def test_layout_and_views_of_any_module(model):
         assert torch.equal(p, before[name]) and p.dtype == before[name].dtype, (
             f"{name} changed its value"
         )
-        assert not p.requires_grad or p in set(arena.params)
+        assert not p.requires_grad or p in set(arena.module_parameters)
     assert set(arena.named_master()) == {
-        s.name for s, p in zip(arena.segments, arena.params) if p.dtype == torch.bfloat16
+        s.name for s, p in zip(arena.segments, arena.module_parameters) if p.dtype == torch.bfloat16
     }
     assert list(arena.named_parameters()) == [
         n for n, p in model.named_parameters() if p.requires_grad
@@ -307,11 +307,11 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         assert getattr(arena, name).data_ptr() == home.data_ptr()
     check_views(arena)
     arena.check()
-    for p, view in zip(arena.params, arena.gradients.views):
+    for p, view in zip(arena.module_parameters, arena.gradients.views):
         assert p.grad is view
-    sums = [p.grad.clone() for p in arena.params]
+    sums = [p.grad.clone() for p in arena.module_parameters]
     model(torch.arange(6)[None]).float().sum().backward()
-    for p, view, before in zip(arena.params, arena.gradients.views, sums):
+    for p, view, before in zip(arena.module_parameters, arena.gradients.views, sums):
         assert p.grad is view and torch.equal(view, 2 * before)
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
@@ -522,7 +522,7 @@ def test_a_channels_last_weight_keeps_its_memory_format_and_gives_it_back(dtype)
     arena = Arena(model)
     check_views(arena)
     for segment, p, master, view in zip(
-        arena.segments, arena.params, arena.masters, arena.gradients.views
+        arena.segments, arena.module_parameters, arena.masters, arena.gradients.views
     ):
         assert {t.stride() for t in (p, master, view)} == {strides[segment.name]}, segment.name
         assert torch.equal(p, values[segment.name])

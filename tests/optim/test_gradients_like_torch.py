@@ -344,7 +344,9 @@ def test_the_fp32_sum_is_the_gradient_of_a_parameter_and_of_its_master(pair):
     run, _ = pair
     for _ in range(2):
         run.act("backward", 0)
-        for p, master, view in zip(run.arena.params, run.arena.masters, run.arena.gradients.views):
+        for p, master, view in zip(
+            run.arena.module_parameters, run.arena.masters, run.arena.gradients.views
+        ):
             assert p.grad is view and master.grad is view and view.dtype == torch.float32
 
 

@@ -73,7 +73,7 @@ class Run:
             loss = loss * (1 + 0.01 * random.random() + 0.01 * np.random.rand())
             loss.backward()
             if self.arena:
-                for parameter, master in zip(self.arena.params, self.arena.masters):
+                for parameter, master in zip(self.arena.module_parameters, self.arena.masters):
                     master.grad = parameter.grad.float()
             self.optimizer.step()
             self.model.zero_grad()

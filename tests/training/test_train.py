@@ -223,7 +223,7 @@ def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
     model = make_model()
     arena = Arena(model)
     opt = AdamW(arena)
-    hooks = [len(p._post_accumulate_grad_hooks) for p in arena.params]
+    hooks = [len(p._post_accumulate_grad_hooks) for p in arena.module_parameters]
     options = {"max_norm": 0.5, "deterministic": True}
 
     def fails(*args, **kwargs):
@@ -242,7 +242,7 @@ def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
     assert Arena.of(model) is arena and not arena.before_release
     assert opt.max_norm is None and opt.explain_skip is None
     assert not any(map(fused_forward, model.modules()))
-    assert [len(p._post_accumulate_grad_hooks) for p in arena.params] == hooks
+    assert [len(p._post_accumulate_grad_hooks) for p in arena.module_parameters] == hooks
     monkeypatch.undo()
     with TrainStep(model, opt) as step:
         assert step(next(make_batches())).loss.isfinite()
