@@ -238,7 +238,7 @@ def steps(config=None, batches=None, here: bool = False) -> dict:
         make_batch = functools.partial(token_batch, config.vocab, B, config.T)
         task = Task(functools.partial(build, config), make_batch, micro_batches=1)
         peer = Task(functools.partial(make_in_torch, config), make_batch, micro_batches=1)
-        variants[PEER, None, B] = (Peer, peer)
+        variants |= {(PEER, kind, B): (Peer, peer) for kind in KINDS}
         variants |= {(OURS, kind, B): (Ours, task, kind) for kind in KINDS}
     with Workers(variants, here) as workers:
         workers.ready()

@@ -1,6 +1,6 @@
 """One optimizer step in torch and in gpuaccel, for the benchmarks of whole steps.
 
-A Task says what a step is of. Each variant of it is an object of a process of its own
+A Task says what a step is of. Each variant and kind of it is an object of a process of its own
 (workers.Workers): it compiles when it is made. alone(kind) prepares a kind of step, times()
 measures it, groups() traces it (traces.py). "replayed" steps are one CUDA graph; "launched" ones
 are launched from Python, so that the host may decide their time.
@@ -11,7 +11,6 @@ faster.
 torch, bf16 weights: the same with bf16 weights, fp32 masters and fp32 sums, as FSDP2's mixed
 precision has them. Launched, gradients are added in the fastest of three ways.
 Ours: weights of the model's dtype in an arena (bf16: with fp32 masters), ga.AdamW, compiled.
-Replayed and launched steps are compiled in processes of their own: their products differ.
 Replayed steps copy the batch in, and all hand the loss out.
 """
 
@@ -343,12 +342,14 @@ class Ours(Variant):
 
 
 def makers(task: Task, label="") -> dict:
-    """(variant, kind, label) -> how it is made, for Workers; torch's are of both kinds."""
+    """(variant, kind, label) -> how it is made, for Workers.
+
+    Each kind of step has a process of its own: once a process has been traced, its launches take
+    longer."""
     return {
-        (PEER, None, label): (Peer, task),
-        (BF16, None, label): (Bf16Peer, task),
-        (OURS, REPLAYED, label): (Ours, task),
-        (OURS, LAUNCHED, label): (Ours, task, LAUNCHED),
+        (name, kind, label): (make, task, *args)
+        for kind in KINDS
+        for name, make, *args in ((PEER, Peer), (BF16, Bf16Peer), (OURS, Ours, kind))
     }
 
 
@@ -356,7 +357,7 @@ def measured(workers: Workers, kind: str, clock, label="", groups: bool = False)
     """Variant -> measurement of one kind of step, in turns. Ratios are against the fastest peer.
 
     groups: also where the time goes"""
-    keys = {key[0]: key for key in workers.names if key[1] in (None, kind) and key[2] == label}
+    keys = {key[0]: key for key in workers.names if key[1:] == (kind, label)}
     alone = {}
     for name, key in keys.items():
         alone[name] = workers.ask(key, "alone", kind)

@@ -461,7 +461,7 @@ def test_variants_that_compute_different_losses_are_refused(scripts):
     losses = {"torch": 10.6, "torch, right": 10.61, "ours": 10.6}
 
     class Workers:
-        names = [(name, None, "") for name in losses]
+        names = [(name, "replayed", "") for name in losses]
 
         def ask(self, key, what, *_):
             alone = {"first_loss": losses[key[0]], "peak_GiB": 1.0, "ms_alone": 1.0}

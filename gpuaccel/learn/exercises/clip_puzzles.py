@@ -199,8 +199,8 @@ EXERCISES = [
         params="float* w, const float* grad, const float* scale, float lr, long long n",
         stub="// your lines",
         hint=(
-            "s > 0.0f is false for 0 and for NaN. Every thread reads the scale by itself; nobody "
-            "has to ask the host."
+            "s > 0.0f is false for 0 and for NaN. Every thread reads the scale by itself, and "
+            "Python reads nothing."
         ),
         solution=_STEP,
         wrong_answers={
