@@ -167,10 +167,10 @@ TRAINER = {
 def test_the_page_about_trainer_trains_what_torchs_optimizer_trains(loop, here):
     path, spaces = ROOT / "docs" / "trainer.md", []
     code = example(path, {"Trainer": "TrainingArguments(", "accelerate": "Accelerator("}[loop])
-    # Limits that act.
-    code = theirs = code.replace("max_grad_norm=1.0", "max_grad_norm=0.1").replace(
-        ", 1.0)", ", 0.1)"
-    )
+    # Limits that act. Trainer clips, as the page says below the script.
+    page = code.replace('"max_norm": 1.0', '"max_norm": 0.1')
+    code = code.replace("max_grad_norm=0,", "max_grad_norm=0.1,").replace(', "max_norm": 1.0', "")
+    code = theirs = code.replace(", 1.0)", ", 0.1)")
     for ours, torchs in TRAINER[loop].items():
         assert ours in theirs
         theirs = theirs.replace(ours, torchs)
@@ -184,10 +184,9 @@ def test_the_page_about_trainer_trains_what_torchs_optimizer_trains(loop, here):
         else:
             assert torch.equal(p, q)
     if loop == "Trainer":
-        # The optimizer clips, as the page says below the script.
-        code = code.replace("max_grad_norm=0.1", "max_grad_norm=0")
+        # The optimizer clips.
         spaces.append(names())
-        run(path, code.replace("adam_epsilon}", 'adam_epsilon, "max_norm": 0.1}'), spaces[-1])
+        run(path, page, spaces[-1])
         for p, q in zip(spaces[-1]["model"].parameters(), torchs["model"].parameters()):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
         assert float(spaces[-1]["trainer"].optimizer.optimizer.clip_state.norm) > 0.2

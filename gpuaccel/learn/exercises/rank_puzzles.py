@@ -61,9 +61,9 @@ EXERCISES = [
         params="mine, ranks, pass_on",
         stub="total = mine.clone()\n# your lines\nreturn total",
         hint=(
-            "In each round received = pass_on(what was received last), which is `mine` in the first "
-            "round; add it to the total. In round `ranks` your own tensor would come back: stop "
-            "before."
+            "In each round received = pass_on(what was received last), which is `mine` in the "
+            "first round; add it to the total. In round `ranks` your own tensor would come back: "
+            "stop before."
         ),
         solution="""
 total, passing = mine.clone(), mine
