@@ -233,10 +233,10 @@ def test_the_error_of_the_page_about_kernels_is_the_one_that_comes(capsys, here)
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks and one GPU")
 def test_the_script_for_several_ranks_runs(tmp_path):
     """Both ranks print the mean loss of both, near that of random weights; a run that is resumed
-    after its first epoch goes on bit for bit."""
+    after its first epoch, or within the second one, continues bit for bit."""
     text = (ROOT / "docs" / "several-gpus.md").read_text()
     (code,) = re.findall(r"This is `train.py`:\n\n```python\n(.*?)```", text, re.DOTALL)
-    assert len(code.splitlines()) <= 36
+    assert len(code.splitlines()) <= 46
 
     def losses(code, folder):
         folder.mkdir(exist_ok=True)
@@ -255,6 +255,14 @@ def test_the_script_for_several_ranks_runs(tmp_path):
     assert len(whole) == 8 and all(abs(loss - math.log(256)) < 0.3 for loss in whole), whole
     began = losses(code.replace("epochs=2", "epochs=1"), tmp_path / "resumed")
     assert began + losses(code, tmp_path / "resumed") == whole
+    within = re.sub(
+        r"n % 4 == 0(.*?)\n    return",
+        r"n % 3 == 0\1\n            if n == 6: break\n    return",
+        code,
+        flags=re.S,
+    )
+    began = losses(within, tmp_path / "within")
+    assert began + losses(code, tmp_path / "within") == whole and len(began) == 6
 
 
 # ---- the text -----------------------------------------------------------------------------------
