@@ -98,8 +98,8 @@ def ledger(name: str | None = None) -> Iterator[Row]:
 
     The block may launch work on any stream and from any thread. Work queued before it and the
     profiler's own waiting are not counted. The first use in a process starts the profiler (about a
-    second on a GPU): warm up outside the block, and do not read a speed from it. On a GPU launches
-    of this process take longer afterwards, by 30% on an H200, so measure times before.
+    second on a GPU): warm up outside the block, and do not read a speed from it. On a GPU each
+    launch of this process takes longer afterwards, so measure times before.
 
     Args:
         name: of the row; default: "your settings_write" while that kernel is replaced, else "step".
