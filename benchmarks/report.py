@@ -104,12 +104,21 @@ def ratio_rows(folder: str) -> list[dict]:
     if times:
         steps.append((min(times, key=lambda model: times[model]), launched))
     for model, (kind, words) in dict.fromkeys(steps):
-        if model in models:
+        if model not in models:
+            continue
+        what = f"one step of transformers' {sized(model, models[model])}, {words}"
+        add(
+            "transformers_step",
+            what,
+            f"torch's fastest {words} step",
+            lambda r: r[model][kind]["ours"]["times_torch"],
+        )
+        if (model, words) == ("Llama", "replayed"):
             add(
                 "transformers_step",
-                f"one step of transformers' {sized(model, models[model])}, {words}",
-                f"torch's fastest {words} step",
-                lambda r: r[model][kind]["ours"]["times_torch"],
+                f"{what} against launched",
+                "torch's fastest launched step",
+                lambda r: fastest_peer(r["Llama"]["launched"]) / r["Llama"]["rows"]["ours"]["ms"],
             )
     for T in ("1024", "256"):
         add(
@@ -151,6 +160,11 @@ def ratio_rows(folder: str) -> list[dict]:
     return rows
 
 
+def fastest_peer(rows: dict) -> float:
+    """The least milliseconds of torch's variants."""
+    return min(row["ms"] for name, row in rows.items() if name.startswith("torch"))
+
+
 def sized(model: str, result: dict) -> str:
     """A model of transformers with the number of its parameters: Llama 250M."""
     return f"{model} {result['parameters'] / 1e6:.0f}M"
@@ -166,38 +180,6 @@ def ratios_table(*gpus: str) -> Table:
     columns = [Column("what", "what"), Column("against", "against")]
     columns += [Column(gpu_of(folder), folder, ratio) for folder in gpus]
     return Table(columns, list(rows.values()))
-
-
-# The depths of docs/your-model.md -> the beginning and the end of what is measured of each.
-DEPTHS = {
-    "optimizer and clipping": ("`ga.clip_grad_norm_`", ""),
-    "arena": ("clip and AdamW", ""),
-    "`TrainStep` launched": ("one step of transformers' ", "launched"),
-    "`TrainStep` compiled and replayed": ("one step of transformers' Llama", "replayed"),
-}
-
-
-def depths_table(folder: str) -> Table:
-    """Those of ratio_rows() for each depth, and a replayed step against a launched one of torch."""
-    rows = [
-        {"depth": depth, **row}
-        for depth, (begin, end) in DEPTHS.items()
-        for row in ratio_rows(folder)
-        if row["what"].startswith(begin) and row["what"].endswith(end)
-    ]
-    if result := load("transformers_step", folder):
-        llama = result["results"]["Llama"]
-        launched = [r["ms"] for name, r in llama["launched"].items() if name.startswith("torch")]
-        rows.append(
-            {
-                "depth": rows[-1]["depth"],
-                "what": rows[-1]["what"],
-                "against": "torch's fastest launched step, compiled, too",
-                "ratio": min(launched) / llama["rows"]["ours"]["ms"],
-            }
-        )
-    columns = [Column("depth", "depth"), Column("measured", "what"), Column("against", "against")]
-    return Table([*columns, Column(gpu_of(folder), "ratio", ratio)], rows)
 
 
 # Tables of steps -> what they are of, in words.
@@ -264,7 +246,6 @@ def results_table(*gpus: str) -> Table:
 
 OVER_ALL = {
     "ratios": ratios_table,
-    "depths": depths_table,
     "slower": slower_table,
     "models_of_others": models_table,
     "results": results_table,
