@@ -116,7 +116,7 @@ def ratio_rows(folder: str) -> list[dict]:
         if (model, words) == ("Llama", "replayed"):
             add(
                 "transformers_step",
-                f"{what} against launched",
+                f"{what}, torch's launched",
                 "torch's fastest launched step",
                 lambda r: fastest_peer(r["Llama"]["launched"]) / r["Llama"]["rows"]["ours"]["ms"],
             )
