@@ -46,7 +46,12 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # torch has docstrings for nn.Module.forward and the like, which say nothing about ours.
 autodoc_inherit_docstrings = False
-autodoc_default_options = {"members": True, "undoc-members": False, "no-value": True}
+autodoc_default_options = {
+    "members": True,
+    "special-members": "__call__, __getitem__",
+    "undoc-members": False,
+    "no-value": True,
+}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 default_role = "literal"

@@ -79,6 +79,32 @@ def without_back_links(app, pagename, template, context, doctree):
         context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
 
 
+# Members without an underscore that the package's own modules call, and its users do not.
+INTERNAL = {
+    "Arena": {
+        "all",
+        "check",
+        "move",
+        "number_of",
+        "step",
+        "weights_current",
+        "weights_written",
+    },
+    "GraphedStep": {"split"},
+    "Kernel": {"__call__", "candidate", "from_source", "load", "loaded_on_cpu", "text_with"},
+    "Launch": {"on_cpu"},
+    "Module": {"unnamed"},
+}
+
+
+def is_internal(app, what, name, thing, skip, options):
+    """True for members that are not on the page of their class; None leaves it to Sphinx."""
+    function = thing.fget if isinstance(thing, property) else thing
+    owner, _, member = getattr(function, "__qualname__", "").rpartition(".")
+    return True if member in INTERNAL.get(owner, {"extra_repr"}) else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", is_internal)
     app.connect("source-read", convert)
     app.connect("html-page-context", without_back_links)

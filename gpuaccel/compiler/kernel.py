@@ -144,7 +144,10 @@ _UNKNOWN_NAME = re.compile(
 
 
 class Kernel:
-    """A kernel of kernels_cu, compiled at its first use.
+    """A CUDA C kernel; `kernel[grid, block](...)` launches it.
+
+    ga.compile makes one of a source. `ga.Kernel(file, name)` is one of the package's own, compiled
+    at its first use.
 
     Args:
         file: name of a file of kernels_cu, without ".cu".
@@ -515,8 +518,8 @@ def compile(
         **defines: macros, e.g. N=4.
 
     Returns:
-        A Kernel, to be launched as kernel[grid, block](tensors and numbers); a Module, a mapping of
-        names to kernels, for several kernels without a name.
+        A Kernel, to be launched as kernel[grid, block](tensors and numbers). If the source has
+        several and name is None, a Module, a mapping of names to kernels.
 
     Raises:
         CompileError: with the compiler's own message, line and caret; for a source without a

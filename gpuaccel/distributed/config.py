@@ -54,7 +54,7 @@ class Distributed:
         dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves
             the bytes; each rank rounds its sum once, and every addition rounds again.
         ordered: add the micro-batches in global order: N ranks with M micro-batches are
-            bit-identical to one rank with N x M.
+            bit-identical to one process with N x M, and without `distributed`.
         sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
             (distributed/zero1.py). Needs ga.AdamW over the arena.
         broadcast_buffers: buffers, such as running means of BatchNorm, are rank 0's at the start of
@@ -62,10 +62,10 @@ class Distributed:
             collective; none for a model without buffers. False: what forward does to buffers stays
             on its rank.
         bucket_mb: smallest size of a bucket, in megabytes of fp32.
-        find_unused: find the tensors that got a gradient on any rank in every step; on a GPU the
-            host waits for that. False: the first step decides. After it, one of these tensors
-            without a gradient has a zero one, and another tensor that gets one is an ArgumentError.
-            None: True on CPUs, False on GPUs.
+        find_unused: True: find in every step the tensors that got a gradient on any rank; on a GPU
+            the host waits for that. False: the first step fixes the set; afterwards a missing
+            gradient counts as zero, and a new one is an ArgumentError. None: True on CPUs, False on
+            GPUs.
         check_every: steps between comparisons of the bits of all weights over all ranks; 0, the
             default: none. RankError where they differ. On a GPU it comes some steps late, without a
             wait.
@@ -77,8 +77,8 @@ class Distributed:
             ArgumentError where it is not possible. False: always NCCL.
         timeout: seconds that a group made here waits for another rank, at its start and in every
             collective. Then RankError, which names the rank. With NCCL, where no call returns with
-            an error, the process prints the message and ends. In any group peer-to-peer copies end
-            with a CUDA error 10 seconds later.
+            an error, the process prints the message and ends. In any group peer-to-peer copies that
+            wait for longer end with a CUDA error, 10 seconds after that.
         rank: of this process in the group, from 0.
         world: number of ranks.
         backend: "nccl", "gloo", or "none" for this process alone.

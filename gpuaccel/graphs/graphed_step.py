@@ -71,6 +71,9 @@ def check_options(policy: Policy, max_graphs: int):
 class GraphedStep(Generic[P, R]):
     """A function captured in CUDA graphs, one for each kind of input, and replayed.
 
+    A kind is the shapes and dtypes of the tensors among the arguments, and the values of the
+    others. Tensors are copied in, and results are copied out: no later call writes them.
+
     Objects in state that keep values on the host take part by the protocol of
     graphs/participant.py. Gradients that fn leaves in `.grad` lie in the graph's memory: the next
     step overwrites them, close() takes them away.
@@ -105,7 +108,8 @@ class GraphedStep(Generic[P, R]):
             gradient, or that is neither a tensor nor hashable.
 
     Source:
-        torch.cuda.CUDAGraph; on the CPU with backend simt a tape of torch operations.
+        torch.cuda.CUDAGraph. On a CPU: with backend simt a tape of torch operations, with backend
+        torch fn runs eagerly.
 
     Example:
         >>> weight = torch.ones(2, device=ga.default_device())

@@ -88,8 +88,8 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW by our kernels: its arguments, parameter groups, schedulers and state_dict.
 
     Without max_norm, results on a CPU are bit-identical to torch's fused=True; on a GPU the last
-    digits may differ. The state_dict over an arena fits
-    torch.optim.AdamW(arena.parameter_groups(weight_decay)).
+    digits may differ. torch.optim.AdamW(arena.parameter_groups(weight_decay)) loads the
+    moments of a state_dict over an arena.
 
     Args:
         params_or_arena: parameters or parameter groups, as torch's, fp32, bf16, fp16 or fp64; or an
@@ -102,8 +102,8 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         amsgrad: divide by the largest second moment so far, as torch's.
         max_norm: clip the gradients to this norm inside the step; None: no clipping.
         scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
-        on_nonfinite: what a gradient with NaN or infinity does: "skip" the step (default over an
-            arena and with max_norm), "propagate" (default otherwise) or "raise".
+        on_nonfinite: what a gradient with NaN or infinity does: "skip" the step (default with an
+            arena or a max_norm), "propagate" (default otherwise) or "raise".
         stochastic_rounding: round new bf16 weights up or down by chance, keyed on seed, tensor,
             element and step.
         seed: of the stochastic rounding, 0 to 2^53 - 1.

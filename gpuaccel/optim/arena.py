@@ -100,6 +100,9 @@ class Arena:
     A parameter that is frozen now and unfrozen later is not in the arena: make a new arena, which
     replaces the first. The module is saved, pickled and copied as without an arena.
 
+    `.grad` of each parameter, also of a bf16 one, is a view of its sum in `grads`, in fp32, or None
+    after zero_grad().
+
     bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
     `copy_`, nn.init) are detected, and copied to its master before the next step. Assigning
     `p.data = x` is detected; writing into it (`p.data.copy_(x)`, or by NumPy) is not: call
@@ -306,7 +309,8 @@ class Arena:
 
         Args:
             weight_decay: for the tensors whose segment has `decay`; 0 for the others.
-            lr: with it there is one group per lr_scale, whose rate is lr * lr_scale.
+            lr: one group per lr_scale, whose rate is lr * lr_scale. Without it lr_scale does not
+                count.
 
         Returns:
             A list of dicts with `params`, `weight_decay` and, where it is given, `lr`.

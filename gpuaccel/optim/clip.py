@@ -96,10 +96,11 @@ def clip_grad_norm_(
         foreach: as torch's, where torch computes.
         scope: "global" (one norm, the default), "tensor" (one norm each) or "block" (one norm for
             each block of an arena).
-        on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
-            parameters): it is multiplied by the scale all the same, as in torch. "skip" (default
-            for an arena): it stays as it is. A ga.AdamW over the arena then leaves out the step;
-            other optimizers use it. "raise": NonFiniteError names the tensor; waits for the device.
+        on_nonfinite: what happens to gradients whose norm is not finite. "propagate" (default for
+            parameters): they are multiplied by the scale all the same, as in torch. "skip" (default
+            for an arena): they stay as they are. A ga.AdamW over the arena then leaves out the
+            step; other optimizers use them. "raise": NonFiniteError names the tensor; waits for the
+            device.
         eps: added to the norm. Default: torch's 1e-6.
 
     Returns:

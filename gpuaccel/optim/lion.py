@@ -38,9 +38,9 @@ def reference_lion(
 
 
 class Lion(DeviceOptimizer):
-    """Lion, whose update of each weight is lr times the sign of beta1 m + (1 - beta1) g.
+    """Lion: w = w (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g).
 
-    `state[p]["exp_avg"]` is m.
+    Then m = beta2 m + (1 - beta2) g; `state[p]["exp_avg"]` is m.
 
     Args:
         params_or_arena: as for torch's optimizers, or an Arena.

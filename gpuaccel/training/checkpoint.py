@@ -271,8 +271,8 @@ def save_checkpoint(
         model: its `state_dict` is stored; several ranks: with rank 0's buffers.
         optimizer: any torch optimizer whose state is tensors and numbers per parameter, or a list
             of them, such as step.optimizers. Default: none.
-        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Default:
-            none.
+        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones, which cannot
+            be saved without it. Default: none.
         scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
         batches: anything with a `state_dict()` of plain values, such as ga.training.Batches or
             torchdata's StatefulDataLoader; a DataLoader has none. Default: none.
@@ -285,7 +285,7 @@ def save_checkpoint(
     Raises:
         ArgumentError: for `batches` without a state_dict().
         CheckpointError: for a value that cannot be stored without pickle, a read-only folder, a
-            full disk; on every rank, where it is one's. What was at `path`, if anything, is then
+            full disk; on every rank, if one rank fails. What was at `path`, if anything, is then
             untouched, and nothing is left beside it.
 
     Example:
@@ -488,10 +488,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Continue from a checkpoint that save_checkpoint wrote.
 
-    The run continues bit-identically with the same kinds of objects as at the save, on the same
-    kind of machine: on a GPU with TrainStep(deterministic=True), on a CPU with as many torch
-    threads, on which the order of sums depends.
-    Tensors are copied in place; the optimizer's `foreach`, `fused`, `capturable` and
+    The run continues bit-identically with the same kinds of objects, on the same kind of machine:
+    on a GPU with TrainStep(deterministic=True), on a CPU with as many torch threads. Tensors are
+    copied in place; the optimizer's `foreach`, `fused`, `capturable` and
     `differentiable` stay as it was built.
 
     Args:

@@ -377,21 +377,23 @@ def shard(batches: Iterable, rank: int, ranks: int, *, seed: int | None = None) 
 class Batches:
     """Endless, deterministic batches of sequences of T tokens, shuffled anew in every epoch.
 
-    Sequences do not overlap, and an epoch visits each once: each token is a target once. Only the
-    last, incomplete sequence is left out. A batch at the end of an epoch goes on into the next.
+    Sequences do not overlap, and an epoch visits each once: each token but the first is a
+    target once. Only the last, incomplete sequence is left out. A batch at the end of an epoch
+    continues in the next.
 
     The position is the same on every rank.
 
     Args:
         tokens: (N,) integer tensor on the CPU.
-        batch: sequences per batch, 1 or more.
+        batch: sequences per batch of a rank, 1 or more.
         T: tokens per sequence, 1 or more.
         seed: seed + epoch seeds the shuffle.
         device: where batches are copied, without waiting; default: the CPU.
-        rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
+        rank, ranks: this rank's share, a batch of each step. Together, the ranks visit each
+            sequence once per epoch.
         micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all
-            ranks depends on ranks * micro_batches only, and a run can go on with another number of
-            ranks.
+            ranks depends on ranks * micro_batches only, and a run can continue with another number
+            of ranks.
 
     Raises:
         DataError: when there is not one whole sequence (T + 1 tokens), or an epoch has fewer

@@ -66,11 +66,14 @@ def warmup_cosine(
 def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss) -> float:
     """Mean loss per token over `batches`, without gradients, in eval mode.
 
+    The mode before is restored.
+
     Waits for the device once, at the end.
 
     Args:
         model: any module.
-        batches: an iterable of what loss_fn takes.
+        batches: a finite iterable of what loss_fn takes, on the model's device. With several ranks:
+            this rank's.
         loss_fn: as a TrainStep's: (model, batch) -> (sum of losses, number of tokens), or a mean,
             and then each batch counts alike. Default: token_loss.
     """
@@ -186,7 +189,7 @@ def train(
         keep: how many of the newest checkpoints stay.
         resume: continue from the newest checkpoint there, bit-identically as load_checkpoint says;
             without one, begin. A path: continue from this checkpoint. One that is damaged is a
-            CheckpointError, whose `older` are the paths of those that are not.
+            CheckpointError, whose `older` lists the intact ones.
 
     Yields:
         A Reading after each step, without a wait for the device; the last one waits for it.

@@ -42,7 +42,7 @@ class Replay:
 
     Attributes:
         policy: "auto" (if the first capture fails, all steps run eagerly, with a warning; a later
-            one that fails is a CaptureError) or "require" (the first one, too).
+            one that fails is a CaptureError) or "require" (any that fails is a CaptureError).
         max_graphs: graphs held at once; the least recently used one is closed.
     """
 

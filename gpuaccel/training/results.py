@@ -11,15 +11,17 @@ from ..optim import DeviceOptimizer
 
 @dataclass
 class StepOutput:
-    """The results of one step: one-element tensors on the device, not overwritten by the next.
+    """The results of one step: tensors on the device, not overwritten by the next step.
 
     Attributes:
-        loss: mean per token (or of what loss_fn returned), fp32.
-        tokens: valid tokens; None when loss_fn returned a mean.
-        norm: the gradient norm before clipping, one per group with a scope; None without clipping.
-        clipped_norm: the norm after clipping.
-        scale: what the gradients were multiplied by.
-        finite: bool, whether every gradient is finite.
+        loss: () fp32, mean per token (or of what loss_fn returned).
+        tokens: () valid tokens, in the dtype in which loss_fn counts them; None when it returned a
+            mean.
+        norm: fp32, the gradient norm before clipping: (), or with scope "block" or "tensor" (G,),
+            one per block or tensor. None without clipping, as the next three.
+        clipped_norm: of the same shape, the norm after clipping.
+        scale: of the same shape, what the gradients were multiplied by.
+        finite: of the same shape, bool, whether every gradient is finite.
     """
 
     loss: Tensor

@@ -107,7 +107,7 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. Gradients that stand when it is made are dropped; those of a backward()
+    of the caller's stays. Gradients already in `.grad` are dropped; those of a backward()
     between two launched steps are added, and a replayed step raises CaptureError for them. A second
     TrainStep of a model closes the first. Use the step as a context manager or call close():
     otherwise the arena's memory is freed only at the next garbage collection.
@@ -150,17 +150,17 @@ class TrainStep:
         schedulers: a list.
         arena: the Arena of the model.
         reducer: of several ranks; `reducer.last_nonfinite()` names the rank and the tensor of the
-            last NaN or infinity. None for one rank alone.
-        count: optimizer steps that this process has taken, an int. After load_checkpoint it may be
-            set to the loaded step.
+            last NaN or infinity. None for one rank, except in ordered mode.
+        count: optimizer steps that this process has taken, an int, from which ga.train counts.
+            load_checkpoint does not set it: set it to the loaded step.
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
             arena's, a trained tensor that no optimizer holds or two of them, an unknown mode, an
             argument of another kind, two different max_norms, and replay="graph" with collectives
             that a CUDA graph cannot hold, such as gloo's.
-        CaptureError: with replay="graph" and policy "require", where a step cannot be captured, and
-            where only the first could.
+        CaptureError: in a call, where the first capture fails with policy "require", where a later
+            one fails, and for gradients of a backward() between two replayed steps.
 
     Example:
         >>> model = ga.preset("tiny", layers=1).build().to(ga.default_device())
@@ -571,7 +571,7 @@ class TrainStep:
 
     @property
     def graphs(self) -> GraphedStep | None:
-        """The graphs of whole batches, with len() and graph(); None when replay is "eager"."""
+        """The graphs of whole batches; None when replay is "eager"."""
         return self._graphs.batch_graphs if self._graphs else None
 
     def capture(self, batch):
