@@ -457,7 +457,7 @@ def deterministic() -> Iterator[None]:
     Raises:
         RuntimeError: at an operation that torch has only in a nondeterministic version, with its
             name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG
-            was :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
+            was :4096:8 or :16:8 at the first product of the process. The block sets this variable.
 
     Source:
         torch.use_deterministic_algorithms.

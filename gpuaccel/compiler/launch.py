@@ -86,7 +86,9 @@ class Launch:
         """Launch the kernel.
 
         Args:
-            *args: tensors for pointers, numbers, and bytes or ctypes structures for structs.
+            *args: for a pointer a contiguous tensor of its dtype, or None, the null pointer; for a
+                number a Python number that fits; for a struct bytes or a ctypes structure. Nothing
+                is converted.
             tensors: an iterable of those whose addresses are in a struct or a table of pointers,
                 for the checks on the CPU.
 

@@ -54,7 +54,7 @@ class Distributed:
         dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves
             the bytes; each rank rounds its sum once, and every addition rounds again.
         ordered: add the micro-batches in global order: N ranks with M micro-batches are
-            bit-identical to one process with N x M, and without `distributed`.
+            bit-identical to one process with N x M, with or without `distributed`.
         sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
             (distributed/zero1.py). Needs ga.AdamW over the arena.
         broadcast_buffers: buffers, such as running means of BatchNorm, are rank 0's at the start of
@@ -77,8 +77,8 @@ class Distributed:
             ArgumentError where it is not possible. False: always NCCL.
         timeout: seconds that a group made here waits for another rank, at its start and in every
             collective. Then RankError, which names the rank. With NCCL, where no call returns with
-            an error, the process prints the message and ends. In any group peer-to-peer copies that
-            wait for longer end with a CUDA error, 10 seconds after that.
+            an error, the process prints the message and ends. Peer-to-peer copies, in any
+            group, fail with a CUDA error after timeout + 10 seconds.
         rank: of this process in the group, from 0.
         world: number of ranks.
         backend: "nccl", "gloo", or "none" for this process alone.

@@ -91,8 +91,8 @@ def launch(
             other one counts as hanging. While no rank waits, ranks may compute as long as they
             like. A group of your own takes the `timeout=` of torch.distributed.new_group, if you
             give one. Default: 60.
-        start: seconds, the same for the start of the processes, and from a rank's first TrainStep
-            until its first step is over, as models are built and kernels compiled. Default: 60.
+        start: the timeout in seconds while processes start, and until a rank's first TrainStep has
+            taken a step, as models are built and kernels compiled. Default: 60.
         after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to
             look at step.reducer.asked_to_stop(). At the second, or without it at the first, they
             are stopped.

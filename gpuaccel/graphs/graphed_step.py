@@ -116,7 +116,7 @@ class GraphedStep(Generic[P, R]):
         >>> def update(gradient):
         ...     weight.sub_(gradient, alpha=0.1)
         ...     return weight.sum()
-        >>> with ga.GraphedStep(update, state=[weight]) as step:  # without a GPU it runs eagerly
+        >>> with ga.GraphedStep(update, state=[weight]) as step:  # without a GPU: no graph
         ...     for gradient in torch.ones(3, 2):
         ...         total = step(gradient)
         ...     print(f"{total:.2f}")

@@ -102,7 +102,8 @@ def ledger(name: str | None = None) -> Iterator[Row]:
     launch of this process takes longer afterwards, so measure times before.
 
     Args:
-        name: of the row; default: "your settings_write" while that kernel is replaced, else "step".
+        name: of the row; default: "your NAME" while ga.replaced has replaced kernel NAME, else
+            "step".
 
     Yields:
         A Row that is filled when the block ends without an error.

@@ -309,8 +309,8 @@ class Arena:
 
         Args:
             weight_decay: for the tensors whose segment has `decay`; 0 for the others.
-            lr: one group per lr_scale, whose rate is lr * lr_scale. Without it lr_scale does not
-                count.
+            lr: one group per lr_scale, whose rate is lr * lr_scale. Without it lr_scale is
+                ignored.
 
         Returns:
             A list of dicts with `params`, `weight_decay` and, where it is given, `lr`.
@@ -422,7 +422,8 @@ class Arena:
         Runs by itself after a step of an optimizer over parameters().
 
         Args:
-            optimizer: only its masters: the others may be in use by a backward that still runs.
+            optimizer: publish only its masters, as a backward that still runs may use the others.
+                None: all.
         """
         if self.bf16_weights is None:
             return
@@ -477,7 +478,7 @@ class Arena:
 
     @property
     def released(self) -> bool:
-        """True after release(): the parameters are ordinary ones."""
+        """Whether release() was called; the parameters are then ordinary ones."""
         return self not in _arenas
 
     def release(self):

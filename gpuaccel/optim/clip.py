@@ -104,8 +104,8 @@ def clip_grad_norm_(
         eps: added to the norm. Default: torch's 1e-6.
 
     Returns:
-        The norm before clipping, fp32 on the gradients' device, () with scope "global", else (G,),
-        one per tensor or block.
+        The norm before clipping, fp32 (fp64 for fp64 gradients), on the gradients' device, () with
+        scope "global", else (G,), one per tensor or block.
 
     Raises:
         ArgumentError: for a negative or NaN max_norm, for sparse or complex gradients, for an

@@ -271,8 +271,8 @@ def save_checkpoint(
         model: its `state_dict` is stored; several ranks: with rank 0's buffers.
         optimizer: any torch optimizer whose state is tensors and numbers per parameter, or a list
             of them, such as step.optimizers. Default: none.
-        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones, which cannot
-            be saved without it. Default: none.
+        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones: without it
+            their optimizer is refused. Default: none.
         scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
         batches: anything with a `state_dict()` of plain values, such as ga.training.Batches or
             torchdata's StatefulDataLoader; a DataLoader has none. Default: none.
@@ -487,6 +487,9 @@ def load_checkpoint(
     restore_rng: bool = True,
 ) -> dict[str, Any]:
     """Continue from a checkpoint that save_checkpoint wrote.
+
+    With several ranks every rank calls this.
+
 
     The run continues bit-identically with the same kinds of objects, on the same kind of machine:
     on a GPU with TrainStep(deterministic=True), on a CPU with as many torch threads. Tensors are

@@ -377,8 +377,9 @@ def shard(batches: Iterable, rank: int, ranks: int, *, seed: int | None = None) 
 class Batches:
     """Endless, deterministic batches of sequences of T tokens, shuffled anew in every epoch.
 
-    Sequences do not overlap, and an epoch visits each once: each token but the first is a
-    target once. Only the last, incomplete sequence is left out. A batch at the end of an epoch
+    Sequences do not overlap, and an epoch visits each once: except for the first token and an
+    incomplete last sequence, each token is a target once. next() returns (inputs, targets), int64,
+    each (batch, T); targets are the inputs shifted by one. A batch at the end of an epoch
     continues in the next.
 
     The position is the same on every rank.
@@ -389,8 +390,8 @@ class Batches:
         T: tokens per sequence, 1 or more.
         seed: seed + epoch seeds the shuffle.
         device: where batches are copied, without waiting; default: the CPU.
-        rank, ranks: this rank's share, a batch of each step. Together, the ranks visit each
-            sequence once per epoch.
+        rank: this rank, from 0.
+        ranks: number of ranks. Together, they visit each sequence once per epoch.
         micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all
             ranks depends on ranks * micro_batches only, and a run can continue with another number
             of ranks.

@@ -76,6 +76,9 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
             this rank's.
         loss_fn: as a TrainStep's: (model, batch) -> (sum of losses, number of tokens), or a mean,
             and then each batch counts alike. Default: token_loss.
+
+    Returns:
+        A float, in nats per token with token_loss.
     """
     total: Any = 0.0
     tokens: Any = 0

@@ -107,8 +107,8 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. Gradients already in `.grad` are dropped; those of a backward()
-    between two launched steps are added, and a replayed step raises CaptureError for them. A second
+    of the caller's stays. Making a step drops what is in `.grad`. A launched step adds
+    gradients of a backward() between two steps; a replayed step raises CaptureError. A second
     TrainStep of a model closes the first. Use the step as a context manager or call close():
     otherwise the arena's memory is freed only at the next garbage collection.
 
@@ -122,11 +122,11 @@ class TrainStep:
             summed gradient is divided once, by all tokens, so that unequal micro-batches give the
             full batch's gradient. Or it returns a mean: the step takes the mean of the
             micro-batches' means. Default: token_loss.
-        micro_batches: pieces that a batch is split into along dim 0, 1 or more; fewer where it has
-            fewer rows. Default: 1.
+        micro_batches: number of pieces, at least 1, into which torch.tensor_split divides a batch
+            along dim 0; fewer where it has fewer rows. Default: 1.
         max_norm: limit of the global gradient norm, 0 or more, as in
             `torch.nn.utils.clip_grad_norm_`; None: that of the optimizer, if it has one. A
-            ga.AdamW over the arena clips inside its step: it is that optimizer's max_norm. Before
+            ga.AdamW over the arena clips inside its step: this sets its max_norm. Before
             several optimizers the norm is taken once, over all gradients.
         compile: torch.compile loss_fn. Default: False.
         autocast: a dtype for torch.autocast, such as torch.bfloat16. Default: none.
@@ -334,8 +334,9 @@ class TrainStep:
         Raises:
             ArgumentError: for a batch whose tensors differ in dim 0 or have no rows, for a loss
                 that is not one element, for a weight that was unfrozen since, and after close().
-            CaptureError: for a replayed step that cannot be captured, or does not match its graph
-                any more; with replay="graph" also for a weight with a hook of
+            CaptureError: for a capture that fails, except the first one with policy "auto", after
+                which steps are launched; for a replayed step that does not match its graph any
+                more; with replay="graph" also for a weight with a hook of
                 `register_post_accumulate_grad_hook`, which a replay would not call.
             RankError: where another rank is lost, or its weights differ.
         """
