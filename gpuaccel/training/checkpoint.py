@@ -490,7 +490,6 @@ def load_checkpoint(
 
     With several ranks every rank calls this.
 
-
     The run continues bit-identically with the same kinds of objects, on the same kind of machine:
     on a GPU with TrainStep(deterministic=True), on a CPU with as many torch threads. Tensors are
     copied in place; the optimizer's `foreach`, `fused`, `capturable` and
