@@ -87,8 +87,8 @@ class Launch:
 
         Args:
             *args: for a pointer a contiguous tensor of its dtype, or None, the null pointer; for a
-                number a Python number that fits; for a struct bytes or a ctypes structure. Nothing
-                is converted.
+                number a Python number that its C type can hold; for a struct bytes or a ctypes
+                structure. Nothing is converted.
             tensors: an iterable of those whose addresses are in a struct or a table of pointers,
                 for the checks on the CPU.
 

@@ -54,7 +54,7 @@ class Distributed:
         dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves
             the bytes; each rank rounds its sum once, and every addition rounds again.
         ordered: add the micro-batches in global order: N ranks with M micro-batches are
-            bit-identical to one process with N x M, with or without `distributed`.
+            bit-identical to one process with N x M, whether that one is given `distributed` or not.
         sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
             (distributed/zero1.py). Needs ga.AdamW over the arena.
         broadcast_buffers: buffers, such as running means of BatchNorm, are rank 0's at the start of

@@ -102,8 +102,8 @@ class GraphedStep(Generic[P, R]):
 
     Raises:
         CaptureError: with nothing changed, when a module, parameter, buffer or optimizer state has
-            another address than at the capture (call reset()), where policy refuses a fall
-            back, and after close().
+            another address than at the capture (call reset()), where the first capture fails with
+            policy "require", or a later one, and after close().
         ArgumentError: for a fn, state or option of another kind, and for an input that requires a
             gradient, or that is neither a tensor nor hashable.
 

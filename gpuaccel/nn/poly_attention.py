@@ -537,7 +537,9 @@ _poly_layer = define(
 
 
 class PolyAttention(nn.Module):
-    """Causal polynomial attention, see the top of this module. No residual inside, no biases.
+    """Causal attention without softmax; a score s weighs scale (a c^p + b), with c = 8 tanh(s / 8).
+
+    No residual inside, no biases.
 
     Args:
         dim: last dimension of x, (..., T, dim).
@@ -551,8 +553,10 @@ class PolyAttention(nn.Module):
     Attributes:
         w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
         pe: (max_positions + 1, d), N(0, 0.02), shared by the heads; d is dim / heads.
-        coefficients: a, b and scale, (3,), which begin at 1, 0 and 1 / sqrt(max_positions + 1).
-        alpha, beta, coefficients: always fp32.
+        coefficients: a, b and scale, (3,) fp32, which begin at 1, 0 and
+            1 / sqrt(max_positions + 1).
+        alpha: (heads,) fp32, the factor of the output's gate.
+        beta: (heads,) fp32, added in the output's gate.
 
     Raises:
         ArgumentError: for a dim that heads does not divide, an even degree, and sizes below 1.

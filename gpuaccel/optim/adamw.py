@@ -88,8 +88,8 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW by our kernels: its arguments, parameter groups, schedulers and state_dict.
 
     Without max_norm, results on a CPU are bit-identical to torch's fused=True; on a GPU the last
-    digits may differ. torch.optim.AdamW(arena.parameter_groups(weight_decay)) loads the
-    moments of a state_dict over an arena.
+    digits may differ. The moments of a state_dict over an arena load into
+    torch.optim.AdamW(arena.parameter_groups(weight_decay)).
 
     Args:
         params_or_arena: parameters or parameter groups, as torch's, fp32, bf16, fp16 or fp64; or an
@@ -110,6 +110,11 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         **torch_options: maximize, foreach, capturable, differentiable and fused, as torch's.
             foreach, capturable and fused are accepted and kept; every step is fused and can be
             captured.
+
+    Attributes:
+        clip_state: the ClipState of the latest step, which the next one overwrites; None: it took
+            no norm.
+        skipped: () int32 on the device, the number of skipped steps. last_skip() names the tensor.
 
     Raises:
         ArgumentError: for differentiable=True, for complex and sparse tensors, for scope="block"

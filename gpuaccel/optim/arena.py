@@ -100,8 +100,8 @@ class Arena:
     A parameter that is frozen now and unfrozen later is not in the arena: make a new arena, which
     replaces the first. The module is saved, pickled and copied as without an arena.
 
-    `.grad` of each parameter, also of a bf16 one, is a view of its sum in `grads`, in fp32, or None
-    after zero_grad().
+    `.grad` of each parameter, also of a bf16 one, is a view of its sum in `grads`, in fp32. After
+    zero_grad() it is None, and the next backward() begins a new sum.
 
     bf16 parameters follow their masters. In-place edits of a bf16 parameter (load_state_dict,
     `copy_`, nn.init) are detected, and copied to its master before the next step. Assigning

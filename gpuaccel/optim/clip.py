@@ -83,8 +83,8 @@ def clip_grad_norm_(
     Deviations from torch: the norm is fp32 (fp64 for fp64 gradients), finite gradients whose
     squares overflow or underflow fp32 have a correct norm, and a scale of 1 writes nothing.
 
-    torch's own code runs, with its precision, for fp64 gradients, other norms, tensor subclasses,
-    several devices, and on the CPU.
+    torch's own code runs, with its precision, for fp64 gradients, norm_type other than 1, 2 and
+    inf, tensor subclasses, several devices, and on the CPU.
 
     Args:
         parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, or a single one. Or

@@ -271,8 +271,8 @@ def save_checkpoint(
         model: its `state_dict` is stored; several ranks: with rank 0's buffers.
         optimizer: any torch optimizer whose state is tensors and numbers per parameter, or a list
             of them, such as step.optimizers. Default: none.
-        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones: without it
-            their optimizer is refused. Default: none.
+        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Without it
+            an optimizer that holds masters is a CheckpointError. Default: none.
         scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
         batches: anything with a `state_dict()` of plain values, such as ga.training.Batches or
             torchdata's StatefulDataLoader; a DataLoader has none. Default: none.
@@ -501,8 +501,8 @@ def load_checkpoint(
         optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
             restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights
             alone.
-        restore_rng: restore the random state of Python, NumPy and torch, of torch's generators this
-            rank's. A rank that the file does not know keeps its own. Default: True.
+        restore_rng: restore the random state: Python's and NumPy's of rank 0, torch's of this rank.
+            A rank that the file does not know keeps its own. Default: True.
 
     Returns:
         A dict of "step", an int, and "extra", what save_checkpoint was given.

@@ -78,7 +78,7 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
             and then each batch counts alike. Default: token_loss.
 
     Returns:
-        A float, in nats per token with token_loss.
+        A float, the mean of this rank's batches; in nats per token with token_loss.
     """
     total: Any = 0.0
     tokens: Any = 0

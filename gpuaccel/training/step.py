@@ -107,15 +107,16 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. Making a step drops what is in `.grad`. A launched step adds
-    gradients of a backward() between two steps; a replayed step raises CaptureError. A second
-    TrainStep of a model closes the first. Use the step as a context manager or call close():
-    otherwise the arena's memory is freed only at the next garbage collection.
+    of the caller's stays. Making a step drops what is in `.grad`. After a backward() of yours
+    between two steps a launched step adds those gradients to its own, and a replayed step raises
+    CaptureError. A second TrainStep of a model closes the first. Use the step as a context manager
+    or call close(): otherwise the arena's memory is freed only at the next garbage collection.
 
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.
         opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
-            model: model.parameters()), or a list of optimizers that have these tensors among them.
+            model: model.parameters()), or a list of optimizers that together hold
+            each of these tensors once.
             Default: AdamW, lr 3e-4, decay 0.1 on
             tensors of two or more dimensions.
         loss_fn: function of (model, micro) that returns (sum of losses, number of tokens): the
@@ -136,9 +137,9 @@ class TrainStep:
         replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
             replayed with one launch; or a ga.training.Replay, "graph" with options. If the first
             capture fails, the step is launched; a later one that fails is a CaptureError. A batch
-            that is a list of micro-batches is replayed one by one. An optimizer whose learning rate
-            is a number that a graph would freeze is launched behind the replay. `replays` says
-            which it is, `reason` why.
+            that is a list of micro-batches is replayed one by one. An optimizer of torch's whose
+            learning rate is a number, which a graph would freeze, is launched after the replay.
+            `replays` says which it is, `reason` why.
         deterministic: two runs are bit-identical (ga.deterministic() around each step), and a
             launched step is bit-identical to a replayed one, if the model runs the same kernels in
             both.
