@@ -55,8 +55,8 @@ class Distributed:
             the bytes; each rank rounds its sum once, and every addition rounds again.
         ordered: add the micro-batches in global order: N ranks with M micro-batches are
             bit-identical to one process with N x M, whether that one is given `distributed` or not.
-        sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
-            (distributed/zero1.py). Needs ga.AdamW over the arena.
+        sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1.
+            Needs ga.AdamW or ga.optim.Lion over the arena.
         broadcast_buffers: buffers, such as running means of BatchNorm, are rank 0's at the start of
             each step, before the first micro-batch, as in torch's DistributedDataParallel. One
             collective; none for a model without buffers. False: what forward does to buffers stays
@@ -73,7 +73,7 @@ class Distributed:
             reads the gradients once more, beside backward; with peer-to-peer copies it costs
             nothing.
         peer_to_peer: GPUs that are all of one machine reduce fp32 sums by peer-to-peer copies
-            instead of NCCL's kernels (distributed/p2p.py). None: where possible. True:
+            instead of NCCL's kernels. None: where possible. True:
             ArgumentError where it is not possible. False: always NCCL.
         timeout: seconds that a group made here waits for another rank, at its start and in every
             collective. Then RankError, which names the rank. With NCCL, where no call returns with

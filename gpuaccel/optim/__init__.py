@@ -6,7 +6,7 @@ from .arena import Arena
 from .clip import clip_grad_norm_, clip_grads_
 from .device_optimizer import DeviceOptimizer
 from .gradients import GradientListener
-from .layout import own_storage
+from .layout import Segment, own_storage
 from .lion import Lion
 from .participants import capture_participants
 from .products import Products
@@ -20,6 +20,7 @@ __all__ = [
     "Lion",
     "ParameterLayout",
     "Products",
+    "Segment",
     "capture_participants",
     "clip_grad_norm_",
     "clip_grads_",

@@ -126,9 +126,10 @@ class Arena:
         bf16_weights: (N,) bf16, the bf16 parameters; None for a module without any.
         module_parameters: the module's parameters, in the order of the arena.
         masters: of each parameter its fp32 master, or itself where it is fp32.
-        gradients: the rule of `.grad` (optim/gradients.py), with the slices of `grads`.
-        segments: where each tensor lies (Segment).
-        blocks: the ranges of the module's blocks (Block).
+        gradients: the slices of `grads`; its collect() copies assigned gradients into them.
+        segments: where each tensor lies, in the order of the arena (optim.Segment).
+        blocks: the module's blocks, in the order of the arena. Each has a `name`, its tensors are
+            segments[first:last].
 
     Raises:
         ArgumentError: with nothing changed and the parameter named, for a module without trainable
