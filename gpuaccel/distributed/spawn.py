@@ -94,8 +94,8 @@ def launch(
         start: the timeout in seconds while processes start, and until a rank's first TrainStep has
             taken a step, as models are built and kernels compiled. Default: 60.
         after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to
-            look at step.reducer.asked_to_stop(). At the second, or without it at the first, they
-            are stopped.
+            test step.reducer.asked_to_stop() (reducer is None for one rank). At the second, or
+            without after_step at the first, they are stopped.
 
     Returns:
         What fn returned on each rank, in their order.

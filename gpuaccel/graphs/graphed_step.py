@@ -74,9 +74,9 @@ class GraphedStep(Generic[P, R]):
     A kind is the shapes and dtypes of the tensors among the arguments, and the values of the
     others. Tensors are copied in, and results are copied out: no later call writes them.
 
-    Values on the host stay as they were at the capture, except for those of ga.AdamW, ga.optim.Lion
-    and the layers of this package. Gradients that fn leaves in `.grad` lie in the graph's memory:
-    the next step overwrites them, close() takes them away.
+    Python numbers that fn reads, other than its arguments, keep their values of the capture; those
+    of ga.AdamW, ga.optim.Lion and the layers of this package may change. Gradients that fn leaves
+    in `.grad` lie in the graph's memory: the next step overwrites them, close() takes them away.
 
     Args:
         fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become

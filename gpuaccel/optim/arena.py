@@ -124,7 +124,8 @@ class Arena:
         weights: (N,) fp32, the fp32 parameters and the fp32 masters of bf16 parameters.
         grads: (N,) fp32, the sums of the gradients.
         bf16_weights: (N,) bf16, the bf16 parameters; None for a module without any.
-        module_parameters: the module's parameters, in the order of the arena.
+        module_parameters: the module's parameters, in the order of segments: the reverse of
+            parameters().
         masters: of each parameter its fp32 master, or itself where it is fp32.
         gradients: the slices of `grads`; its collect() copies assigned gradients into them.
         segments: where each tensor lies, in the order of the arena (optim.Segment).

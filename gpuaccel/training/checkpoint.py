@@ -271,8 +271,9 @@ def save_checkpoint(
         model: its `state_dict` is stored; several ranks: with rank 0's buffers.
         optimizer: any torch optimizer whose state is tensors and numbers per parameter, or a list
             of them, such as step.optimizers. Default: none.
-        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Without it
-            an optimizer that holds masters is a CheckpointError. Default: none.
+        arena: over which the optimizer was made, such as step.arena. It names the optimizer's
+            parameters, and has the fp32 masters of bf16 ones. Without it an optimizer that holds
+            masters is a CheckpointError. Default: none.
         scheduler: anything with a `state_dict()` of plain values, or a list. Default: none.
         batches: anything with a `state_dict()` of plain values, such as ga.training.Batches or
             torchdata's StatefulDataLoader; a DataLoader has none. Default: none.
@@ -488,19 +489,19 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Continue from a checkpoint that save_checkpoint wrote.
 
-    With several ranks every rank calls this.
+    With several ranks every rank calls this. Only what is given is restored:
+    `load_checkpoint(path, model=model, restore_rng=False)` reads the weights alone. The count of a
+    TrainStep is not set: `step.count = load_checkpoint(...)["step"]`.
 
     The run continues bit-identically with the same kinds of objects, on the same kind of machine:
     on a GPU with TrainStep(deterministic=True), on a CPU with as many torch threads. Tensors are
-    copied in place; the optimizer's `foreach`, `fused`, `capturable` and
-    `differentiable` stay as it was built.
+    copied in place; the optimizer's `foreach`, `fused`, `capturable` and `differentiable` stay as it
+    was built.
 
     Args:
         path: of the file, or of the folder.
         model: its tensors are overwritten.
-        optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
-            restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights
-            alone.
+        optimizer, arena, scheduler, batches: as for save_checkpoint.
         restore_rng: restore the random state: Python's and NumPy's of rank 0, torch's of this rank.
             A rank that the file does not know keeps its own. Default: True.
 

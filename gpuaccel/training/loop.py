@@ -175,8 +175,8 @@ def train(
     Args:
         step: the TrainStep; its meter is used, or one is made.
         batches: an iterable of batches. It is resumed where it was if it has a state_dict(), as
-            ga.training.Batches and torchdata's StatefulDataLoader; others begin again, with a
-            warning.
+            ga.training.Batches and torchdata's StatefulDataLoader; on resume others start at
+            their first batch, with a warning. If they end before `steps`, training ends.
         steps: optimizer steps in all, those of an earlier run that is resumed included.
         val: batches that are evaluated every `val_every` steps and at the end, with the step's
             loss_fn. Default: none.

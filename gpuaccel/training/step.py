@@ -107,18 +107,17 @@ class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
     The arena is made here unless the module has one. close() closes what was made here: an arena
-    of the caller's stays. Making a step drops what is in `.grad`. After a backward() of yours
+    of the caller's stays. The constructor sets every `.grad` to None. After a backward() of yours
     between two steps a launched step adds those gradients to its own, and a replayed step raises
     CaptureError. A second TrainStep of a model closes the first. Use the step as a context manager
     or call close(): otherwise the arena's memory is freed only at the next garbage collection.
 
     Args:
         model: an nn.Module with fp32 or bf16 parameters on one device.
-        opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
-            model: model.parameters()), or a list of optimizers that together hold
-            each of these tensors once.
-            Default: AdamW, lr 3e-4, decay 0.1 on
-            tensors of two or more dimensions.
+        opt: ga.AdamW or ga.optim.Lion over the arena, or any optimizer over arena.parameters() (for
+            an fp32 model: model.parameters()), or a list of optimizers that together hold each of
+            these tensors once. Default: ga.AdamW, lr 3e-4, decay 0.1 on tensors of two or more
+            dimensions.
         loss_fn: function of (model, micro) that returns (sum of losses, number of tokens): the
             summed gradient is divided once, by all tokens, so that unequal micro-batches give the
             full batch's gradient. Or it returns a mean: the step takes the mean of the
@@ -325,9 +324,9 @@ class TrainStep:
                 them, is one batch. A list whose elements are all tuples, lists or dicts is a list
                 of micro-batches. So is what a DataLoader makes of samples that are pairs of dicts:
                 pass tuple(batch). What has no rows (numbers, strings, None, () tensors, NumPy
-                arrays) goes to each micro-batch; in a replayed step it is hashable, and each new
-                value is captured. With several ranks None: this one has no batch left, and the
-                others have.
+                arrays) goes to each micro-batch. With replay="graph" what is no tensor must be
+                hashable, and each new value is captured. With several ranks None: this one has no
+                batch left, and the others have.
 
         Returns:
             A StepOutput. Nothing waits for the device until a value is read.
