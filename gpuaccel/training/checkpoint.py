@@ -495,8 +495,8 @@ def load_checkpoint(
 
     The run continues bit-identically with the same kinds of objects, on the same kind of machine:
     on a GPU with TrainStep(deterministic=True), on a CPU with as many torch threads. Tensors are
-    copied in place; the optimizer's `foreach`, `fused`, `capturable` and `differentiable` stay as it
-    was built.
+    copied in place; the optimizer's `foreach`, `fused`, `capturable` and `differentiable` stay as
+    they are.
 
     Args:
         path: of the file, or of the folder.
