@@ -123,6 +123,25 @@ def test_every_page_notebook_and_public_name_is_there(site):
 
 @needs_sphinx
 @pytest.mark.slow
+def test_calls_are_in_the_reference_and_internal_members_are_not(site, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "site")
+    import pages
+
+    import gpuaccel as ga
+
+    reference = "".join(p.read_text() for p in (site / "api").glob("*.html"))
+    members = set(re.findall(r'<dt class="sig[^>]*id="gpuaccel[\w.]*?\.(\w+\.\w+)"', reference))
+    calls = {"TrainStep.__call__", "GraphedStep.__call__", "Launch.__call__", "Kernel.__getitem__"}
+    assert calls - members == set()
+    classes = {c.__name__: c for c in (ga.Arena, ga.GraphedStep, ga.Kernel)}
+    classes |= {c.__name__: c for c in (ga.compiler.Launch, ga.compiler.Module)}
+    for owner, names in pages.INTERNAL.items():
+        assert [name for name in names if not hasattr(classes[owner], name)] == []
+        assert {f"{owner}.{name}" for name in names} & members == set()
+
+
+@needs_sphinx
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
 def test_a_notebook_shows_all_its_stored_outputs(site, path):
     """As many pictures as are stored, and the text of each stream."""

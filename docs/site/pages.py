@@ -101,7 +101,8 @@ def is_internal(app, what, name, thing, skip, options):
     """True for members that are not on the page of their class; None leaves it to Sphinx."""
     function = thing.fget if isinstance(thing, property) else thing
     owner, _, member = getattr(function, "__qualname__", "").rpartition(".")
-    return True if member in INTERNAL.get(owner, {"extra_repr"}) else None
+    internal = member == "extra_repr" or member in INTERNAL.get(owner, ())
+    return True if internal else None
 
 
 def setup(app):
